@@ -4,29 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
 from tests.cluster.jobs import Gates, gates_in
 from tests.crash.failure_logs import LOGS, pytest_runtest_makereport
-from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Rig, quick_restarts
-from tests.repository import ROOT
+from tests.crash.rig import Rig, cluster_with_failpoints, quick_restarts
 
 __all__ = ["pytest_runtest_makereport", "quick_restarts", "rig", "shared_rig"]
 
 
 @pytest.fixture(scope="session")
 def shared_rig() -> Iterator[Rig]:
-    cluster = LocalCluster(
-        workers=NUM_WORKERS,
-        threads=1,
-        failpoints=True,
-        import_path=(ROOT,),
-        # States of one worker are streamed, as between machines.
-        worker_arguments={"worker-1": ["--no-open-files"]},
-        environment={
-            "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
-            "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
-        },
-    )
+    # States of one worker are streamed, as between machines.
+    cluster = cluster_with_failpoints(worker_arguments={"worker-1": ["--no-open-files"]})
     with cluster, cluster.client() as client:
         yield Rig(cluster, client)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.views import Event, Phase, RunStatus
 from tests.crash.jobs import JOBS, Job
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 WORKER_TTL_S = 15.0
 """Of the leases in the shared cluster: longer than a busy machine stands still."""
@@ -28,6 +30,17 @@ KILLED_BY_FAILPOINT = 137
 TAIL_CHARS = 8000
 CLOCKED = {"train.cost_speedup", "train.wall_speedup"}
 """Metrics that a clock measured."""
+
+
+def cluster_with_failpoints(**changes: Any) -> LocalCluster:
+    environment = {
+        "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
+        "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
+        **changes.pop("environment", {}),
+    }
+    made: dict[str, Any] = {"workers": NUM_WORKERS, "threads": 1, "failpoints": True}
+    made |= {"import_path": (ROOT,), "environment": environment, **changes}
+    return LocalCluster(**made)
 
 
 @pytest.fixture(autouse=True)

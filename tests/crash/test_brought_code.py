@@ -8,8 +8,12 @@ from tests.crash.jobs import ALL_REDUCE, FED_AVG, Job, crash_job
 from tests.crash.rig import Rig
 from tests.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [
+    pytest.mark.timeout(2 * PATIENCE_S),
+    pytest.mark.promise("Code that a job brings is there again after any process has died."),
+]
 
+SOAK = pytest.mark.soak
 MODEL = """
 from torch import nn
 import helper
@@ -29,9 +33,9 @@ def last():
 @pytest.mark.parametrize(
     ("strategy", "process", "failpoint"),
     [
-        (ALL_REDUCE, "worker-1", "worker.code.unpacked"),
-        (ALL_REDUCE, "coordinator", "coordinator.segment.trained"),
-        pytest.param(FED_AVG, "worker-0", "worker.code.unpacked", marks=pytest.mark.sweep),
+        pytest.param(ALL_REDUCE, "worker-1", "worker.code.unpacked", marks=pytest.mark.sweep),
+        pytest.param(ALL_REDUCE, "coordinator", "coordinator.segment.trained", marks=SOAK),
+        pytest.param(FED_AVG, "worker-0", "worker.code.unpacked", marks=SOAK),
         pytest.param(FED_AVG, "coordinator", "coordinator.push.begun", marks=pytest.mark.sweep),
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else value,

@@ -3,78 +3,47 @@ keep the same. Where it is lost, its client begins anew, and the run says so."""
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import ALLOWED, assert_same_bits, gates_in
 from tests.crash.failpoint_table import WITH_CLIENT_STATE, WITH_MERGED_METRICS
 from tests.crash.jobs import Job, crash_job, federated
-from tests.crash.rig import WORKER_TTL_S, Rig, events_of, outcome_of
+from tests.crash.rig import events_of, outcome_of
+from tests.crash.site_rig import NUM_SITES, SiteRig, sites_in
 from tests.jobs import user_data
 from tests.patience import PATIENCE_S
 from tests.reference.personal_rounds import personal_rounds
 from tests.reference.scaffold_rounds import Scaffold
-from tests.repository import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * PATIENCE_S)]
+pytestmark = [
+    pytest.mark.timeout(4 * PATIENCE_S),
+    pytest.mark.promise("What a client keeps is the same whatever dies, or is said to be lost."),
+]
 
-NUM_SITES, ROUNDS = 2, 4
+ROUNDS = 4
 HEAD = ["3.*"]
-FILE = """
-site = "site-{number}"
-[data.ward]
-entrypoint = "tests.userland.data:gated_clients"
-kwargs = {{folder = "{folder}", client_id = {number}, num_clients = 2}}
-[[accept]]
-data = ["ward"]
-entrypoints = ["tests.userland.*:*"]
-metrics = ["accuracy", "tests.userland.metrics:ClassCounts"]
-"""
 COUNTS = "tests.userland.metrics:ClassCounts"
 """Its states are sums: they are merged after each round."""
-
-
-@dataclass
-class SiteRig:
-    rig: Rig
-    gates: Path
-
-    def kept(self, run_id: str, number: int) -> Path:
-        """The folder of what the client of a site keeps of a run."""
-        name = f"worker-{number}"
-        folder = self.rig.cluster.folder / name / f"clients-{name}"
-        return folder / run_id / f"client-{number}"
 
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteRig]:
     folder = tmp_path_factory.mktemp("sites")
-    arguments = {}
-    for number in range(NUM_SITES):
-        file = folder / f"site-{number}" / "site.toml"
-        file.parent.mkdir()
-        file.write_text(FILE.format(number=number, folder=folder))
-        arguments[f"worker-{number}"] = ["--site", str(file)]
-    cluster = LocalCluster(
-        workers=NUM_SITES,
-        threads=1,
-        failpoints=True,
-        import_path=(ROOT,),
-        allow=[],
-        allow_code="none",
-        worker_arguments=arguments,
-        environment={
-            "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
-            "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
-        },
-    )
-    with cluster, cluster.client() as client:
-        yield SiteRig(Rig(cluster, client), folder)
+
+    def file_of(number: int) -> str:
+        return f"""
+entrypoint = "tests.userland.data:gated_clients"
+kwargs = {{folder = "{folder}", client_id = {number}, num_clients = 2}}
+---
+metrics = ["accuracy", "{COUNTS}"]
+"""
+
+    with sites_in(folder, file_of) as made:
+        yield made
 
 
 PERSONAL, SCAFFOLD = {"personal": HEAD}, {"control": "scaffold"}
@@ -91,9 +60,9 @@ def ward_job(options: Job, **sections: Any) -> Job:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(PERSONAL, marks=pytest.mark.sweep),
+        pytest.param(PERSONAL, marks=pytest.mark.soak),
         pytest.param(DITTO, marks=pytest.mark.sweep),
-        SCAFFOLD,
+        pytest.param(SCAFFOLD, marks=pytest.mark.sweep),
     ],
     ids=["layers", "ditto", "control"],
 )
@@ -137,7 +106,10 @@ def _tensors(file: Path) -> bytes:
 
 @pytest.mark.parametrize(
     "options",
-    [PERSONAL, pytest.param(SCAFFOLD, marks=pytest.mark.sweep)],
+    [
+        pytest.param(PERSONAL, marks=pytest.mark.sweep),
+        pytest.param(SCAFFOLD, marks=pytest.mark.soak),
+    ],
     ids=["layers", "control"],
 )
 def test_a_client_that_has_lost_its_state_begins_anew(sites: SiteRig, options: Job) -> None:
@@ -155,7 +127,7 @@ def test_a_client_that_has_lost_its_state_begins_anew(sites: SiteRig, options: J
     else:
         expected = personal_rounds(spec, ALLOWED, HEAD, forgets=forgets)[0].state
     in_round_3 = "client1-8"  # three batches of 23 rows in each round
-    with gates_in(sites.gates) as gates, rig.running({**job, "evaluation": None}) as run:
+    with gates_in(sites.folder) as gates, rig.running({**job, "evaluation": None}) as run:
         gates.close(in_round_3)
         gates.wait_reached(in_round_3)
         shutil.rmtree(sites.kept(run.run_id, 1))

@@ -47,6 +47,8 @@ from tests.crash.rig import (
 from tests.jobs import user_model
 from tests.patience import PATIENCE_S, growing
 
+pytestmark = pytest.mark.promise("No run notices that its coordinator was away, or was another.")
+
 FLAGS = ("--lease-ttl-s", "4", "--worker-ttl-s", "8", "--heartbeat-interval-s", "1")
 """A worker finds a coordinator that has returned within 2.4 s (the channels' reconnect backoff)."""
 
@@ -59,12 +61,9 @@ def process_by_process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("strategy", [LOCAL, ALL_REDUCE], ids=["Local", "AllReduce"])
-def test_coordinator_killed_during_training_is_not_even_noticed_by_the_steps(
-    rig: Rig, strategy: Job
-) -> None:
-    expected = rig.outcome(paced(strategy, 0.0))
-    with rig.running(paced(strategy, 0.1)) as run:
+def test_coordinator_killed_during_training_is_not_even_noticed_by_the_steps(rig: Rig) -> None:
+    expected = rig.outcome(paced(ALL_REDUCE, 0.0))
+    with rig.running(paced(ALL_REDUCE, 0.1)) as run:
         await_step(run, 3)
         rig.cluster.kill("coordinator")
         assert outcome_of(run).digests == expected.digests
@@ -72,7 +71,7 @@ def test_coordinator_killed_during_training_is_not_even_noticed_by_the_steps(
         assert len(formed) == 1
 
 
-@pytest.mark.cluster
+@pytest.mark.sweep
 def test_a_schedule_of_hyperparameters_goes_back_and_on_after_kills_to_the_same_bits_and_line(
     rig: Rig, gates: Gates
 ) -> None:
@@ -104,7 +103,7 @@ def test_a_schedule_of_hyperparameters_goes_back_and_on_after_kills_to_the_same_
         assert plain_line(shown.run).startswith(f"{run.run_id}  100%  step 10/10  test.acc")
 
 
-@pytest.mark.cluster
+@pytest.mark.sweep
 def test_coordinator_killed_during_aggregation(rig: Rig) -> None:
     expected = rig.undisturbed("FedAvg-large")
     with rig.running(JOBS["FedAvg-large"]) as run:
@@ -113,9 +112,14 @@ def test_coordinator_killed_during_aggregation(rig: Rig) -> None:
         assert outcome_of(run) == expected
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
-    "strategy", [LOCAL, ALL_REDUCE, FED_AVG], ids=["Local", "AllReduce", "Fed"]
+    "strategy",
+    [
+        pytest.param(LOCAL, marks=pytest.mark.soak),
+        pytest.param(ALL_REDUCE, marks=pytest.mark.cluster),
+        pytest.param(FED_AVG, marks=pytest.mark.sweep),
+    ],
+    ids=["Local", "AllReduce", "Fed"],
 )
 def test_coordinator_and_worker_killed_together(rig: Rig, strategy: Job) -> None:
     expected = rig.outcome(paced(strategy, 0.0))

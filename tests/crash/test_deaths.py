@@ -10,7 +10,10 @@ from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, PACED, Job, crash_job
 from tests.crash.rig import Rig, await_step, outcome_of
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
+pytestmark = [
+    pytest.mark.timeout(2 * PATIENCE_S),
+    pytest.mark.promise("A job that ends its process fails with how it ended and its last words."),
+]
 
 PRINTED = "had printed: this batch is the last one"
 
@@ -18,8 +21,8 @@ PRINTED = "had printed: this batch is the last one"
 @pytest.mark.parametrize(
     ("strategy", "work"),
     [
-        (LOCAL, "segment 1"),
-        pytest.param(ALL_REDUCE, "segment 1", marks=pytest.mark.sweep),
+        pytest.param(LOCAL, "segment 1", marks=pytest.mark.cluster),
+        pytest.param(ALL_REDUCE, "segment 1", marks=pytest.mark.soak),
         pytest.param(FED_AVG, "round 1: 0 of 3 updates; ", marks=pytest.mark.sweep),
     ],
     ids=["Local", "AllReduce", "Fed"],
@@ -37,6 +40,7 @@ def test_a_job_that_exits_fails_after_three_with_its_last_words(
     assert f"ended with exit status 11 and {PRINTED}" in text
 
 
+@pytest.mark.sweep
 def test_a_fault_in_native_code_is_named_with_its_place(rig: Rig) -> None:
     document = crash_job(LOCAL, model="acting_models:deadly", at_batch=2, signum=signal.SIGSEGV)
     with rig.running(document) as run, pytest.raises(RunFailedError) as error:

@@ -26,7 +26,7 @@ from tests.jobs import user_data
 from tests.patience import PATIENCE_S
 from tests.reference.loops import federated_loop
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.promise("Sites join, leave and return whatever dies on the way.")
 
 TAKEN_PART = {1: [0], 2: [0], 3: [0, 1], 4: [0, 1], 5: [0], 6: [0, 2], 7: [0, 1, 2], 8: [0, 1, 2]}
 """Round -> the clients that its model is made of."""
@@ -41,7 +41,7 @@ class Federation:
     gates: Gates
     coordinator: Process
     client: Client
-    crash: tuple[int, str] | None
+    crash: tuple[int, str]
     """A round, and the failpoint at which the coordinator dies when the next round opens."""
 
     def come(self, name: str) -> Process:
@@ -57,7 +57,7 @@ class Federation:
     def close(self, run: RunHandle, round_num: int) -> None:
         """Let a round end, and wait for the one after it."""
         self.gates.wait_reached(f"client0-{round_num}")
-        if self.crash is None or self.crash[0] != round_num:
+        if self.crash[0] != round_num:
             self.gates.open(f"client0-{round_num}")
         else:
             self.die(f"client0-{round_num}", self.crash[1])
@@ -77,7 +77,7 @@ class Federation:
 
 
 @contextmanager
-def federation(folder: Path, crash: tuple[int, str] | None) -> Iterator[Federation]:
+def federation(folder: Path, crash: tuple[int, str]) -> Iterator[Federation]:
     (folder / "gates").mkdir()
     (folder / "failpoints").mkdir()
     with hands(folder) as started, gates_in(folder / "gates") as gates:
@@ -92,17 +92,16 @@ def federation(folder: Path, crash: tuple[int, str] | None) -> Iterator[Federati
 @pytest.mark.parametrize(
     "crash",
     [
-        None,
-        pytest.param((2, AFTER), id="a site has joined"),
-        pytest.param((2, BEFORE), id="a site would join", marks=pytest.mark.sweep),
+        pytest.param((2, AFTER), id="a site has joined", marks=pytest.mark.sweep),
+        pytest.param((2, BEFORE), id="a site would join", marks=pytest.mark.soak),
         pytest.param((4, BEFORE), id="a site would leave", marks=pytest.mark.sweep),
-        pytest.param((4, AFTER), id="a site has left", marks=pytest.mark.sweep),
-        pytest.param((6, BEFORE), id="a site would be back", marks=pytest.mark.sweep),
+        pytest.param((4, AFTER), id="a site has left", marks=pytest.mark.soak),
+        pytest.param((6, BEFORE), id="a site would be back", marks=pytest.mark.soak),
         pytest.param((6, AFTER), id="a site is back", marks=pytest.mark.sweep),
     ],
 )
 def test_sites_that_join_leave_and_return_change_only_who_counts(
-    tmp_path: Path, crash: tuple[int, str] | None, request: pytest.FixtureRequest
+    tmp_path: Path, crash: tuple[int, str], request: pytest.FixtureRequest
 ) -> None:
     spec = federated(
         "dropout_mlp",

@@ -10,21 +10,24 @@ from tests.crash.whole_runs import assert_nothing_was_trained_twice, outcome_of_
 from tests.jobs import user_data, user_model
 from tests.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2 * PATIENCE_S)]
-
-
-CASES = [
-    ("worker-0", "worker.snapshot.asked", 2),
-    ("worker-1", "worker.snapshot.asked", 0),
-    ("worker-2", "worker.snapshot.asked", 3),
-    ("worker-1", "worker.snapshot.taken", 2),
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.timeout(2 * PATIENCE_S),
+    pytest.mark.promise("A commit is made of what is left when a worker dies within it."),
 ]
 
 
-@pytest.mark.parametrize("job", ["Mirrors", "Full-mirrors"])
-@pytest.mark.parametrize(("process", "failpoint", "num_passed"), CASES)
+CASES = [
+    ("Mirrors", "worker-0", "worker.snapshot.asked", 2),
+    ("Full-mirrors", "worker-1", "worker.snapshot.asked", 0),
+    ("Full-mirrors", "worker-2", "worker.snapshot.asked", 3),
+    ("Mirrors", "worker-1", "worker.snapshot.taken", 2),
+]
+
+
+@pytest.mark.parametrize(("job", "process", "failpoint", "num_passed"), CASES)
 def test_a_commit_goes_on_when_a_worker_dies(
-    rig: Rig, gates: Gates, process: str, failpoint: str, num_passed: int, job: str
+    rig: Rig, gates: Gates, job: str, process: str, failpoint: str, num_passed: int
 ) -> None:
     spec = {**JOBS[job], "data": user_data("gated", folder=str(gates.folder))}
     expected = rig.outcome(spec)
@@ -34,9 +37,8 @@ def test_a_commit_goes_on_when_a_worker_dies(
     assert_nothing_was_trained_twice(run)
 
 
-@pytest.mark.parametrize("job", ["Mirrors", "Full-mirrors"])
-def test_a_step_that_is_done_again_has_the_running_statistics_once(rig: Rig, job: str) -> None:
-    spec = {**JOBS[job], "model": user_model("batch_norm_mlp"), "batch_size": 10}
+def test_a_step_that_is_done_again_has_the_running_statistics_once(rig: Rig) -> None:
+    spec = {**JOBS["Full-mirrors"], "model": user_model("batch_norm_mlp"), "batch_size": 10}
     expected = rig.outcome(spec)
     with rig.armed("worker-2", "worker.step.before_apply", 5):
         outcome = rig.outcome(spec)

@@ -11,7 +11,8 @@ from tests.crash.jobs import JOBS, PRIVACY, Job, federated, gated
 from tests.crash.rig import Rig, await_event, outcome_of
 
 pytestmark = [
-    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("Secret noise survives a kill of the coordinator."),
     pytest.mark.skipif(not accountant.is_installed(), reason="needs the extra privacy"),
 ]
 

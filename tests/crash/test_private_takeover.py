@@ -19,6 +19,7 @@ from tests.postgres import Postgres
 
 pytestmark = [
     pytest.mark.sweep,
+    pytest.mark.promise("Who takes over makes the noise of the leader before."),
     pytest.mark.skipif(not accountant.is_installed(), reason="needs the extra privacy"),
 ]
 

@@ -1,22 +1,18 @@
 """A site whose worker is killed does a round again with the rows and the noise that it had."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.common.audit.audit_chain import check_lines
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.privacy import accountant
 from tests.crash.jobs import Job, crash_job, federated
-from tests.crash.rig import Rig, outcome_of
-from tests.jobs import ALLOW
-from tests.repository import ROOT
+from tests.crash.rig import outcome_of
+from tests.crash.site_rig import sites_in
 
 pytestmark = [
-    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("A killed site adds the noise of a round once, and pays for it once."),
     pytest.mark.skipif(not accountant.is_installed(), reason="needs the extra privacy"),
 ]
 
@@ -31,53 +27,25 @@ JOB: Job = {
         "target": {"epsilon": 3.0, "delta": 1e-5},
     },
 }
+FILE = """
+entrypoint = "tests.userland.data:classes"
+kwargs = {num_rows = 40}
+---
+require = ["privacy"]
+max_epsilon = 4.0
+"""
 PLAIN: Job = {**JOB, "privacy": None}
-
-
-def rounds_of(folder: Path) -> list[dict[str, Any]]:
-    """The audit's lines about updates."""
-    with (folder / "audit.jsonl").open("rb") as lines:
-        check_lines(lines)
-    text = (folder / "audit.jsonl").read_text()
-    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == "round"]
 
 
 def test_a_round_that_is_done_again_is_the_same_update_and_is_paid_for_once(tmp_path: Path) -> None:
     """Two draws of noise would be two updates of one round, of which an average could be taken."""
-    folders = [tmp_path / f"site-{number}" for number in range(2)]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "site.toml").write_text(
-            f"""
-site = "{folder.name}"
-[data.ward]
-entrypoint = "tests.userland.data:classes"
-kwargs = {{num_rows = 40}}
-[[accept]]
-data = ["ward"]
-entrypoints = ["{ALLOW}"]
-require = ["privacy"]
-max_epsilon = 4.0
-"""
-        )
-    cluster = LocalCluster(
-        workers=2,
-        threads=1,
-        failpoints=True,
-        data_dir=tmp_path / "cluster",
-        import_path=[ROOT],
-        allow=[],
-        allow_code="none",
-        worker_arguments={
-            f"worker-{number}": ["--site", str(folder / "site.toml")]
-            for number, folder in enumerate(folders)
-        },
-    )
-    with cluster, cluster.client() as client:
-        rig = Rig(cluster, client)
+    data_dir = tmp_path / "cluster"
+    with sites_in(tmp_path, lambda _number: FILE, data_dir=data_dir) as sites:
+        rig = sites.rig
         with rig.armed("worker-0", "worker.round.trained", 1), rig.running(JOB) as run:
             outcome_of(run)
-        lines = rounds_of(folders[0])
+        sites.checked(0)
+        lines = sites.rounds(0)
         assert [line["round"] for line in lines] == [1, 2, 2]
         first, before, after = lines
         assert (before["update"], before["noise"]) == (after["update"], after["noise"])
@@ -88,7 +56,7 @@ max_epsilon = 4.0
         secrets = [path.read_bytes() for path in sorted(tmp_path.rglob("privacy-secret-*"))]
         assert len(set(secrets)) == 2
         assert {len(secret) for secret in secrets} == {32}
-        assert not list((tmp_path / "cluster" / "coordinator").rglob("privacy-secret"))
+        assert not list((data_dir / "coordinator").rglob("privacy-secret"))
         # What the run has spent counts for the next one, and not the target that it had.
         refused = f"epsilon 3 with {spent[1]:g} of other runs is more than 4"
         with rig.running(JOB) as second, pytest.raises(StratagemError, match=refused):

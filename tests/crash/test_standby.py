@@ -4,6 +4,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -19,28 +21,34 @@ from tests.crash.rig import await_event, await_step, events_of, outcome_of
 from tests.patience import PATIENCE_S
 from tests.postgres import Postgres
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.promise("A standby takes over with the runs, the workers and the clients.")
 
 TERMS = "SELECT term FROM event ORDER BY position"
 LEASE_TTL_S = 4.0
 KEEPALIVE_S = 40.0
 """A connection to a frozen process is held for dead after this."""
 STEPS = 24
-FLAGS = ("--lease-ttl-s", str(LEASE_TTL_S), "--worker-ttl-s", "15")
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iterator[Pair]:
+@contextmanager
+def pair_of(folder: Path, postgres: Postgres, *worker_flags: str) -> Iterator[Pair]:
     journal = postgres.new_schema()
-    with hands(tmp_path_factory.mktemp("pair"), *FLAGS, "--journal", journal) as started:
+    flags = ("--lease-ttl-s", str(LEASE_TTL_S), "--worker-ttl-s", "15", "--journal", journal)
+    with hands(folder, *flags) as started:
+        started.worker_flags_of = lambda _name: worker_flags
         a, b = free_address(), free_address()
         leader = started.coordinator("a", listen=a)
         workers = [started.worker(f"w{n}", f"{b},{a}") for n in range(2)]
         assert leader.address == a
         standby = started.coordinator("b", listen=b)
-        for worker in workers:
-            assert worker.address
+        assert all(worker.address for worker in workers)
         yield Pair(started, journal, leader, standby, a, b)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iterator[Pair]:
+    with pair_of(tmp_path_factory.mktemp("pair"), postgres) as pair:
+        yield pair
 
 
 @pytest.fixture
@@ -51,7 +59,12 @@ def pair(started: Pair, request: pytest.FixtureRequest) -> Pair:
 
 
 @pytest.mark.parametrize(
-    "strategy", [ALL_REDUCE, PARAMETER_SERVER, FED_AVG], ids=["AllReduce", "Server", "FedAvg"]
+    "strategy",
+    [
+        pytest.param(ALL_REDUCE, marks=pytest.mark.sweep, id="AllReduce"),
+        pytest.param(PARAMETER_SERVER, marks=pytest.mark.soak, id="Server"),
+        pytest.param(FED_AVG, marks=pytest.mark.sweep, id="FedAvg"),
+    ],
 )
 def test_a_standby_ends_the_run_of_a_frozen_leader(
     pair: Pair, postgres: Postgres, strategy: Job
@@ -77,6 +90,7 @@ def test_a_standby_ends_the_run_of_a_frozen_leader(
     assert terms == sorted(terms), "the old leader wrote again"
 
 
+@pytest.mark.cluster
 def test_clients_and_workers_find_the_next_leader_when_one_is_killed(pair: Pair) -> None:
     with Client(pair.of_standby) as lost, pytest.raises(StandbyError, match="leads"):
         lost.runs()
@@ -92,6 +106,20 @@ def test_clients_and_workers_find_the_next_leader_when_one_is_killed(pair: Pair)
         assert client.runs()[0].run_id == run.run_id
 
 
+@pytest.mark.sweep
+def test_tunnels_are_opened_to_the_next_leader(tmp_path: Path, postgres: Postgres) -> None:
+    """It can dial none of the workers before they have found it."""
+    with pair_of(tmp_path, postgres, "--tunnel") as pair, Client(pair.both) as client:
+        pair.settle()
+        expected = outcome_of(client.submit(paced(PARAMETER_SERVER, 0.0, STEPS)))
+        run = client.submit(paced(PARAMETER_SERVER, 0.1, STEPS))
+        await_step(run, 3)
+        pair.leader.kill()
+        assert outcome_of(run).digests == expected.digests
+        assert {worker.address for worker in client.workers()} == {""}
+
+
+@pytest.mark.sweep
 def test_a_run_outlives_a_crash_of_the_database(pair: Pair, postgres: Postgres) -> None:
     with Client(pair.both) as client:
         expected = outcome_of(client.submit(paced(ALL_REDUCE, 0.0, STEPS)))

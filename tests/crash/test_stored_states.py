@@ -11,7 +11,10 @@ from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, Job, gated
 from tests.crash.rig import Rig, await_status, outcome_of
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
+pytestmark = [
+    pytest.mark.timeout(2 * PATIENCE_S),
+    pytest.mark.promise("A run whose state is gone or damaged says so and is resumed before it."),
+]
 
 CASES: dict[str, tuple[Job, tuple[str, ...]]] = {
     "Local": (LOCAL, ("batch-5",)),
@@ -21,7 +24,15 @@ CASES: dict[str, tuple[Job, tuple[str, ...]]] = {
 """Strategies, and gates inside their third segment or round: three commits are there before."""
 
 
-@pytest.mark.parametrize(("strategy", "held_at"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("strategy", "held_at"),
+    [
+        pytest.param(*CASES["Local"], marks=pytest.mark.soak),
+        pytest.param(*CASES["AllReduce"], marks=pytest.mark.cluster),
+        pytest.param(*CASES["Fed"], marks=pytest.mark.sweep),
+    ],
+    ids=CASES,
+)
 def test_a_run_whose_last_commit_is_gone_goes_on_from_an_earlier_one(
     rig: Rig, gates: Gates, strategy: Job, held_at: tuple[str, ...]
 ) -> None:
@@ -51,6 +62,7 @@ def test_a_run_whose_last_commit_is_gone_goes_on_from_an_earlier_one(
         assert outcome_of(run).digests == expected.digests
 
 
+@pytest.mark.sweep
 def test_a_state_that_rots_under_its_time_stamp_reaches_nobody(
     rig: Rig, gates: Gates, tmp_path: Path
 ) -> None:

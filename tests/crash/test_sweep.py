@@ -1,10 +1,12 @@
 """Kill each process at each of its failpoints, under every strategy that comes by there.
 
 The killed process is started again by the cluster; the run must end with the bits of an undisturbed
-one, in every committed state. A case is (job, process, failpoint, hits to let pass first).
+one, in every committed state. A case is (job, process, failpoint, hits to let pass first): a few
+are tried always, the sweep meets each failpoint and each job, and the soak is all the others.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -75,56 +77,116 @@ def process_of(job: str, failpoint: str, num_passed: int) -> str:
     return "worker-2" if job in SEVERAL_COMPUTE and num_passed > 0 else "worker-0"
 
 
-SAMPLE = (
-    Case("AllReduce", "worker-2", "worker.step.before_apply", 1),
-    Case("AllReduce", "worker-0", "worker.rendezvous.answered"),
-    Case("Turns", "worker-0", "worker.turns.after_turn"),
+KINDS = (
+    *("Local", "AllReduce", "ParameterServer", "FedAvg", "Population", "Silos", "Gossip"),
+    *("Pipeline", "DiLoCo-streaming", "Full-mirrors", "Mirrors"),
+)
+"""Jobs of a strategy or an exchange of its own; the others have a kill at each side."""
+COMMITS = {
+    *("coordinator.commit.pulled", "coordinator.round.folded", "worker.snapshot.taken"),
+    *("coordinator.journal.before_commit", "coordinator.journal.after_commit"),
+    "worker.round.trained",
+}
+
+
+def needs(case: Case) -> Iterator[Hashable]:
+    """What is tried with a case, and once is enough of it."""
+    yield case.failpoint
+    if case.num_passed:
+        yield case.failpoint, "later"
+    yield case.job, case.process == "coordinator"
+    if case.job in KINDS and case.failpoint in COMMITS:
+        yield case.job, case.failpoint
+
+
+def covering(found: Sequence[Case], chosen: Iterable[Case]) -> list[Case]:
+    """The chosen cases and enough others of those found for all that they need; the worker and the
+    coordinator of each kind die at three places."""
+    left = Counter({need: 1 for case in found for need in needs(case)})
+    left |= Counter({(job, side): 3 for job in KINDS for side in (True, False)})
+    taken: list[Case] = []
+    for case in chosen:
+        taken.append(case)
+        left -= Counter(needs(case))
+    while True:
+        best = max(found, key=lambda case: sum(need in left for need in needs(case)))
+        if not any(need in left for need in needs(best)):
+            return taken
+        found = [case for case in found if case != best]
+        taken.append(best)
+        left -= Counter(needs(best))
+
+
+ALWAYS = (
     Case("ParameterServer", "coordinator", "coordinator.step.summed"),
-    Case("ParameterServer", "worker-2", "worker.step.after_apply", 11),
-    Case("Gossip", "worker-2", "worker.gossip.mixing", 9),
-    Case("DiLoCo-streaming", "worker-2", "worker.local_step.before_backward", 6),
-    Case("DiLoCo-server", "worker-2", "worker.replicas.kept", 3),
-    Case("DiLoCo-stopped", "coordinator", "coordinator.upload.merged"),
-    Case("Evaluation", "worker-0", "worker.metrics.measured"),
-    Case("Mirrors", "worker-2", "worker.slices.updated", 5),
-    Case("Mirrors", "worker-2", "worker.step.after_apply", 11),
-    Case("Full", "worker-2", "worker.parameters.gathered", 30),
     Case("Full-mirrors", "worker-2", "worker.parameters.updated", 5),
     Case("Pipeline", "worker-2", "worker.stages.before_apply", 5),
     Case("FedAvg", "coordinator", "coordinator.journal.before_commit", 4),
     Case("FedAvg", "worker-0", "worker.round.trained"),
-    Case("FedAvg-coded", "coordinator", "coordinator.spool.after_rename", 2),
-    Case("Krum", "coordinator", "coordinator.fold.after_window"),
-    Case("Fair", "coordinator", "coordinator.round.judged", 1),
-    Case("Regions", "coordinator", "coordinator.fold.after_window"),
-    Case("Secure", "coordinator", "coordinator.secure.opened"),
-    Case("Secure", "worker-0", "worker.secure.update_kept"),
+    Case("Population", "worker-0", "worker.segment.finished"),
+)
+BY_HAND = (
+    Case("Gossip", "worker-2", "worker.gossip.mixing", 9),
+    Case("AllReduce", "worker-2", "worker.step.before_apply", 1),
+    Case("DiLoCo-streaming", "worker-2", "worker.local_step.before_backward", 6),
+    Case("DiLoCo-server", "worker-2", "worker.replicas.kept", 3),
+    Case("Mirrors", "worker-2", "worker.slices.updated", 5),
+    Case("Full", "worker-2", "worker.parameters.gathered", 30),
     # Between the two slots of the first round and its state.
     Case("FedYogi", "coordinator", "coordinator.blobs.after_rename", 2),
+    # What has been logged of the step before is not lost.
+    Case("Stopped", "worker-0", "worker.step.after_apply", 10),
+    Case("Stopped", "worker-2", "worker.step.after_apply", 10),
+    Case("Stopped", "coordinator", "coordinator.segment.trained", 3),
 )
+OF_A_STOP = (
+    Case("Stopped", "worker-0", "worker.step.before_apply", 10),
+    Case("Stopped", "worker-0", "worker.step.before_backward", 10),
+    Case("Stopped", "worker-0", "worker.segment.finished", 3),
+    Case("Stopped", "worker-0", "worker.snapshot.taken", 2),
+)
+"""Other places of the step with which a training that is stopped ends."""
+IN_THE_SWEEP = sorted(
+    covering(cases(), (*ALWAYS, *BY_HAND))[len(ALWAYS) :], key=lambda case: case.job
+)
+ALL_OTHERS = [c for c in (*cases(), *OF_A_STOP) if c not in (*ALWAYS, *IN_THE_SWEEP)]
 
 
 def test_every_failpoint_has_its_place_in_the_sweep() -> None:
     elsewhere = AFTER_ANOTHER.keys() | OVER_AN_OBJECT_STORE | ONCE_PER_BUNDLE | ONLY_AT_A_SITE
     elsewhere |= WITH_CLIENT_STATE | WITH_MERGED_METRICS | BY_WORKERS_THEMSELVES
     assert REACHED_BY.keys() | elsewhere == set(FAILPOINTS)
-    assert {case.failpoint for case in cases()} == REACHED_BY.keys()
-    assert all(case.job in REACHED_BY[case.failpoint] for case in SAMPLE)
+    found = cases()
+    assert {case.failpoint for case in found} == REACHED_BY.keys()
+    assert all(case.job in REACHED_BY[case.failpoint] for case in ALWAYS)
+    swept = {need for case in (*ALWAYS, *IN_THE_SWEEP) for need in needs(case)}
+    assert {need for case in found for need in needs(case)} <= swept
+    assert len(IN_THE_SWEEP) < len(found) / 2 + len(BY_HAND)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
+@pytest.mark.promise("A process that dies within an exchange of any kind changes no bits.")
+@pytest.mark.parametrize("case", ALWAYS, ids=str)
 def test_a_crash_changes_no_bits(rig: Rig, case: Case) -> None:
     _crash(rig, case)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("case", [c for c in cases() if c not in SAMPLE], ids=str)
+@pytest.mark.promise("No job that comes by a failpoint has other bits when it is killed there.")
+@pytest.mark.parametrize("case", IN_THE_SWEEP, ids=str)
 def test_no_crash_changes_any_bits(rig: Rig, case: Case) -> None:
     _crash(rig, case)
 
 
+@pytest.mark.soak
+@pytest.mark.promise("A kill at any hit of a failpoint under any job is as any other.")
+@pytest.mark.parametrize("case", ALL_OTHERS, ids=str)
+def test_none_of_all_the_crashes_changes_any_bits(rig: Rig, case: Case) -> None:
+    _crash(rig, case)
+
+
 @pytest.mark.sweep
+@pytest.mark.promise("What is done again after a crash may crash as well.")
 @pytest.mark.parametrize(
     ("failpoint", "job"), [(name, job) for name, each in AFTER_ANOTHER.items() for job in each[1]]
 )
@@ -135,30 +197,6 @@ def test_no_second_crash_changes_any_bits(rig: Rig, job: str, failpoint: str) ->
         outcome = rig.outcome(JOBS[job])
     assert outcome == expected
     outcome.check_whole(expected)
-
-
-@pytest.mark.cluster
-def test_a_training_that_is_stopped_ends_with_the_same_step(rig: Rig) -> None:
-    """Worker-0 ends when it has made the step that it would have been shown next. What it logged
-    of the step before is not lost."""
-    _crash(rig, Case("Stopped", "worker-0", "worker.step.after_apply", 10))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("Stopped", "worker-0", "worker.step.before_apply", 10),
-        Case("Stopped", "worker-0", "worker.step.before_backward", 10),
-        Case("Stopped", "worker-0", "worker.segment.finished", 3),
-        Case("Stopped", "worker-0", "worker.snapshot.taken", 2),
-        Case("Stopped", "worker-2", "worker.step.after_apply", 10),
-        Case("Stopped", "coordinator", "coordinator.segment.trained", 3),
-    ],
-    ids=str,
-)
-def test_no_crash_changes_the_step_of_a_stop(rig: Rig, case: Case) -> None:
-    _crash(rig, case)
 
 
 def _crash(rig: Rig, case: Case) -> None:

@@ -8,11 +8,13 @@ from stratagem.client.local.local_cluster import LocalCluster
 from tests import connect_proxy
 from tests.crash.failure_logs import LOGS
 from tests.crash.jobs import JOBS
-from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Rig, outcome_of
+from tests.crash.rig import NUM_WORKERS, Rig, cluster_with_failpoints, outcome_of
 from tests.patience import PATIENCE_S
-from tests.repository import ROOT
 
-pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+pytestmark = [
+    pytest.mark.timeout(3 * PATIENCE_S),
+    pytest.mark.promise("A tunnel is dug again when either end dies, and no bits change."),
+]
 
 NUM_CUTS, CUT_AFTER_BYTES = 6, 8_000_000
 NO_EXCEPTIONS = {"no_proxy": "", "no_grpc_proxy": ""}
@@ -21,16 +23,8 @@ NO_EXCEPTIONS = {"no_proxy": "", "no_grpc_proxy": ""}
 def tunnelled(*arguments: str) -> LocalCluster:
     """A cluster whose workers make outgoing connections only."""
     names = [f"worker-{number}" for number in range(NUM_WORKERS)]
-    return LocalCluster(
-        workers=NUM_WORKERS,
-        threads=1,
-        failpoints=True,
-        import_path=(ROOT,),
-        environment={
-            "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
-            "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
-            **NO_EXCEPTIONS,
-        },
+    return cluster_with_failpoints(
+        environment=NO_EXCEPTIONS,
         worker_arguments={name: ["--tunnel", *arguments] for name in names},
     )
 
@@ -51,12 +45,19 @@ def tunnels(shared_tunnels: Rig, request: pytest.FixtureRequest) -> Rig:
 @pytest.mark.parametrize(
     ("process", "failpoint", "name"),
     [
-        ("coordinator", "coordinator.push.begun", "ParameterServer"),
-        ("coordinator", "coordinator.step.summed", "ParameterServer"),
-        ("coordinator", "coordinator.spool.after_checkpoint", "FedAvg-large"),
-        ("worker-0", "worker.blob.committed", "ParameterServer"),
-        ("worker-0", "worker.step.before_apply", "ParameterServer"),
-        ("worker-1", "worker.client_round.after_training", "FedAvg"),
+        pytest.param(
+            *("worker-0", "worker.step.before_apply", "ParameterServer"), marks=pytest.mark.cluster
+        ),
+        pytest.param(
+            *("coordinator", "coordinator.push.begun", "ParameterServer"), marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            *("coordinator", "coordinator.spool.after_checkpoint", "FedAvg-large"),
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            *("worker-1", "worker.client_round.after_training", "FedAvg"), marks=pytest.mark.sweep
+        ),
     ],
 )
 def test_processes_die_at_either_end_of_a_tunnel(
@@ -67,6 +68,7 @@ def test_processes_die_at_either_end_of_a_tunnel(
         assert tunnels.outcome(JOBS[name]) == expected
 
 
+@pytest.mark.sweep
 def test_tunnels_break_in_the_middle_of_transfers(rig: Rig) -> None:
     """Every connection through the proxy is cut once it has carried a fifth of the parameters."""
     expected = rig.undisturbed("FedAvg-large")

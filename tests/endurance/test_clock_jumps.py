@@ -22,8 +22,9 @@ from tests.crash.rig import Outcome, events_of, outcome_of
 from tests.endurance.wall_clocks import WallClocks
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.promise("No run depends on what the wall clocks of its processes say.")
 
+SWEEP, SOAK = pytest.mark.sweep, pytest.mark.soak
 HOUR_S, DAY_S = 3600.0, 86400.0
 JUMPS_S = (HOUR_S, -HOUR_S, DAY_S)
 """Of the clock's place, and not of the step: from an hour before to a day after is a step, too."""
@@ -106,7 +107,13 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
 """Whose clocks jump, and the job meanwhile."""
 
 
-@pytest.mark.parametrize(("who", "job"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("who", "job"),
+    [
+        pytest.param(*case, marks=SWEEP if name == "all-AllReduce" else SOAK, id=name)
+        for name, case in CASES.items()
+    ],
+)
 def test_nothing_comes_of_a_clock_that_jumps(site: Site, who: tuple[str, ...], job: str) -> None:
     starts = {each.worker_id: each.incarnation for each in site.client.workers()}
     held = HELD_CLIENTS if job == "Federated" else HELD
@@ -145,6 +152,7 @@ def test_nothing_comes_of_a_clock_that_jumps(site: Site, who: tuple[str, ...], j
     assert set(site.journal("SELECT term FROM event")) == {1}
 
 
+@SOAK
 def test_certificates_are_valid_by_the_clock_and_only_new_connections_ask(tmp_path: Path) -> None:
     """The clock jumps past their end and to before their beginning; runs go on all the same."""
     authority = make_authority(tmp_path / "certs")

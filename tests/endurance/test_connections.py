@@ -13,7 +13,10 @@ from tests.crash.hands import hands
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.sweep
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.promise("Idle connections cost little, and what they cost is given back."),
+]
 
 NUM_CONNECTIONS = 1000
 MAX_KB_EACH = 100

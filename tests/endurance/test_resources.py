@@ -28,7 +28,10 @@ from tests.crash.rig import Outcome, await_event, outcome_of, until
 from tests.endurance.disks import cut_off, fill, mounted
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.sweep
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.promise("What runs out under a coordinator stops no run, or is said."),
+]
 
 FLAGS = ("--lease-ttl-s", "5", "--worker-ttl-s", "8", "--heartbeat-interval-s", "0.5")
 LOCKED_S = 12.0

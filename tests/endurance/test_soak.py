@@ -9,7 +9,11 @@ from benchmarks.soak import Sample, measure, runs, soak, table, uploads
 from stratagem.client import LocalCluster
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+    pytest.mark.promise("No process grows with the runs and the uploads that it has served."),
+]
 
 PROCESSES = ("coordinator", "worker-0", "worker-1")
 UPLOAD_MB = 8.0

@@ -28,7 +28,10 @@ from tests.crash.rig import events_of, outcome_of, until
 from tests.golden.replay import FOLDER, load
 from tests.hostile.attack import PROTOCOL
 
-pytestmark = pytest.mark.sweep
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.promise("Watchers that do not read cost little and miss nothing."),
+]
 
 NUM_WATCHERS, NUM_ROUNDS = 20, 400
 MAX_KB_EACH = 300

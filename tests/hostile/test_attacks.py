@@ -21,13 +21,14 @@ from tests.hostile.slow import ENDS, LYING, SILENT, Act, end_of
 from tests.patience import PATIENCE_S
 
 pytestmark = [
-    pytest.mark.cluster,
+    pytest.mark.promise("Whatever a caller says, runs, journal and folders notice nothing."),
     # of hypothesis, about the texts that it draws from
     pytest.mark.filterwarnings("ignore:Generating overly large repr"),
 ]
 
 Code = grpc.StatusCode
-NUM_QUICK, NUM_SWEEP = 3, 40
+NUM_SWEEP, NUM_SOAK = 15, 200
+VERSIONS: Sequence[Sequence[str]] = ([], ["2"], ["1", "1"], ["x" * 5000], [*map(str, range(300))])
 
 
 def hammer(rig: Rig, each: Method, num_examples: int) -> None:
@@ -46,17 +47,19 @@ def hammer(rig: Rig, each: Method, num_examples: int) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize(
+    "num_examples",
+    [
+        pytest.param(NUM_SWEEP, marks=pytest.mark.sweep),
+        pytest.param(NUM_SOAK, marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize("each", methods(), ids=str)
-def test_generated_conversations(rig: Rig, each: Method) -> None:
-    hammer(rig, each, NUM_QUICK)
+def test_generated_conversations(rig: Rig, each: Method, num_examples: int) -> None:
+    hammer(rig, each, num_examples)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("each", methods(), ids=str)
-def test_many_generated_conversations(rig: Rig, each: Method) -> None:
-    hammer(rig, each, NUM_SWEEP)
-
-
+@pytest.mark.cluster
 def test_attacks_by_hand(rig: Rig) -> None:
     wrong = [found for attack in attacks(rig.target) if (found := fails(rig, attack))]
     assert not wrong, "\n".join(wrong)
@@ -70,7 +73,13 @@ def fails(rig: Rig, attack: Attack) -> str:
     return answer.wrong(each)
 
 
-@pytest.mark.parametrize("name", [*SILENT, *LYING])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.cluster if name == "says half" else pytest.mark.sweep)
+        for name in (*SILENT, *LYING)
+    ],
+)
 def test_callers_that_no_library_makes(rig: Rig, name: str) -> None:
     act, valid = {**SILENT, **LYING}[name], samples(rig.target)
     ends = rig.loop.call(all_at_once(rig, act, valid))
@@ -87,6 +96,7 @@ async def all_at_once(rig: Rig, act: Act, valid: Any) -> Sequence[Any]:
     return await asyncio.gather(*map(ending, methods()))
 
 
+@pytest.mark.sweep
 def test_a_stream_that_falls_silent_is_given_up_and_leaves_room_for_another(rig: Rig) -> None:
     digest, manifest, _ = upload_of(9000, seed=1)
     header = cpb.UploadDataRequest(
@@ -118,18 +128,16 @@ def test_a_stream_that_falls_silent_is_given_up_and_leaves_room_for_another(rig:
     assert rig.say(each, [header, false], patience_s=PATIENCE_S).code is Code.DATA_LOSS
 
 
-@pytest.mark.parametrize("name", ["SubmitRun", "WatchRun", "UploadData", "Execute", "Send"])
-def test_ten_thousand_metadata_entries(rig: Rig, name: str) -> None:
-    each = method(name)
-    metadata = (*PROTOCOL, *((f"key-{number}", "x") for number in range(10_000)))
-    answer = rig.say(each, [b""], metadata=metadata)
-    assert answer.code is Code.RESOURCE_EXHAUSTED  # by gRPC itself, which need not give a reason
-
-
-def test_wrong_protocol_versions(rig: Rig) -> None:
-    for versions in ([], ["2"], ["1", "1"], ["x" * 5000], [str(n) for n in range(300)]):
-        metadata = [("stratagem-protocol", each) for each in versions]
-        for each in methods():
-            answer = rig.say(each, [b""], metadata=metadata)
-            assert answer.code is Code.FAILED_PRECONDITION, (each, answer)
-            assert not answer.wrong(each), answer
+@pytest.mark.cluster
+def test_strange_metadata(rig: Rig) -> None:
+    """Ten thousand entries, and wrong versions of the protocol."""
+    many = (*PROTOCOL, *((f"key-{number}", "x") for number in range(10_000)))
+    for name in ("SubmitRun", "WatchRun", "UploadData", "Execute", "Send"):
+        answer = rig.say(method(name), [b""], metadata=many)
+        assert answer.code is Code.RESOURCE_EXHAUSTED  # by gRPC itself, which need not say why
+    for number, each in enumerate(methods()):
+        versions = VERSIONS[number % len(VERSIONS)]
+        metadata = [("stratagem-protocol", version) for version in versions]
+        answer = rig.say(each, [b""], metadata=metadata)
+        assert answer.code is Code.FAILED_PRECONDITION, (each, answer)
+        assert not answer.wrong(each), answer

@@ -1,6 +1,7 @@
 """What a worker under somebody else's control gets from its coordinator, and can do to it."""
 
 import gzip
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,30 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.printable_text import is_printable
-from stratagem.coordinator.effects.execution.execute_plan import MAX_PROFILES
+from stratagem.coordinator.effects.execution.execute_plan import MAX_PROFILES, blobs_named
 from stratagem.coordinator.effects.execution.report_intake import MAX_NAMES, let_in
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as wpb
 from tests.hostile.liar import lied_to, raises, run_to_its_end, says
+from tests.jobs import job
+
+BASE, INLINE, GIVEN = "1" * 64, "2" * 64, "3" * 64
+
+
+def test_a_plan_names_its_base_what_its_job_names_and_what_a_client_has_kept() -> None:
+    plain = json.loads(job().canonical_json())
+    assert blobs_named(wpb.ExecuteRequest(build=wpb.BuildPlan()), plain) == frozenset()
+    both = json.loads(job(data={"inline": INLINE}, initial={"digest": GIVEN}).canonical_json())
+    for name in ("train", "client_round", "evaluate"):
+        request = wpb.ExecuteRequest()
+        getattr(request, name).base.digest = BASE
+        assert blobs_named(request, plain) == {BASE}
+        assert blobs_named(request, both) == {BASE, INLINE, GIVEN}
+    kept = wpb.ClientStateRef(round=2, digest=GIVEN)
+    plan = wpb.ClientRoundPlan(base=wpb.StateRef(digest=BASE), state=kept)
+    assert blobs_named(wpb.ExecuteRequest(client_round=plan), {}) == {BASE, GIVEN}
 
 
 async def test_a_worker_is_brought_no_blob_that_its_plan_does_not_name(tmp_path: Path) -> None:

@@ -19,10 +19,13 @@ from tests.hostile.rig import Rig, calm_runs, nothing_left_behind, under_attack
 from tests.hostile.samples import samples
 from tests.jobs import job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.promise("What is said at the port of members changes no bits of their runs."),
+]
 
 SEND = method("Send")
-NUM_EXAMPLES = 60
+NUM_EXAMPLES = 20
 MAX_ROUNDS = 40
 STRATEGIES: dict[str, dict[str, Any]] = {
     "gradients": data_parallel(2),
@@ -127,7 +130,7 @@ def test_messages_for_the_very_run(rig: Rig) -> None:
                 num_met += answer.num_responses > 0  # the member was there
                 if found := answer.wrong(SEND):
                     wrong.append(f"{name}: {found}")
-            if num_met > 3 * len(attacks_on_the_run(rig)):
+            if num_met > len(attacks_on_the_run(rig)):
                 break
     assert not wrong, wrong
     assert num_met > 0, "no attack has met a run"

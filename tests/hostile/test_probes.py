@@ -17,7 +17,7 @@ from stratagem.common.rpc.server import add_health, bind, make_health_server
 from tests.patience import PATIENCE_S
 
 ASK = health_pb2.HealthCheckRequest()
-STREAMS_OF_A_CONNECTION = dict(SERVER_OPTIONS)["grpc.max_concurrent_streams"]
+STREAMS_OF_A_CONNECTION = MAX_WATCHERS
 Code = grpc.StatusCode
 
 
@@ -51,6 +51,8 @@ async def probes(open_: AsyncExitStack) -> Probes:
 @pytest.fixture
 def num_connections(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many hold more calls together than a server has for those that it counts."""
+    options = {**dict(SERVER_OPTIONS), "grpc.max_concurrent_streams": STREAMS_OF_A_CONNECTION}
+    monkeypatch.setattr(rpc_server, "SERVER_OPTIONS", tuple(options.items()))
     few = replace(DEFAULT_LIMITS, max_calls=2 * STREAMS_OF_A_CONNECTION)
     monkeypatch.setattr(rpc_server, "DEFAULT_LIMITS", few)
     return 3

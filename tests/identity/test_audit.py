@@ -12,7 +12,6 @@ from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitte
 from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
-from tests.coordinator.core.jobs import DATA_PARALLEL, job_text
 from tests.coordinator.service.serving import refused, submit
 from tests.identity.deployment import deployed, worker
 
@@ -103,20 +102,5 @@ async def test_a_worker_speaks_for_itself_alone(authority: Authority, tmp_path: 
         assert denied[0] is Code.PERMISSION_DENIED
         own = await w0.Diagnose(pb.DiagnoseRequest(without_workers=True))
         assert (len(own.workers), own.environment.certificate) == (0, "coordinator coordinator")
-        strategy = {**DATA_PARALLEL, "num_replicas": 1}
-        await alice.SubmitRun(pb.SubmitRunRequest(run_id="r", job_json=job_text(strategy)))
-        events = alice.WatchRun(pb.WatchRunRequest(run_id="r"))
-        async for message in events:
-            if message.event.kind == "MembersFormed":
-                break
-        events.cancel()
-        session, fence = types_pb2.SessionRef(run_id="r"), types_pb2.Fence(term=1, membership=1)
-        arriving = pb.RendezvousRequest(fence=fence, session=session)
-        suspecting = pb.SuspectRequest(fence=fence, session=session, reason="spite")
-        denied = await refused(w1.Rendezvous(arriving))
-        assert denied == (Code.PERMISSION_DENIED, "worker w1 is not member 0 of r")
-        denied = await refused(w1.Suspect(suspecting))
-        assert denied == (Code.PERMISSION_DENIED, "worker w1 is no member of r")
-        assert len((await w0.Rendezvous(arriving)).members) == 1
         with pytest.raises(grpc.aio.AioRpcError, match="it is for the scope submit"):
             await w0.CancelRun(pb.CancelRunRequest(run_id="r"))

@@ -1,7 +1,7 @@
 """What stands in certificates and in which files they lie."""
 
 import stat
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError
 from stratagem.common.identity.certificates import Authority, init, show
 from stratagem.common.identity.grpc_credentials import FreshFiles
 from stratagem.common.identity.tls_files import CertId, Role, TlsFiles, tls_files
+from stratagem.common.observe.scrape_guard import Guard
 
 
 def test_a_development_cluster_gets_a_certificate_for_everybody(tmp_path: Path) -> None:
@@ -26,7 +27,8 @@ def test_a_development_cluster_gets_a_certificate_for_everybody(tmp_path: Path) 
     assert shown["coordinator.crt"].hosts == ("localhost", "head", "127.0.0.1", "::1", "10.0.0.7")
     assert shown["worker-w0.crt"].uris == ("spiffe://stratagem/role/worker/w0",)
     assert shown["worker-w0.crt"].hosts == ("w0.worker.stratagem", "worker.stratagem")
-    assert not shown["client-me.crt"].has_expired
+    days = {name: (each.expires - datetime.now(UTC)).days + 1 for name, each in shown.items()}
+    assert (days["ca.crt"], days["client-me.crt"]) == (3650, 90)
     for key in folder.glob("*.key"):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600, key
     assert len(list(folder.iterdir())) == 10
@@ -104,3 +106,23 @@ def test_new_files_are_seen_once_they_fit_together(own_authority: Authority) -> 
     own_authority.issue(Role.WORKER, "w0", valid=timedelta(seconds=-1), renew=True)
     assert fresh.changed()
     assert "worker-w0.crt has expired at 2" in fresh.material.problem
+
+
+def test_a_key_that_everybody_may_read_is_refused(own_authority: Authority) -> None:
+    """Kubernetes mounts secrets for the group of a pod: 0440 in our manifests."""
+    files = own_authority.files("worker-w0")
+    key = Path(files.key or "")
+    for mode in (0o600, 0o400, 0o640, 0o440, 0o660):
+        key.chmod(mode)
+        assert str(files.identity()) == "worker w0"
+    for mode in (0o604, 0o644, 0o666, 0o602, 0o601, 0o777):
+        key.chmod(mode)
+        said = f"{key} has the mode {mode:04o}: everybody.*chmod 600.*its group .640."
+        with pytest.raises(InvalidInputError, match=said) as refused:
+            files.read()
+        assert refused.value.violations[0].field == "tls_key"
+    with pytest.raises(InvalidInputError, match=r"metrics_tls_key: .* has the mode 0777"):
+        Guard(Path(files.cert or ""), key).ssl_context()
+    (own_authority.folder / "ca.key").chmod(0o644)
+    with pytest.raises(InvalidInputError, match=r"ca\.key has the mode 0644"):
+        own_authority.issue(Role.WORKER, "w9")

@@ -1,4 +1,6 @@
-"""A whole cluster with certificates: the same bits, strangers stay out, certificates run out."""
+"""A whole cluster with certificates: the same bits, strangers stay out, certificates run out, and
+their authority is replaced or is over. Nobody who is in is restarted, and what is wrong is said
+where somebody looks."""
 
 import json
 import subprocess
@@ -13,8 +15,15 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Phase
-from stratagem.common.base.errors import UnauthenticatedError
-from stratagem.common.identity.certificates import Authority, make_authority
+from stratagem.common.base.errors import StratagemError, UnauthenticatedError
+from stratagem.common.identity.certificates import (
+    Authority,
+    issue,
+    make_authority,
+    renew_authority,
+    retire_authority,
+    show,
+)
 from stratagem.common.identity.tls_files import Role, TlsFiles
 from tests.cluster.jobs import (
     ALLOWED,
@@ -29,11 +38,14 @@ from tests.cluster.jobs import (
     wait_for,
 )
 from tests.crash.rig import until
-from tests.identity.rig import WORKERS, authority_of_cluster, cluster_of, flags
+from tests.identity.rig import WORKERS, authority_of_cluster, cluster_of, expire, flags
 from tests.jobs import job, user_data
 from tests.reference.loops import federated_loop, sharded_loop
 
-pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.promise("Behind TLS runs go on with their bits while certificates come and go."),
+]
 
 HOSTS = ("127.0.0.1",)
 
@@ -113,6 +125,7 @@ def test_strangers_stay_out(cluster: LocalCluster, authority: Authority, tmp_pat
 def test_certificates_run_out_and_are_renewed_during_a_run(
     cluster: LocalCluster, client: Client, authority: Authority, tmp_path: Path, gates: Gates
 ) -> None:
+    starts = {name: process.num_starts for name, process in cluster.processes.items()}
     gates.close("batch-4")
     spec = job(data=user_data("gated", folder=str(tmp_path)), strategy=data_parallel(2))
     run = client.submit(spec)
@@ -134,8 +147,8 @@ def test_certificates_run_out_and_are_renewed_during_a_run(
     assert outcome.status.phase is Phase.COMPLETED
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 2).state)
     until(lambda: all(each.is_alive for each in client.workers()), "worker-1 is back")
-    assert cluster.processes["worker-0"].num_starts == 1
-    assert cluster.processes["coordinator"].num_starts == 1
+    now = {name: process.num_starts for name, process in cluster.processes.items()}
+    assert now == {**starts, "worker-1": now["worker-1"]}
     # Everybody can be met anew.
     again = job(strategy=data_parallel(2))
     assert_same_bits(train(client, again).state, sharded_loop(again, ALLOWED, 2).state)
@@ -155,3 +168,89 @@ def test_the_doctor_asks_with_a_workers_certificate(
     assert found["connection"]["level"] == found["clock"]["level"] == "ok"
     assert found["certificate"]["found"].startswith("worker worker-0, expires in")
     assert found["exchange"]["found"] == "data plane tls, mesh grpc"
+
+
+def incarnations(cluster: LocalCluster, authority: Authority) -> dict[str, str]:
+    """Of the workers that are in, as somebody sees it who connects anew."""
+    try:
+        with Client(cluster.address, tls=authority.files("client-alice")) as client:
+            return {each.worker_id: each.incarnation for each in client.workers() if each.is_alive}
+    except StratagemError:
+        return {}
+
+
+def refusal(cluster: LocalCluster, authority: Authority) -> str:
+    """Return the text of the error with which a new connection ends; empty where it succeeds."""
+    try:
+        with Client(cluster.address, tls=authority.files("client-alice")) as client:
+            client.workers()
+    except StratagemError as error:
+        return str(error)
+    return ""
+
+
+def come_back(cluster: LocalCluster, authority: Authority, name: str) -> None:
+    """A worker dies, and connects with what lies there now."""
+    before = incarnations(cluster, authority)[name]
+    cluster.kill(name)
+    come_back_by_itself(cluster, authority, name, before)
+
+
+def come_back_by_itself(
+    cluster: LocalCluster, authority: Authority, name: str, before: str
+) -> None:
+    until(
+        lambda: incarnations(cluster, authority).get(name, before) != before,
+        f"{name} is let in again",
+    )
+
+
+def test_an_authority_is_replaced_while_a_run_goes_on(
+    cluster: LocalCluster, client: Client, authority: Authority, tmp_path: Path, gates: Gates
+) -> None:
+    folder = authority.folder
+    num_starts = cluster.processes["coordinator"].num_starts
+    gates.close("batch-4")
+    spec = job(data=user_data("gated", folder=str(tmp_path)), strategy=data_parallel(2))
+    run = client.submit(spec)
+    gates.wait_reached("batch-4")
+    renew_authority(folder)
+    # The worker's certificate is of the new authority, the coordinator's of the old one.
+    issue(folder, workers=["worker-0"], clients=[], renew=True)
+    come_back(cluster, authority, "worker-0")
+    issue(folder, workers=[], clients=[], renew=True)
+    retire_authority(folder)
+    come_back(cluster, authority, "worker-1")
+    gates.open()
+    assert_same_bits(outcome_of(run).state, sharded_loop(spec, ALLOWED, 2).state)
+    again = job(strategy=data_parallel(2))
+    assert_same_bits(train(client, again).state, sharded_loop(again, ALLOWED, 2).state)
+    assert cluster.processes["coordinator"].num_starts == num_starts
+    assert "no new connection can be made" not in cluster.log_tail("coordinator")
+
+
+def test_an_authority_that_is_over_is_named_by_everybody_and_replaced_without_a_restart(
+    cluster: LocalCluster, authority: Authority
+) -> None:
+    folder = authority.folder
+    before = incarnations(cluster, authority)
+    assert set(before) == set(WORKERS)
+    expire(authority)
+    when = f"{show(folder / 'ca.crt')[0].expires:%Y-%m-%d %H:%M} UTC"
+    over = f"in {folder / 'ca.crt'}, which has signed the certificate"
+    for process in ("worker-0", "coordinator"):
+        cluster.kill(process)
+        until(
+            lambda process=process: over in cluster.log_tail(process),  # type: ignore[misc]
+            f"{process} says what is over",
+        )
+        assert when in cluster.log_tail(process)
+    # A coordinator that is still starting refuses the connection without a word about authorities.
+    until(lambda: over in refusal(cluster, authority), "a client is told what is over")
+    assert when in refusal(cluster, authority)
+    starts = {name: process.num_starts for name, process in cluster.processes.items()}
+    renew_authority(folder)
+    issue(folder, workers=[], clients=[], renew=True)
+    retire_authority(folder)
+    come_back_by_itself(cluster, authority, "worker-0", before["worker-0"])
+    assert {n: process.num_starts for n, process in cluster.processes.items()} == starts

@@ -120,7 +120,6 @@ async def test_new_files_count_without_a_restart(
     own_authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sides renew; a stream that began before goes on; expired files keep nobody who is in."""
-    monkeypatch.setattr(channels, "_LOOK_EVERY_S", 0.0)
     server_files, alice = own_authority.files("coordinator"), own_authority.files("client-alice")
     async with (
         serving(server_files) as ports,
@@ -137,6 +136,8 @@ async def test_new_files_count_without_a_restart(
         code, reason = await refused(ports.certificates, old)
         assert code is Code.UNAVAILABLE
         assert "certificate has expired" in reason
+        assert await asked(channel) == "client alice"
+        monkeypatch.setattr(channels, "_LOOK_EVERY_S", 0.0)
         own_authority.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"], renew=True)
         code, reason = await refused(ports.certificates, old)
         assert code is Code.UNAVAILABLE  # the caller's has
@@ -144,42 +145,6 @@ async def test_new_files_count_without_a_restart(
         own_authority.issue(Role.CLIENT, "alice", renew=True)
         assert await who_am_i(ports.certificates, Proof(alice)) == "client alice"
         assert await asked(channel) == "client alice"
-
-
-async def test_an_open_connection_outlives_its_certificates(own_authority: Authority) -> None:
-    server_files, alice = own_authority.files("coordinator"), own_authority.files("client-alice")
-    async with (
-        serving(server_files) as ports,
-        open_channel(ports.certificates, Proof(alice), own_connection=True) as channel,
-    ):
-        assert await asked(channel) == "client alice"
-        own_authority.issue(
-            Role.COORDINATOR, "coordinator", ["127.0.0.1"], timedelta(seconds=-1), renew=True
-        )
-        with pytest.raises(grpc.aio.AioRpcError, match="expired"):
-            await who_am_i(ports.certificates, Proof(alice))
-        for _ in range(3):
-            assert await asked(channel) == "client alice"
-
-
-async def test_one_authority_takes_over_from_another(
-    own_authority: Authority, stranger: Authority, tmp_path: Path
-) -> None:
-    """A file with both lets both in; then the old one is dropped."""
-    server = own_authority.files("coordinator")
-    ca, new_ca_file = own_authority.folder / "ca.crt", stranger.folder / "ca.crt"
-    old_ca, new_ca = ca.read_bytes(), new_ca_file.read_bytes()
-    both = tmp_path / "both.crt"
-    both.write_bytes(old_ca)
-    old, new = own_authority.files("client-alice"), stranger.files("client-alice")
-    newcomer = Proof(TlsFiles(ca, new.cert, new.key))
-    async with serving(TlsFiles(both, server.cert, server.key)) as ports:
-        assert (await refused(ports.certificates, newcomer))[0] is Code.UNAVAILABLE
-        both.write_bytes(old_ca + new_ca)
-        assert await who_am_i(ports.certificates, newcomer) == "client alice"
-        assert await who_am_i(ports.certificates, Proof(old)) == "client alice"
-        both.write_bytes(new_ca)
-        assert (await refused(ports.certificates, Proof(old)))[0] is Code.UNAVAILABLE
 
 
 async def test_many_calls_at_once_while_files_change(

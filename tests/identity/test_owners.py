@@ -75,20 +75,10 @@ async def test_rows_are_for_who_brought_them(authority: Authority, tmp_path: Pat
         await bob.SubmitRun(naming("his"))
         ops = await deployment.stub("admin")
         await ops.SubmitRun(naming("theirs"))
-
-
-async def test_uploads_belong_to_their_owner_after_a_restart(
-    authority: Authority, tmp_path: Path
-) -> None:
+    # After a restart it is as before.
     async with deployed(authority, tmp_path) as deployment:
-        ann, bob = await deployment.stub("ann"), await deployment.stub("bob")
-        await upload(ann)
-        await ann.SubmitRun(naming("hers"))
-        await upload(bob)
-    async with deployed(authority, tmp_path) as deployment:
-        ann, bob = await deployment.stub("ann"), await deployment.stub("bob")
-        await bob.SubmitRun(naming("his"))
-        await ann.SubmitRun(naming("again"))
+        for name in ("ann", "bob"):
+            await (await deployment.stub(name)).SubmitRun(naming(f"again-{name}"))
         eve = await deployment.stub("eve")
         assert (await refused(eve.SubmitRun(naming("no"))))[0] is Code.NOT_FOUND
 
@@ -156,9 +146,6 @@ async def test_tokens_and_runs_of_earlier_versions_know_each_other(
         await ci.SubmitRun(submit("old"))
         assert deployment.app.loop.state.runs[RunId("old")].owner == "token ci"
         await ci.CancelRun(pb.CancelRunRequest(run_id="old"))
-
-
-def test_a_journal_of_an_earlier_version_says_who_owns_a_run() -> None:
     fact = RunSubmitted(
         job_json=job_text(LOCAL, data={"inline": DIGEST}), wall_s=0.0, by="token ci"
     )

@@ -1,4 +1,5 @@
-"""Sites that pin whose keys they believe, behind TLS: they hide their updates among those alone."""
+"""Sites behind TLS that take jobs of those whom they name, as the coordinator has proved it, and
+hide their updates among those alone whose keys they pin."""
 
 import json
 from dataclasses import replace
@@ -9,14 +10,20 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
+from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.errors import StratagemError, UserCodeError
 from stratagem.common.identity.certificates import Authority
+from stratagem.common.identity.tls_files import Role
+from stratagem.common.job import JobSpec
 from tests.cluster.jobs import ALLOWED, assert_same_bits, events_of, federated, train
 from tests.identity.rig import authority_of_cluster, cluster_of, flags
 from tests.reference.loops import federated_loop
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.promise("Who submits and who takes part is what certificates say, at every site."),
+]
 
 SITES = ("worker-0", "worker-1", "worker-2")
 MINTED = "worker-3"
@@ -31,6 +38,7 @@ kwargs = {{client_id = {number}, num_clients = {num_sites}}}
 [[accept]]
 data = ["ward"]
 entrypoints = ["tests.userland.*:*"]
+submitters = ["client/alice"]
 require = ["secure_aggregation"]
 min_clients = 3
 """
@@ -53,12 +61,19 @@ def write_site(authority: Authority, folder: Path, number: int, peers: tuple[str
     return file
 
 
-def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
+def lines_of(folder: Path, name: str, kind: str = "secure") -> list[dict[str, Any]]:
     text = (folder / name / "audit.jsonl").read_text()
-    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == "secure"]
+    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
 
 
-def test_sites_take_part_among_those_whom_they_pin_and_with_nobody_else(tmp_path: Path) -> None:
+def nobody_else_may_submit(cluster: LocalCluster, authority: Authority, spec: JobSpec) -> None:
+    eve = authority.issue(Role.CLIENT, "eve")
+    said = r'submitters: "client/eve" is not one of client/alice'
+    with Client(cluster.address, tls=eve) as stranger, pytest.raises(UserCodeError, match=said):
+        train(stranger, spec)
+
+
+def test_sites_take_jobs_of_those_whom_they_name_among_those_whom_they_pin(tmp_path: Path) -> None:
     everybody = (*SITES, MINTED)
     authority = authority_of_cluster(tmp_path / "certs", everybody)
     arguments = {}
@@ -73,6 +88,9 @@ def test_sites_take_part_among_those_whom_they_pin_and_with_nobody_else(tmp_path
     spec = federated(num_clients=len(SITES), **ours)
     with sites as cluster, Client(cluster.address, tls=authority.files("client-alice")) as alice:
         outcome = train(alice, spec)
+        nobody_else_may_submit(cluster, authority, spec)
+        rounds = [line for name in SITES for line in lines_of(tmp_path, name, "round")]
+        assert {line["submitter"] for line in rounds} == {"client/alice"}
         steps = lines_of(tmp_path, SITES[0])
         assert [line["step"] for line in steps[:2]] == ["post_keys", "share_secrets"]
         assert {line["trust"] for line in steps} == {"pinned peers"}

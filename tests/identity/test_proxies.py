@@ -3,11 +3,10 @@
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,7 +16,6 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.diagnostics.findings import Level
 from stratagem.common.identity.certificates import Authority
@@ -29,10 +27,9 @@ from stratagem.tools.doctor.__main__ import examine
 from stratagem.worker.process.worker_settings import from_command_line
 from tests import connect_proxy
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, train
-from tests.identity.rig import WORKERS, asked, authority_of_cluster, flags, serving
-from tests.jobs import ALLOW, job
+from tests.identity.rig import WORKERS, asked, authority_of_cluster, cluster_of, flags, serving
+from tests.jobs import job
 from tests.reference.loops import sharded_loop
-from tests.repository import ROOT
 
 VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy")
 
@@ -76,30 +73,6 @@ def test_signed_requests_go_through_the_proxy_of_the_environment(
             thread.join()
     assert bytes(got) == b"state"
     assert proxy.said == [f"200 {address}"]
-
-
-async def test_a_proxy_that_refuses_is_named_without_the_password(authority: Authority) -> None:
-    with connect_proxy.running("--credentials", "anna:secret") as proxy:
-        url = f"http://anna:wrong@{proxy.address}"
-        proof = Proof(authority.files("worker-w0"))
-        why = explain("127.0.0.1:1", proof, proxy=url)
-    assert why == (
-        f"the proxy {proxy.address} does not accept this USER:PASSWORD "
-        "('HTTP/1.1 407 Proxy Authentication Required')"
-    )
-
-
-def test_the_issuer_of_a_proxy_that_opens_tls_is_named(
-    authority: Authority, stranger: Authority
-) -> None:
-    theirs = stranger.files("coordinator")
-    with connect_proxy.running("--opens-tls", str(theirs.cert), str(theirs.key)) as proxy:
-        # What stands behind it is of no importance: the proxy answers in its place.
-        why = explain(
-            proxy.address, Proof(authority.files("worker-w0")), proxy=f"http://{proxy.address}"
-        )
-    assert f"not signed by an authority in {authority.files('coordinator').ca}, but by" in why
-    assert f"the proxy {proxy.address} seems to open TLS" in why
 
 
 BEHIND = "127.0.0.1:1"
@@ -152,7 +125,9 @@ def sentence(case: str, url: str, authority: Authority, stranger: Authority) -> 
 def test_the_doctor_names_what_is_wrong_with_a_proxy(
     case: str, authority: Authority, stranger: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a cluster, where the proxy is one of the environment, and of a worker with a tunnel."""
+    """Of a cluster, where the proxy is one of the environment, and of a worker with a tunnel. Who
+    was there before waits for a proxy that is away, as when it is restarted, not for one that
+    refuses."""
     with listening() as own_port, ill_proxy(case, stranger, own_port) as url:
         told = sentence(case, url, authority, stranger)
         worker = ["--coordinator", BEHIND, "--name", "w0", "--tunnel", "--proxy", url]
@@ -160,6 +135,9 @@ def test_the_doctor_names_what_is_wrong_with_a_proxy(
         (found,) = (each for each in asyncio.run(examine(given)) if each.level is Level.FAIL)
         assert (found.check, found.found) == ("connection", told)
         assert found.advice.startswith("ask those who run the proxy")
+        alice = Proof(authority.files("client-alice"))
+        lasting = explain(BEHIND, alice, proxy=url, lasting=True)
+        assert bool(lasting) is (case not in ("away", "coordinator"))
         monkeypatch.setenv("https_proxy", url)
         command = ["doctor", "--coordinator", BEHIND, "--format", "json"]
         command += flags(authority.files("client-alice"))
@@ -170,43 +148,11 @@ def test_the_doctor_names_what_is_wrong_with_a_proxy(
     assert "wrong" not in done.output
 
 
-@pytest.mark.sweep
-def test_the_doctor_of_a_worker_behind_a_proxy_that_opens_tls_is_a_process(
-    authority: Authority, stranger: Authority
-) -> None:
-    command = [sys.executable, "-m", "stratagem.program", "doctor", "--format", "json"]
-    worker = ["--coordinator", BEHIND, "--name", "w0", "--threads", "1", "--tunnel"]
-    worker += flags(authority.files("worker-w0"))
-    with listening() as own_port, ill_proxy("opened", stranger, own_port) as url:
-        told = subprocess.run(
-            [*command, "--worker-settings", *worker, "--proxy", url],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        expected = sentence("opened", url, authority, stranger)
-    assert told.returncode == 1, told.stderr
-    failed = [each["found"] for each in json.loads(told.stdout) if each["level"] == "fail"]
-    assert failed == [expected]
-
-
 @contextmanager
 def listening() -> Iterator[int]:
     """The port of a socket that takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
-
-
-def test_what_is_waited_for_once_a_coordinator_has_answered(
-    authority: Authority, stranger: Authority
-) -> None:
-    """A proxy that is away for a moment, as when it is restarted; not one that refuses."""
-    proof = Proof(authority.files("client-alice"))
-    lasting = {}
-    for case in ("password", "port", "away", "coordinator"):
-        with ill_proxy(case, stranger, 0) as url:
-            lasting[case] = bool(explain(BEHIND, proof, proxy=url, lasting=True))
-    assert lasting == {"password": True, "port": True, "away": False, "coordinator": False}
 
 
 def test_which_proxy_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,23 +189,14 @@ def test_urls_that_are_no_proxy(url: str, said: str) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.promise("Certificates and tokens of a proxy are enough for a whole run over tunnels.")
 def test_a_tunnelled_worker_proves_itself_through_a_proxy_from_end_to_end(tmp_path: Path) -> None:
     """The coordinator dials through the tunnel and expects the worker's own certificate there."""
     authority = authority_of_cluster(tmp_path / "certs")
-    coordinator = authority.files("coordinator")
     with connect_proxy.running("--credentials", "anna:secret") as proxy:
         through = ["--tunnel", "--proxy", f"http://anna:secret@{proxy.address}"]
-        cluster = LocalCluster(
-            workers=len(WORKERS),
-            threads=1,
-            data_dir=tmp_path / "data",
-            import_path=[ROOT],
-            allow=[ALLOW],
-            environment={
-                "STRATAGEM_COORDINATOR_TLS_CA": str(coordinator.ca),
-                "STRATAGEM_COORDINATOR_TLS_CERT": str(coordinator.cert),
-                "STRATAGEM_COORDINATOR_TLS_KEY": str(coordinator.key),
-            },
+        cluster = replace(
+            cluster_of(authority, tmp_path / "data"),
             worker_arguments={
                 name: [*flags(authority.files(f"worker-{name}")), *through] for name in WORKERS
             },

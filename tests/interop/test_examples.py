@@ -28,6 +28,7 @@ from tests.repository import ROOT
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.interop,
+    pytest.mark.promise("Libraries that people use train on workers with the bits of their loops."),
     # peft asks transformers for what that calls by another name now.
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -114,6 +115,29 @@ def test_two_workers_have_the_bits_of_the_sharded_loop(client: Client, example: 
     for suffix in (".py", ".yaml"):
         lines = (FOLDER / f"{example.__name__.rpartition('.')[2]}{suffix}").read_text().splitlines()
         assert len(lines) < 60
+    if example.__name__.endswith("lora"):
+        changes_nothing_but_what_it_adds(example, spec, state)
+    if example.__name__.endswith("bert"):
+        has_the_metrics_of_the_plain_loop(example, state, status)
+
+
+def changes_nothing_but_what_it_adds(example: Any, spec: JobSpec, after: dict[str, Tensor]) -> None:
+    torch.manual_seed(spec.seed)
+    before = example.build_model().state_dict()
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in after if "lora_" in name}
+
+
+def has_the_metrics_of_the_plain_loop(
+    example: Any, state: dict[str, Tensor], status: RunStatus
+) -> None:
+    assert status.metrics["test.accuracy"] > 0.6, "it has learned what a third would be by chance"
+    model = example.build_model()
+    model.load_state_dict(state)
+    for make in (example.f1, example.auroc):
+        batches = [default_collate(example.load()["test"])]
+        expected = plain_loop.evaluate(model, batches, make())
+        assert status.metrics[f"test.{example.__name__}:{make.__name__}"] == expected
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -151,25 +175,3 @@ def test_federated_clients_have_the_bits_of_the_loop(client: Client, example: An
     spec = job_of(example, strategy=FEDERATED, optimizer=optimizer, epochs=None, evaluation=None)
     state, _ = trained(client, spec)
     assert_same_bits(state, dict(federated_loop(spec, ALLOWED).state))
-
-
-@pytest.mark.parametrize("example", ["lora"], indirect=True)
-def test_lora_changes_nothing_but_what_it_adds(client: Client, example: Any) -> None:
-    spec = job_of(example)
-    torch.manual_seed(spec.seed)
-    before, (after, _) = example.build_model().state_dict(), trained(client, spec)
-    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in after if "lora_" in name}
-
-
-@pytest.mark.parametrize("example", ["bert"], indirect=True)
-def test_metrics_of_torchmetrics_are_those_of_the_plain_loop(client: Client, example: Any) -> None:
-    spec = job_of(example)
-    state, status = trained(client, spec)
-    assert status.metrics["test.accuracy"] > 0.6, "it has learned what a third would be by chance"
-    model = example.build_model()
-    model.load_state_dict(state)
-    for make in (example.f1, example.auroc):
-        batches = [default_collate(example.load()["test"])]
-        expected = plain_loop.evaluate(model, batches, make())
-        assert status.metrics[f"test.{example.__name__}:{make.__name__}"] == expected

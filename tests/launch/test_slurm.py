@@ -23,6 +23,7 @@ from tests.repository import ROOT
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.launch,
+    pytest.mark.promise("Workers that Slurm starts, moves and ends train with the same bits."),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 

@@ -21,7 +21,11 @@ from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.launch]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.launch,
+    pytest.mark.promise("Workers that torchrun starts, moves and ends train with the same bits."),
+]
 
 
 @contextmanager

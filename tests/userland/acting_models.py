@@ -41,18 +41,6 @@ def paced(pace_s: float, hidden: int = 16, dropout: float = 0.4) -> nn.Module:
     return Hooked(lambda _num: time.sleep(pace_s), hidden, dropout)
 
 
-def timed(folder: str, pace_s: float) -> nn.Module:
-    """As paced, and notes when each batch began: one line per batch, one file per process."""
-    path = Path(folder) / str(os.getpid())
-
-    def note(_num: int) -> None:
-        with path.open("a") as file:
-            file.write(f"{time.time()}\n")
-        time.sleep(pace_s)
-
-    return Hooked(note)
-
-
 def losing_device(reason: str, file: str) -> nn.Module:
     """Raises at the third batch what torch raises of a lost CUDA device, unless this file is there,
     which it makes before."""
