@@ -16,7 +16,7 @@ import pytest
 
 from tests.repository import ROOT
 
-FOLDERS = ("tests/cluster",)
+FOLDERS = ("tests/cluster", "tests/crash", "tests/hostile", "tests/identity")
 MOST = 60
 """So many of their tests are in `make test`: one cluster of real processes for each promise."""
 PAGE = ROOT / "docs" / "reference" / "tests.md"
@@ -38,7 +38,8 @@ class Collected:
         for item in session.items:
             promise = item.get_closest_marker("promise")
             if promise is not None and not any(map(item.get_closest_marker, ELSEWHERE)):
-                tiers = self.found.setdefault(promise.args[0], {each: Counter() for each in TIERS})
+                sentence = promise.args[0][:1].upper() + promise.args[0][1:].rstrip(".")
+                tiers = self.found.setdefault(sentence, {each: Counter() for each in TIERS})
                 tiers[tier_of(item)][item.path.name] += 1
 
 
