@@ -66,28 +66,6 @@ def test_they_make_the_steps_of_optimizers_made_by_hand() -> None:
         trainer_of(job(optimizer={**SEVERAL, "groups": [group]}))
 
 
-def test_lion_is_that_of_a_plain_loop() -> None:
-    lion = pytest.importorskip("lion_pytorch")
-    allowed = EntryPoints(["tests.userland.*:*", "lion_pytorch:Lion"])
-    spec = OptimizerSpec.model_validate(
-        {"entrypoint": "lion_pytorch:Lion", "lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.1}
-    )
-    ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    theirs.load_state_dict(ours.state_dict())
-    one = make_optimizer(spec, ours.named_parameters(), entrypoints=allowed)
-    other = lion.Lion(theirs.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
-    for step in range(3):
-        for model, optimizer in ((ours, one), (theirs, other)):
-            optimizer.zero_grad()
-            torch.manual_seed(step)
-            model(torch.rand(4, 3)).square().sum().backward()
-            optimizer.step()
-    assert_same_bits(ours.state_dict(), theirs.state_dict())
-    spec_of_run = job(optimizer={"entrypoint": "lion_pytorch:Lion", "lr": 0.01})
-    assert "lion_pytorch:Lion" in entry_points(spec_of_run)
-    build_trainer(spec_of_run, allowed, device=CPU, fresh=True)
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [

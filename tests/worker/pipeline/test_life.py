@@ -1,7 +1,7 @@
 """States, evaluation, failures, the seam for replicas, and what cannot be cut."""
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,22 +9,21 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import with_fields
-from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.batch_shards import Node, tree_sum
 from stratagem.common.numerics.numerics_rules import CURRENT, KEEPS_DTYPES
 from stratagem.worker.engine import build_trainer
-from stratagem.worker.exchange import GradientBuckets, mesh_exchange
+from stratagem.worker.exchange import GradientBuckets, StepScalars, solo_exchange
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build_stages import StageAssignment
 from stratagem.worker.pipeline.rank_trainer import StageRunner
 from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
-from stratagem.worker.pipeline.stage_exchange import StageExchange
+from stratagem.worker.pipeline.stage_exchange import StageExchange, StageGradients
 from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
 from tests.jobs import LOSSES, user_data, user_model
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.userland.models import NUM_FEATURES
 from tests.worker.engine.support import assert_same_bits, evaluated
-from tests.worker.mesh.engines import links_of
 from tests.worker.pipeline.graphs import BRANCHES
 from tests.worker.pipeline.support import ADAM, ALLOWED, SGD, Party, cut, deep_job
 
@@ -113,61 +112,109 @@ def test_an_evaluation_is_that_of_a_single_process() -> None:
             party.each(lambda runner: runner.evaluate_split("tset"))
 
 
-NO_DROPOUT = deep_job(user_model("deep", dropout=0.0), optimizer=ADAM, batch_size=10)
+class Replicas:
+    """Adds up over the replicas of each rank, as a mesh per stage would."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._given: dict[int, StageGradients | None] = {}
+        self._barrier = threading.Barrier(num_replicas)
+
+    def reduce(self, replica: int, mine: StageGradients | None) -> StageGradients:
+        self._given[replica] = mine
+        self._barrier.wait(PATIENCE_S)
+        live = [each for _, each in sorted(self._given.items()) if each is not None]
+
+        def total(tensors: list[torch.Tensor]) -> torch.Tensor:
+            leaves = {Node(i, i + 1): tensor.clone() for i, tensor in enumerate(tensors)}
+            return tree_sum(leaves, len(tensors), torch.add)
+
+        names = live[0].gradients
+        answer = StageGradients(
+            {name: total([each.gradients[name] for each in live]) for name in names},
+            StepScalars.of(total([each.scalars.flat() for each in live]), len(names)),
+        )
+        self._barrier.wait(PATIENCE_S)
+        return answer
+
+
+NO_DROPOUT = user_model("deep", dropout=0.0)
 
 
 @pytest.mark.parametrize(
-    ("spec", "sizes", "micro_batch_size", "num_shards", "num_replicas"),
+    ("spec", "sizes", "micro_batch_size"),
     [
-        (deep_job(optimizer=ADAM), (3, 5), None, 2, 1),
-        (TIED, (2, 2), 2, 3, 1),
-        (TIED, (3, 1), 1, 7, 1),
-        (NO_DROPOUT, (5, 3), None, 3, 3),
-        (TIED, (2, 2), 2, 3, 3),
-        (with_fields(TIED, {"batch_size": 2}), (3, 1), 1, 3, 3),
+        (deep_job(NO_DROPOUT, optimizer=ADAM, batch_size=10), (5, 3), None),
+        (TIED, (2, 2), 2),
+        (TIED.model_copy(update={"batch_size": 2}), (3, 1), 1),  # a replica without rows
     ],
-    ids=["halves", "tied", "without rows", "three", "three tied", "one of three without rows"],
+    ids=["uneven", "tied", "without rows"],
 )
-def test_replicas_of_a_pipeline_equal_the_sharded_loop(
-    spec: Any,
-    sizes: tuple[int, ...],
-    micro_batch_size: int | None,
-    num_shards: int,
-    num_replicas: int,
+def test_data_parallel_over_pipelines_equals_the_sharded_loop(
+    spec: Any, sizes: tuple[int, ...], micro_batch_size: int | None
 ) -> None:
-    """One computes all shards, or each one; those draw nothing, for they compute at once."""
-    placement = StageAssignment(
-        cut([str(i) for i in range(sum(sizes))], *sizes), (0, 1), micro_batch_size
-    )
-    parties = [Party(spec, placement) for _ in range(num_replicas)]
-    shards = assign_shards(num_shards, num_replicas)
-    with (
-        links_of("shm", num_replicas) as first,
-        links_of("shm", num_replicas) as second,
-        ThreadPoolExecutor(num_replicas) as pool,
-    ):
+    """Three replicas of two stages; no dropout, for these replicas compute at the same time."""
+    names = [str(i) for i in range(sum(sizes))]
+    placement = StageAssignment(cut(names, *sizes), (0, 1), micro_batch_size)
+    parties = [Party(spec, placement) for _ in range(3)]
+    sums = [Replicas(3), Replicas(3)]
+    losses: dict[int, list[list[float]]] = {}
 
-        def steps(replica: int, runner: StageRunner) -> list[float]:
-            links = (first, second)[parties[replica].runners.index(runner)]
-            buckets = GradientBuckets(runner.params, num_extras=runner.num_extras)
-            sums = mesh_exchange(buckets, links[replica], num_shards, deadline_s=PATIENCE_S)
-            reduce = SumOverReplicas(runner, sums)
-            exchange = StageExchange(LocalTransport(LocalPost(1), 0), reduce=reduce)
-            owned = shards[replica]
-            losses = [runner.train_step(exchange, owned, num_shards).loss for _ in range(4)]
-            sums.close()
-            return losses
+    def steps(replica: int, runner: StageRunner) -> list[float]:
+        rank = parties[replica].runners.index(runner)
 
-        def run(replica: int) -> list[list[float]]:
-            return parties[replica].each(partial(steps, replica))
+        def add_up(_: int, mine: Iterator[StageGradients]) -> StageGradients:
+            return sums[rank].reduce(replica, next(mine, None))
 
-        losses = [*pool.map(run, range(num_replicas))]
+        exchange = StageExchange(LocalTransport(LocalPost(1), 0), reduce=add_up)
+        return [runner.train_step(exchange, range(replica, replica + 1), 3).loss for _ in range(2)]
+
+    def run(replica: int) -> None:
+        losses[replica] = parties[replica].each(lambda runner: steps(replica, runner))
+
+    threads = [threading.Thread(target=run, args=(replica,)) for replica in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = sharded_loop(spec, ALLOWED, 3, 2, micro_batch_size=micro_batch_size)
+    assert losses == dict.fromkeys(range(3), [expected.losses] * 2)
+    for party in parties:
+        assert_same_bits(party.model(), dict(expected.state))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "micro_batch_size", "num_shards"),
+    [
+        (deep_job(optimizer=ADAM), (3, 5), None, 2),
+        (TIED, (2, 2), 2, 3),
+        (TIED, (3, 1), 1, 7),
+    ],
+    ids=["halves", "tied", "without rows"],
+)
+def test_one_pipeline_may_compute_all_shards(
+    spec: Any, sizes: tuple[int, ...], micro_batch_size: int | None, num_shards: int
+) -> None:
+    """The last of three batches has 6 rows, fewer than shards in one case."""
+    names = [str(i) for i in range(sum(sizes))]
+    party = Party(spec, StageAssignment(cut(names, *sizes), (0, 1), micro_batch_size))
+    sums = [
+        SumOverReplicas(
+            runner,
+            solo_exchange(GradientBuckets(runner.params, num_extras=runner.num_extras), num_shards),
+        )
+        for runner in party.runners
+    ]
+
+    def steps(runner: StageRunner) -> list[float]:
+        reduce = sums[party.runners.index(runner)]
+        exchange = StageExchange(LocalTransport(LocalPost(1), 0), reduce=reduce)
+        return [runner.train_step(exchange, range(num_shards), num_shards).loss for _ in range(4)]
+
     expected = sharded_loop(
         spec, ALLOWED, num_shards, 4, micro_batch_size=micro_batch_size or 2**62
     )
-    assert losses == [[expected.losses] * 2] * num_replicas
-    for party in parties:
-        assert_same_bits(party.model(), dict(expected.state))
+    assert party.each(steps) == [expected.losses] * 2
+    assert_same_bits(party.model(), dict(expected.state))
 
 
 def test_an_error_of_the_user_ends_the_step_everywhere_and_changes_nothing() -> None:
