@@ -270,6 +270,21 @@ def test_a_store_that_refuses_is_seen_by_the_writer_and_the_reader() -> None:
 # ---- whole steps ----
 
 
+@pytest.mark.parametrize("make", [peers, shared])
+def test_a_stage_that_leaves_is_named_and_the_step_leaves_no_trace(
+    make: Callable[[Path], Any],
+) -> None:
+    placement = StageAssignment(cut([str(i) for i in range(8)], 3, 5), (0, 1), 2)
+    with make(Path()) as transports:
+        party = Party(deep_job(optimizer=ADAM), placement, transports)
+        party.train(1)
+        first, before = party.runners[0], party.runners[0].fingerprint()
+        transports[1].cut()
+        with pytest.raises(ExchangeError, match="from member 1"):
+            party.each(lambda runner: runner.train_step() if runner is first else None)
+        assert (first.step, first.fingerprint()) == (1, before)
+
+
 def test_pipelines_through_shared_memory() -> None:
     with ExitStack() as stack:
 
