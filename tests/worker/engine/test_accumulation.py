@@ -97,7 +97,7 @@ def test_a_sum_is_not_divided() -> None:
 
 def test_federated_and_gossip_micro_batches_make_one_big_batch() -> None:
     common: dict[str, Any] = {"batch_size": 7, "execution": {"precision": "Full"}, **TOKENS}
-    cut = {"accumulation": {"micro_batch_size": 3}}
+    cut: dict[str, Any] = {"accumulation": {"micro_batch_size": 3}}
     clients, nodes = (
         [make(**common, **changes) for changes in ({}, cut)]
         for make in (

@@ -47,7 +47,8 @@ def test_plans_of_all_members_fit_together(num_shards: int) -> None:
             assert len({step.nodes for step in steps}) == 1
             before, needed = needed, [max([0, *step.sets]) + 1 for step in steps]
             assert all(few <= many for few, many in zip(before, needed, strict=True))
-            sent, received = [], []
+            sent: list[tuple[int, int, int]] = []
+            received: list[tuple[int, int, int]] = []
             for rank, tree in enumerate(trees(size, num_shards, num_live)):
                 for hop in hops(tree):
                     peer, tag = hop.transfer.peer, hop.transfer.tag
