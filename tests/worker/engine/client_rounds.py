@@ -6,7 +6,8 @@ from torch import Tensor
 
 from stratagem.worker.engine import ClientRunner
 from tests.jobs import job
-from tests.worker.engine.support import ALLOWED, CPU, trainer_of
+from tests.reference.loops import federated_loop
+from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, trainer_of
 
 FEDAVG = {"method": "FedAvg"}
 
@@ -52,3 +53,11 @@ def run(spec: Any) -> tuple[dict[str, Tensor], list[float]]:
         }
         losses.append(sum(u.loss * u.num_samples for u in updates) / total)
     return {name.removeprefix("model/"): tensor for name, tensor in state.items()}, losses
+
+
+def assert_clients_equal_loop(spec: Any) -> None:
+    """All rounds have the losses and the bits of the federated loop."""
+    state, losses = run(spec)
+    expected = federated_loop(spec, ALLOWED)
+    assert_same_bits(state, dict(expected.state))
+    assert losses == expected.losses

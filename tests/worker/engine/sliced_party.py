@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -18,12 +17,10 @@ from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange import ExchangeError, GradientReducer, sliced_exchange
 from stratagem.worker.mesh import Link
-from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.shm_buffers import SharedGroup
 from tests.patience import PATIENCE_S
 from tests.worker.engine.support import ALLOWED, CPU
-from tests.worker.mesh.engines import form_all, hub_in_a_thread
-from tests.worker.mesh.grpc_party import GROUP, meeting
+from tests.worker.mesh.engines import links_of
 
 T = TypeVar("T")
 State = tuple[dict[str, Tensor], dict[str, str]]
@@ -150,18 +147,9 @@ def links_over(engine: str, size: int) -> Iterator[list[Link | SharedGroup | Non
     """Links of all members of this process: "shm" or "grpc"."""
     if size == 1:
         yield [None]
-    elif engine == "shm":
-        yield [*form_all(size)]
-    else:
-        with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
-            hubs = [stack.enter_context(hub_in_a_thread()) for _ in range(size)]
-            meet = meeting(size)
-
-            def form(rank: int) -> Link:
-                group = replace(GROUP, rank=rank, size=size)
-                return form_grpc(hubs[rank], group, meet(rank), PATIENCE_S)
-
-            yield [*pool.map(form, range(size))]
+        return
+    with links_of(engine, size) as links:
+        yield [*links]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from stratagem.worker.exchange.reducer import GradientReducer, solo_exchange
 from stratagem.worker.exchange.single_member import SingleMemberReducer
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, LOSSES, NOT_TRAINED, job
+from tests.reference.loops import Result, sharded_loop
 
 CPU = torch.device("cpu")
 ALLOWED = EntryPoints([ALLOW, "examples.digits:*"])
@@ -72,6 +73,45 @@ def train(trainer: Trainer, num_shards: int, num_steps: int) -> list[float]:
     return losses
 
 
+def assert_equals_loop(
+    spec: JobSpec,
+    num_shards: int,
+    num_steps: int = 5,
+    *,
+    numerics: int = CURRENT,
+    expected: Result | None = None,
+) -> Trainer:
+    """One member has the losses, the logs and the bits of the sharded loop; its trainer."""
+    trainer = trainer_of(spec, numerics=numerics)
+    exchange, owned = solo(trainer, num_shards), assign_shards(num_shards, 1)[0]
+    reports = [trainer.train_step(exchange, owned, num_shards) for _ in range(num_steps)]
+    exchange.close()
+    if expected is None:
+        expected = sharded_loop(spec, ALLOWED, num_shards, num_steps, numerics=numerics)
+    assert [report.loss for report in reports] == expected.losses
+    assert [report.logged for report in reports] == expected.logged
+    assert_same_bits(model_of(trainer), dict(expected.state))
+    return trainer
+
+
+def assert_goes_on(
+    spec: JobSpec, num_shards: int, at: int = 5, num_steps: int = 8
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A run that stops after some steps ends with the bits of the undisturbed one; its state."""
+    straight, first, second = trainer_of(spec), trainer_of(spec), trainer_of(spec, fresh=False)
+    train(straight, num_shards, num_steps)
+    train(first, num_shards, at)
+    tensors, metadata = first.copy_state()
+    train(first, num_shards, 1)  # the copy must not notice
+    second.load_state(tensors, metadata)
+    assert second.step == at
+    torch.rand(3)  # what others draw between is of no matter
+    train(second, num_shards, num_steps - at)
+    assert second.fingerprint() == straight.fingerprint()
+    assert_same_bits(second.state()[0], straight.state()[0])
+    return tensors, metadata
+
+
 def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
@@ -96,12 +136,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return max(accumulate(sizes, initial=0))
 
 
-METRICS = [
-    "accuracy",
-    "perplexity",
-    f"{LOSSES}:confidence",
-    "tests.userland.metrics:macro_f1",
-]
+METRICS = ["accuracy", "perplexity", f"{LOSSES}:confidence", "tests.userland.metrics:macro_f1"]
 
 
 def evaluating(model: str = "mlp", batch_size: int = 5, **changes: Any) -> Any:

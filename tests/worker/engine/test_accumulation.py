@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -11,25 +12,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
 from stratagem.worker.engine import ClientRunner, Tally, Trainer
-from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
+from stratagem.worker.exchange import GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.host.thread_activity import checking, per_thread
-from tests.every_pair import every_pair
-from tests.jobs import job, user_model
+from tests.jobs import job, user_data, user_model
 from tests.reference.gossip_loop import gossip_loop
-from tests.reference.loops import federated_loop, plain_loop, sharded_loop
+from tests.reference.loops import federated_loop, sharded_loop
 from tests.worker.engine import client_rounds as rounds
 from tests.worker.engine import gossip_nodes as gossip
 from tests.worker.engine.support import (
     ALLOWED,
     CPU,
+    assert_equals_loop,
     assert_same_bits,
     model_of,
     solo,
@@ -39,12 +40,10 @@ from tests.worker.engine.support import (
 from tests.worker.exchange.cases import buckets_of, no_scalars
 
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
-TOKENS: dict[str, Any] = {
-    "data": {"entrypoint": "tests.userland.data:tokens"},
-    "loss": "token_cross_entropy",
-}
-CUTS = [{"micro_batch_size": 3}, {"steps": 4}, {"micro_batch_size": 1}, {"steps": 2}]
-OF_ROWS = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 48}}
+TOKENS: dict[str, Any] = {"data": user_data("tokens"), "loss": "token_cross_entropy"}
+
+
+OF_ROWS = user_data("classes", num_rows=48)
 
 
 @given(num_rows=st.integers(0, 60), size=st.integers(1, 20))
@@ -62,24 +61,7 @@ def test_cuts_are_whole_and_in_order(num_rows: int, size: int) -> None:
 # ---- the same bits as the references ----
 
 
-@pytest.mark.parametrize(
-    ("model", "num_shards", "accumulation"),
-    every_pair(["dropout_mlp", "everything"], [1, 2, 3], CUTS),
-    ids=str,
-)
-def test_equals_the_sharded_loop_to_the_bit(
-    model: str, num_shards: int, accumulation: dict[str, Any]
-) -> None:
-    # 50 rows in batches of 16: shares of 6, 5 and of 1 row; the last batch of an epoch has 2.
-    spec = job(model, optimizer=ADAM, accumulation=accumulation)
-    trainer = trainer_of(spec)
-    losses = train(trainer, num_shards, 10)
-    expected = sharded_loop(spec, ALLOWED, num_shards)
-    assert losses == expected.losses
-    assert_same_bits(model_of(trainer), dict(expected.state))
-
-
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     num_rows=st.integers(2, 23),
     batch_size=st.integers(2, 11),
@@ -91,41 +73,9 @@ def test_any_split_equals_the_sharded_loop(
     num_rows: int, batch_size: int, num_shards: int, micro_batch_size: int, normalize: str
 ) -> None:
     accumulation = {"micro_batch_size": min(micro_batch_size, batch_size), "normalize": normalize}
-    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": num_rows}}
+    data = user_data("classes", num_rows=num_rows)
     spec = job(batch_size=batch_size, data=data, steps=3, accumulation=accumulation)
-    trainer = trainer_of(spec)
-    losses = train(trainer, num_shards, 3)
-    expected = sharded_loop(spec, ALLOWED, num_shards)
-    assert losses == expected.losses
-    assert_same_bits(model_of(trainer), dict(expected.state))
-
-
-@pytest.mark.parametrize(
-    ("changes", "accumulation", "precision"),
-    every_pair([{}, TOKENS], CUTS, ["Full", "Single"]),
-    ids=lambda value: "tokens" if value is TOKENS else str(value or "rows"),
-)
-def test_micro_batches_and_shards_make_one_big_batch(
-    changes: dict[str, Any], accumulation: dict[str, Any], precision: str
-) -> None:
-    # Weighted by rows or by the tokens that count, of which each micro-batch has another number.
-    model = "token_model" if changes else "mlp"
-    spec = job(model, optimizer=ADAM, execution={"precision": precision}, **changes, batch_size=7)
-    cut = spec.model_copy(update={"accumulation": AccumulationSpec(**accumulation)})
-    expected = plain_loop(spec, ALLOWED, 10).state
-    tolerance = 1e-12 if precision == "Full" else 1e-6
-    for num_shards in (1, 3):
-        trainer = trainer_of(cut)
-        train(trainer, num_shards, 10)
-        for name, tensor in model_of(trainer).items():
-            assert (tensor - expected[name]).abs().max() <= tolerance, name
-
-
-def test_one_micro_batch_has_the_bits_of_none() -> None:
-    whole, at_once = job("dropout_mlp"), job("dropout_mlp", accumulation={"micro_batch_size": 16})
-    first, second = trainer_of(whole), trainer_of(at_once)
-    assert train(first, 2, 6) == train(second, 2, 6)
-    assert first.fingerprint() == second.fingerprint()
+    assert_equals_loop(spec, num_shards, 3)
 
 
 def test_a_sum_is_not_divided() -> None:
@@ -145,55 +95,21 @@ def test_a_sum_is_not_divided() -> None:
         torch.testing.assert_close(tensor, model_of(second)[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("accumulation", CUTS, ids=str)
-@pytest.mark.parametrize("model", ["dropout_mlp", "everything"])
-def test_gossip_nodes_equal_their_loop(model: str, accumulation: dict[str, Any]) -> None:
-    spec = gossip.gossip_job(model, 3, optimizer=ADAM, accumulation=accumulation)
-    made, exchange = gossip.trainer(spec)
-    losses = [made.train_step(exchange, range(3), 3).loss for _ in range(6)]
-    expected = gossip_loop(spec, ALLOWED, 6)
-    assert losses == expected.losses
-    made.end_segment(exchange, Tally())
-    assert_same_bits(made.model.state_dict(), dict(expected.mean))
-
-
-@pytest.mark.parametrize("accumulation", CUTS, ids=str)
-@pytest.mark.parametrize("aggregation", [{"method": "FedAvg"}, {"method": "FedProx", "mu": 0.3}])
-def test_federated_clients_equal_their_loop(
-    aggregation: dict[str, Any], accumulation: dict[str, Any]
-) -> None:
-    # 50 rows on 3 clients, in batches of 7: the last one of an epoch has 2 or 3.
-    spec = rounds.federated(
-        "dropout_mlp", aggregation=aggregation, batch_size=7, accumulation=accumulation
+def test_federated_and_gossip_micro_batches_make_one_big_batch() -> None:
+    common: dict[str, Any] = {"batch_size": 7, "execution": {"precision": "Full"}, **TOKENS}
+    cut: dict[str, Any] = {"accumulation": {"micro_batch_size": 3}}
+    clients, nodes = (
+        [make(**common, **changes) for changes in ({}, cut)]
+        for make in (
+            partial(rounds.federated, "token_model", rounds=2),
+            partial(gossip.gossip_job, "token_model", 3, steps=6),
+        )
     )
-    state, losses = rounds.run(spec)
-    expected = federated_loop(spec, ALLOWED)
-    assert_same_bits(state, dict(expected.state))
-    assert losses == expected.losses
-
-
-def last_of_rounds(spec: JobSpec) -> Mapping[str, Tensor]:
-    return federated_loop(spec, ALLOWED).state
-
-
-def mean_of_nodes(spec: JobSpec) -> Mapping[str, Tensor]:
-    mean = gossip_loop(spec, ALLOWED).mean
-    assert mean is not None
-    return mean
-
-
-@pytest.mark.parametrize("precision", ["Full", "Single"])
-def test_federated_and_gossip_micro_batches_make_one_big_batch(precision: str) -> None:
-    tolerance = 1e-12 if precision == "Full" else 1e-6
-    common: dict[str, Any] = {"batch_size": 7, "execution": {"precision": precision}, **TOKENS}
-    for spec, loop in (
-        (rounds.federated("token_model", rounds=2, **common), last_of_rounds),
-        (gossip.gossip_job("token_model", 3, steps=6, **common), mean_of_nodes),
-    ):
-        cut = spec.model_copy(update={"accumulation": AccumulationSpec(micro_batch_size=3)})
-        first, second = loop(spec), loop(cut)
+    states = [federated_loop(spec, ALLOWED).state for spec in clients]
+    states += [gossip_loop(spec, ALLOWED).mean for spec in nodes]
+    for first, second in (states[:2], states[2:]):
         for name, tensor in first.items():
-            assert (tensor - second[name]).abs().max() <= tolerance, name
+            assert (tensor - second[name]).abs().max() <= 1e-12, name
 
 
 # ---- one exchange for the window ----
@@ -208,20 +124,6 @@ class Recorder(SoloTransport):
 
     def launch(self, bucket: int) -> None:
         self.launched.append(bucket)
-
-
-def test_nothing_is_handed_over_before_the_last_backward() -> None:
-    spec = job("mlp", accumulation={"steps": 4})
-    trainer = trainer_of(spec)
-    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
-    recorder = Recorder()
-    exchange = GradientReducer(buckets, ShardOwners(0, 1, 2), recorder)
-    seen: list[list[int]] = []
-    last = trainer.params[-1][1]  # backward finishes it first
-    last.register_post_accumulate_grad_hook(lambda _: seen.append(list(recorder.launched)))
-    trainer.train_step(exchange, range(2), 2)
-    assert seen == [[]] * 8  # 2 shards of 4 micro-batches
-    assert recorder.launched == list(range(len(buckets.layout.buckets)))
 
 
 def test_buckets_leave_during_the_last_backward_of_several() -> None:
@@ -287,7 +189,7 @@ def test_narrow_gradients_add_up_in_the_wide_bucket(dtype: torch.dtype) -> None:
 
 def told(at: int = 0, what: str = "", **changes: Any) -> Trainer:
     """A trainer of four micro-batches per step, whose model misbehaves in forward pass `at`."""
-    model = {"entrypoint": "tests.userland.acting_models:Told", "kwargs": {"at": at, "what": what}}
+    model = user_model("acting_models:Told", at=at, what=what)
     accumulation = {"steps": 4, **changes}
     return trainer_of(job(model, data=OF_ROWS, optimizer=ADAM, accumulation=accumulation))
 
@@ -365,11 +267,7 @@ def test_the_end_of_a_segment_moves_on_from_tensor_to_tensor(what: str) -> None:
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_parameter_absent_from_a_micro_batch_adds_nothing_to_it(num_shards: int) -> None:
     """It is divided by the weight of the window, not of the micro-batches that it was in."""
-    trainer = told(2, "leave out")
-    losses = train(trainer, num_shards, 3)
-    expected = sharded_loop(trainer.job, ALLOWED, num_shards, 3)
-    assert losses == expected.losses
-    assert_same_bits(model_of(trainer), dict(expected.state))
+    assert_equals_loop(told(2, "leave out").job, num_shards, 3)
 
 
 @pytest.mark.parametrize("what", ["nan", "nan gradient"])
@@ -417,11 +315,8 @@ def test_an_infinite_norm_of_finite_gradients_is_no_clipped_step(
         trainer = trainer_of(steep(precision, scale, clip_norm), numerics=numerics)
         report = trainer.train_step(solo(trainer, 1), range(1), 1)
         assert (report.grad_norm, report.num_skipped) == (math.inf, is_skipped)
-
-
-def test_large_float32_gradients_have_a_finite_norm() -> None:
-    trainer = trainer_of(steep("Single", 1e30, 1.0))
-    report = trainer.train_step(solo(trainer, 1), range(1), 1)
+    large = trainer_of(steep("Single", 1e30, 1.0))  # whose squares float64 can add up
+    report = large.train_step(solo(large, 1), range(1), 1)
     assert report.num_skipped == 0
     assert 1e29 < report.grad_norm < 1e33
 
@@ -429,10 +324,7 @@ def test_large_float32_gradients_have_a_finite_norm() -> None:
 def steep(precision: str, scale: float, clip_norm: float | None) -> JobSpec:
     optimizer = {"name": "sgd", "lr": 1 / scale, "clip_norm": clip_norm}
     return job(
-        loss={
-            "entrypoint": "tests.userland.losses:half_squared",
-            "kwargs": {"scale": scale},
-        },
+        loss={"entrypoint": "tests.userland.losses:half_squared", "kwargs": {"scale": scale}},
         optimizer={key: value for key, value in optimizer.items() if value is not None},
         accumulation={"non_finite": "skip_step"},
         execution={"precision": precision},
@@ -455,10 +347,7 @@ def test_a_segment_without_an_applied_step_has_neither_a_loss_nor_a_norm() -> No
 
 
 def test_clients_and_nodes_skip_alone() -> None:
-    told_model: dict[str, Any] = {
-        "entrypoint": "tests.userland.acting_models:Told",
-        "kwargs": {"at": THIRD_OF_STEP_TWO, "what": "nan"},
-    }
+    told_model: dict[str, Any] = user_model("acting_models:Told", at=THIRD_OF_STEP_TWO, what="nan")
     accumulation = {"steps": 4, "non_finite": "skip_step"}
     common: dict[str, Any] = {"data": OF_ROWS, "optimizer": ADAM, "accumulation": accumulation}
     federated = rounds.federated(told_model, num_clients=1, **common)

@@ -97,38 +97,29 @@ def clip(params: list[nn.Parameter]) -> None:
     nn.utils.clip_grads_with_norm_(params, 0.25, whole.norm(), foreach=False)
 
 
-def test_one_update_is_torchs_with_the_rate_of_the_step() -> None:
-    step = Step()
+def drop(params: list[nn.Parameter]) -> None:
+    params[1].grad = None
+
+
+def keep(params: list[nn.Parameter]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("change", "num_left", "frees"),
+    [(keep, 3, False), (keep, 0, True), (drop, 2, False), (clip, 3, False)],
+)
+def test_one_update_is_torchs_with_the_rate_of_the_step(
+    change: Callable[[list[nn.Parameter]], None], num_left: int, frees: bool
+) -> None:
+    step = Step(clip_norm=0.25 if change is clip else None)
+    step.policy.execution.frees_gradients = frees
+    if change is drop:
+        drop(step.params)
     assert step.end()
-    assert step.values == updated()
+    assert step.values == updated(change)
     assert step.model.seen.tolist() == [5.0, 5.0]  # they are the trainer's to set
     assert step.scale.num_good_steps == 1
-    assert len(step.grads) == len(SIZES)
-
-
-def test_gradients_are_dropped_after_the_update_where_they_are_to_be_freed() -> None:
-    step = Step()
-    step.policy.execution.frees_gradients = True
-    assert step.end()
-    assert step.values == updated()
-    assert step.grads == []
-
-
-def test_a_parameter_without_gradient_is_left_alone() -> None:
-    def drop(params: list[nn.Parameter]) -> None:
-        params[1].grad = None
-
-    step = Step()
-    drop(step.params)
-    assert step.end()
-    assert step.values == updated(drop)
-    assert step.values[1] == [1.0]
-
-
-def test_clipping_uses_the_norm_of_the_summary() -> None:
-    step = Step(clip_norm=0.25)
-    assert step.end()
-    assert step.values == updated(clip)
+    assert len(step.grads) == num_left
 
 
 def test_a_correction_changes_gradients_and_the_norm_that_clips_them() -> None:
@@ -153,46 +144,33 @@ def test_a_correction_changes_gradients_and_the_norm_that_clips_them() -> None:
     assert step.values == updated(change)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", [1, 2])
-def test_a_step_that_is_not_finite_ends_the_run_and_changes_nothing(bad: float, where: int) -> None:
-    step = Step()
+@pytest.mark.parametrize(("bad", "where"), [(math.nan, 1), (math.inf, 2), (-math.inf, 2)])
+@pytest.mark.parametrize("may_skip", [False, True])
+def test_a_step_that_is_not_finite_changes_nothing(bad: float, where: int, may_skip: bool) -> None:
+    step = Step(may_skip=may_skip)
     step.grads[where][-1] = bad
-    with pytest.raises(
-        UserCodeError, match=r"non-finite gradient at step 3; lower optimizer\.lr, .*; accum"
-    ) as caught:
-        step.end()
-    assert caught.value.activity == "step 3"
-    assert step.values == Step().values
-    assert step.model.seen.tolist() == [0.0, 0.0]
-    assert step.grads == []
-
-
-def test_it_is_skipped_where_it_may_be() -> None:
-    step = Step(may_skip=True)
-    step.grads[2][0] = math.nan
-    assert not step.end(correct=lambda norm: pytest.fail("nothing is applied"))
+    if may_skip:
+        assert not step.end(correct=lambda norm: pytest.fail("nothing is applied"))
+    else:
+        sentence = r"non-finite gradient at step 3; lower optimizer\.lr, .*; accum"
+        with pytest.raises(UserCodeError, match=sentence) as caught:
+            step.end()
+        assert caught.value.activity == "step 3"
     assert step.values == Step().values
     assert step.model.seen.tolist() == [0.0, 0.0]
     assert step.grads == []
     assert step.scale.num_good_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("loss", "weight", "message"),
-    [
+def test_a_scaled_loss_absorbs_gradients_that_are_not_finite_until_its_scale_is_least() -> None:
+    step = Step(is_scaled=True)
+    for loss, weight, sentence in (
         (math.nan, 2.0, "non-finite loss at step 3"),
         (math.inf, 0.0, r"non-finite loss \(nothing was counted\) at step 3"),
-    ],
-)
-def test_a_loss_that_is_not_finite_is_named(loss: float, weight: float, message: str) -> None:
-    step = Step(is_scaled=True)
-    with pytest.raises(UserCodeError, match=message):
-        step.end(loss, weight)
-    assert step.scale.value == 8.0  # no scale helps a loss
-
-
-def test_a_scaled_loss_absorbs_gradients_that_are_not_finite_until_its_scale_is_least() -> None:
+    ):
+        with pytest.raises(UserCodeError, match=sentence):
+            step.end(loss, weight)
+        assert step.scale.value == 8.0  # no scale helps a loss
     step = Step(is_scaled=True)
     step.grads[1][0] = math.inf
     assert not step.end()

@@ -7,8 +7,7 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import entry_points
 from tests.jobs import NOT_TRAINED, job
-from tests.reference.loops import sharded_loop
-from tests.worker.engine.support import ALLOWED, assert_same_bits, train, trainer_of
+from tests.worker.engine.support import assert_equals_loop, assert_same_bits, train, trainer_of
 
 PLACE = "tests.userland.callbacks"
 NOISY = f"{PLACE}:Noisy"
@@ -30,16 +29,12 @@ PIPELINE = {
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("accumulation", [None, {"steps": 2}])
-def test_hooks_have_the_bits_of_the_loop(num_shards: int, accumulation: Any) -> None:
-    spec = job("dropout_mlp", callbacks=NOISY, optimizer=CLIPPED, accumulation=accumulation)
-    trainer = trainer_of(spec)
-    losses = train(trainer, num_shards, 10)
-    expected = sharded_loop(spec, ALLOWED, num_shards)
-    assert losses == expected.losses
-    assert_same_bits(dict(trainer.model.state_dict()), dict(expected.state))
-    bare = job("dropout_mlp", optimizer=CLIPPED, accumulation=accumulation)
-    assert losses[0] != train(trainer_of(bare), num_shards, 1)[0]
+def test_hooks_have_the_bits_of_the_loop(num_shards: int) -> None:
+    spec = job("dropout_mlp", callbacks=NOISY, optimizer=CLIPPED)
+    hooked = assert_equals_loop(spec, num_shards)
+    bare = trainer_of(job("dropout_mlp", optimizer=CLIPPED))
+    train(bare, num_shards, 5)
+    assert hooked.fingerprint() != bare.fingerprint()
     assert entry_points(spec)[-1] == NOISY
 
 

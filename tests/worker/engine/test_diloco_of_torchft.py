@@ -44,15 +44,14 @@ def losses_of_torchft(spec: Any, lr: float, momentum: float) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("optimizer", [ADAM, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize(
-    ("num_replicas", "options", "is_exact"),
+    ("num_replicas", "options", "is_exact", "optimizer"),
     [
-        (2, {"local_steps": 3}, True),
-        (2, {"local_steps": 4, "fragments": 2}, True),
-        (2, {"local_steps": 4, "fragments": 4}, True),
-        (4, {"local_steps": 2}, False),  # four are added in another order
-        (2, {"local_steps": 4, "fragments": 2, "mix": 0.25}, False),  # mixed in another form
+        (2, {"local_steps": 3}, True, SGD),
+        (2, {"local_steps": 4, "fragments": 2}, True, ADAM),
+        (2, {"local_steps": 4, "fragments": 4}, True, SGD),
+        (4, {"local_steps": 2}, False, ADAM),  # four are added in another order
+        (2, {"local_steps": 4, "fragments": 2, "mix": 0.25}, False, ADAM),  # in another form
     ],
     ids=str,
 )

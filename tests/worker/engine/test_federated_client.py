@@ -1,4 +1,4 @@
-"""Client rounds against the federated reference loop."""
+"""Client rounds against the federated reference loop, and the loss before a client trains."""
 
 import re
 from typing import Any
@@ -8,11 +8,15 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.worker.engine import ClientRunner, run_client_round
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.models.model_builder import build_model
+from tests.every_pair import every_value
 from tests.gan_jobs import TURNS, gan
-from tests.jobs import job, user_model
+from tests.jobs import job, user_data, user_model
 from tests.reference.client_turns import federated_turns_loop
-from tests.reference.loops import federated_loop, plain_loop
-from tests.worker.engine.client_rounds import federated, run
+from tests.reference.loops import plain_loop
+from tests.reference.weighing import loss_before
+from tests.worker.engine.client_rounds import assert_clients_equal_loop, federated, run
 from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, trainer_of
 
 
@@ -24,16 +28,13 @@ from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, trainer_
         federated("everything", aggregation={"method": "FedProx", "mu": 0.3}),
         federated("batch_norm_mlp", batch_size=25, partition={"method": "contiguous"}),
         federated("mlp", partition={"method": "dirichlet", "alpha": 0.5}),
-        federated("mlp", data={"entrypoint": "tests.userland.data:per_client"}),
+        federated("mlp", data=user_data("per_client")),
         federated("mlp", optimizer={"name": "sgd", "lr": 0.1, "schedule": {"name": "cosine"}}),
     ],
     ids=["plain", "dropout", "prox", "batch norm", "dirichlet", "per client", "schedule"],
 )
 def test_equals_the_federated_loop_to_the_bit(spec: Any) -> None:
-    state, losses = run(spec)
-    expected = federated_loop(spec, ALLOWED)
-    assert_same_bits(state, dict(expected.state))
-    assert losses == expected.losses
+    assert_clients_equal_loop(spec)
 
 
 def test_one_client_with_all_data_is_the_plain_loop() -> None:
@@ -64,7 +65,7 @@ def test_a_round_done_again_gives_the_same_update() -> None:
 
 
 def test_client_without_rows_is_refused_by_name() -> None:
-    spec = federated(data={"entrypoint": "tests.userland.data:empty_for_client_1"})
+    spec = federated(data=user_data("empty_for_client_1"))
     base, _ = trainer_of(spec).copy_state()
     with pytest.raises(InvalidInputError, match="client 1 of 3 has no rows"):
         run_client_round(spec, ALLOWED, base, 1, 3, 1, CPU)
@@ -141,3 +142,64 @@ def test_a_turn_of_a_client_that_is_skipped_leaves_the_step_out_of_its_sums() ->
     for name, tensor in update.tensors.items():
         if tensor.dim() == 2:
             assert torch.equal(tensor, base[name]) == name.startswith("model/disc.")
+
+
+PER_CLIENT: dict[str, Any] = {"data": user_data("per_client")}
+
+
+def measured(spec: Any, client: int = 1) -> float:
+    base, _ = trainer_of(spec).copy_state()
+    return ClientRunner(spec, ALLOWED, CPU).loss_before(base, client, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch_size"), every_value(["mlp", "dropout_mlp", "batch_norm_mlp"], [1, 7, 64])
+)
+def test_it_is_that_of_a_plain_evaluation(model: str, batch_size: int) -> None:
+    spec = federated(model, batch_size=batch_size, **PER_CLIENT)
+    built = build_model(spec, ALLOWED, device=CPU, fresh=True)
+    expected = loss_before(spec, ALLOWED, built, KeyedRandomness(built, CPU), 1)
+    assert measured(spec) == expected
+    assert measured(spec, client=0) != expected
+
+
+def test_measuring_changes_nothing_of_the_round() -> None:
+    spec = federated("batch_norm_mlp", **PER_CLIENT)
+    base, _ = trainer_of(spec).copy_state()
+    plain = ClientRunner(spec, ALLOWED, CPU).run(base, 1, 3, 2)
+    runner = ClientRunner(spec, ALLOWED, CPU)
+    first = runner.loss_before(base, 1, 3)
+    after = runner.run(base, 1, 3, 2)
+    assert_same_bits(dict(after.tensors), dict(plain.tensors))
+    assert runner.loss_before(base, 1, 3) == first
+
+
+def test_a_model_that_is_lost_has_a_loss_that_says_so() -> None:
+    spec = federated(**PER_CLIENT)
+    base, _ = trainer_of(spec).copy_state()
+    lost = {name: torch.full_like(tensor, torch.nan) for name, tensor in base.items()}
+    assert not ClientRunner(spec, ALLOWED, CPU).loss_before(lost, 1, 3) < torch.inf
+
+
+def test_each_batch_may_end_it() -> None:
+    spec = federated(batch_size=5, **PER_CLIENT)
+    base, _ = trainer_of(spec).copy_state()
+    calls: list[int] = []
+    ClientRunner(spec, ALLOWED, CPU).loss_before(base, 1, 3, lambda: calls.append(1))
+    assert len(calls) > 1
+
+    def ended() -> None:
+        raise RuntimeError("ended")
+
+    with pytest.raises(RuntimeError, match="ended"):
+        ClientRunner(spec, ALLOWED, CPU).loss_before(base, 1, 3, ended)
+
+
+def test_a_stream_of_rows_and_a_client_without_rows_are_refused() -> None:
+    streams = federated(data={"entrypoint": "tests.userland.streams:own_shards"})
+    base, _ = trainer_of(federated()).copy_state()
+    with pytest.raises(InvalidInputError, match=r"strategy\.options\.q: needs training rows"):
+        ClientRunner(streams, ALLOWED, CPU).loss_before(base, 1, 3)
+    empty = federated(data=user_data("empty_for_client_1"))
+    with pytest.raises(InvalidInputError, match="client 1 of 3 has no rows"):
+        ClientRunner(empty, ALLOWED, CPU).loss_before(base, 1, 3)

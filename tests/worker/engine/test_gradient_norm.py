@@ -19,14 +19,14 @@ from stratagem.worker.exchange.buckets.gradient_norm import (
     parts_of,
     total_norm,
 )
-from tests.jobs import job
+from tests.jobs import job, user_model
 from tests.reference.loops import sharded_loop
 from tests.reference.reference_norm import gradient_norm
 from tests.worker.engine.support import ALLOWED, assert_same_bits, in_buckets, trainer_of
 
 SIZES = st.sampled_from([0, 1, 7, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7])
 BOTH = pytest.mark.parametrize("numerics", [FIRST, CURRENT])
-WIDE = {"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 6000}}
+WIDE = user_model("mlp", hidden=6000)
 
 
 def random(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -16,7 +16,7 @@ from stratagem.worker.engine.step.state_format import (
 )
 from stratagem.worker.engine.trainers.inference import _copies
 from stratagem.worker.plans.train_plan import parts_to_proto
-from tests.jobs import job
+from tests.jobs import job, user_data
 from tests.reference.evaluation_loop import evaluation_loop
 from tests.worker.engine.support import (
     ALLOWED,
@@ -40,20 +40,19 @@ def metrics_of(spec: Any, *members: Inference, num_shards: int) -> dict[str, flo
     for rank, member in reversed(list(enumerate(members))):
         mine = member.evaluator.share(["test"], rank, num_shards)
         parts += [member.part(*batch) for batch in reversed(mine)]
+    means = fold_parts(parts_to_proto(parts), spec.evaluation.metrics)
     own = members[0].evaluator.own
-    assert own is not None
+    if own is None:
+        return means
     in_order = sorted(parts, key=lambda part: part.batch)
     measured = own.measured("test", [part.kept for part in in_order if part.kept is not None])
-    return {**fold_parts(parts_to_proto(parts), spec.evaluation.metrics), **measured}
+    return {**means, **measured}
 
 
 @pytest.mark.parametrize("num_test_rows", [1, 7, 23])
 @pytest.mark.parametrize("num_members", [1, 3])
 def test_any_number_of_members_equals_the_loop(num_test_rows: int, num_members: int) -> None:
-    data = {
-        "entrypoint": "tests.userland.data:classes",
-        "kwargs": {"num_test_rows": num_test_rows},
-    }
+    data = user_data("classes", num_test_rows=num_test_rows)
     spec = evaluating("everything", data=data)
     members = [inference_of(spec) for _ in range(num_members)]
     assert metrics_of(spec, *members, num_shards=num_members) == evaluation_loop(spec, ALLOWED)
@@ -73,6 +72,30 @@ def test_any_number_of_members_equals_the_loop(num_test_rows: int, num_members: 
 )
 def test_settings_apply_as_in_the_loop(execution: dict[str, Any]) -> None:
     spec = evaluating("batch_norm_mlp", execution=execution)
+    assert metrics_of(spec, inference_of(spec), num_shards=1) == evaluation_loop(spec, ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": "FunctionalDropout", "data": user_data("noisy_rows")},
+        {
+            "model": "FunctionalDropout",
+            "data": {**user_data("noisy_rows"), "collate": "tests.userland.data:noisy_batch"},
+            "loss": "tests.userland.losses:loss_of_batch",
+            "evaluation": {"split": "test", "batch_size": 5},
+        },
+        {
+            "model": "dropout_mlp",
+            "loss": None,
+            "step": "tests.userland.steps:noisy",
+            "predict": "tests.userland.steps:prediction",
+        },
+    ],
+    ids=["rows", "collated", "step"],
+)
+def test_rows_and_steps_are_evaluated_as_in_the_loop(sections: dict[str, Any]) -> None:
+    spec = evaluating(**sections)
     assert metrics_of(spec, inference_of(spec), num_shards=1) == evaluation_loop(spec, ALLOWED)
 
 

@@ -25,6 +25,7 @@ from stratagem.worker.engine.numerics.layer_support import (
 from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.models.model_nodes import program_of
+from tests.every_pair import every_value
 from tests.jobs import job
 from tests.reference.loops import sharded_loop
 from tests.userland.models import Rare
@@ -163,8 +164,7 @@ def test_a_device_that_can_do_nothing_at_the_moment_is_asked_again(
     assert obstacle("Rare", Numbers("Half", torch.bfloat16), CPU, True) is None
 
 
-@pytest.mark.parametrize("numbers", ALL_NUMBERS, ids=str)
-@pytest.mark.parametrize("kind", ["Linear", "LSTM"])
+@pytest.mark.parametrize(("numbers", "kind"), every_value(ALL_NUMBERS, ["Linear", "LSTM"]), ids=str)
 def test_the_modes_of_the_caller_do_not_matter(kind: str, numbers: Numbers) -> None:
     obstacle.cache_clear()
     expected = obstacle(kind, numbers, CPU, True)

@@ -15,33 +15,13 @@ from stratagem.worker.plans.structural_fields import go_on
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import federated, population
 from tests.jobs import job
-from tests.reference.loops import sharded_loop
-from tests.worker.engine.support import (
-    ALLOWED,
-    CPU,
-    assert_same_bits,
-    model_of,
-    train,
-    trainer_of,
-)
+from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, trainer_of
 
 OWN = "tests.userland.optimizers"
-GROUPS = [{"name": "vectors", "max_dims": 1, "lr": 0.003, "decay": 0.5}]
 
 
 def own(name: str, **kwargs: Any) -> dict[str, Any]:
     return {"entrypoint": f"{OWN}:{name}", "lr": 0.01, **kwargs}
-
-
-def test_a_run_that_stops_goes_on_with_the_bits_of_the_loop() -> None:
-    sign = own("SignMomentum", beta=0.8, groups=GROUPS, schedule="cosine", clip_norm=1.0)
-    for optimizer in (sign, own("halves", weight_decay=0.1)):
-        spec = job("dropout_mlp", optimizer=optimizer)
-        first, second = trainer_of(spec), trainer_of(spec, fresh=False)
-        train(first, 3, 4)
-        second.load_state(*first.copy_state())
-        train(second, 3, 6)
-        assert_same_bits(model_of(second), dict(sharded_loop(spec, ALLOWED, 3).state))
 
 
 MATRICES = {"name": "muon", "lr": 0.02, "momentum": 0.9, "weight_decay": 0.0}
@@ -57,24 +37,6 @@ SEVERAL: dict[str, Any] = {
         {"name": "matrices", "match": ["*.weight"], "optimizer": MATRICES},
     ],
 }
-
-
-def test_groups_with_optimizers_of_their_own_are_as_several_optimizers() -> None:
-    spec = job("dropout_mlp", optimizer=SEVERAL)
-    first, second = trainer_of(spec), trainer_of(spec, fresh=False)
-    train(first, 1, 4)
-    tensors, metadata = first.copy_state()
-    kept = {name for name in tensors if name.startswith("optimizer/")}
-    assert {name.rpartition("/")[2] for name in kept if "0.weight" in name} == {"momentum_buffer"}
-    assert {name.rpartition("/")[2] for name in kept if "3.weight" in name} == {"exp_avg"}
-    assert {name.rpartition("/")[2] for name in kept if "0.bias" in name} == {
-        "exp_avg",
-        "exp_avg_sq",
-        "step",
-    }
-    second.load_state(tensors, metadata)
-    train(second, 1, 6)
-    assert_same_bits(model_of(second), dict(sharded_loop(spec, ALLOWED, 1).state))
 
 
 def test_they_make_the_steps_of_optimizers_made_by_hand() -> None:
@@ -102,28 +64,6 @@ def test_they_make_the_steps_of_optimizers_made_by_hand() -> None:
     group = {"name": "all", "match": ["*"], "optimizer": MATRICES}
     with pytest.raises(InvalidInputError, match=r"optimizer.groups\[0\].optimizer: muon: .*2D"):
         trainer_of(job(optimizer={**SEVERAL, "groups": [group]}))
-
-
-def test_lion_is_that_of_a_plain_loop() -> None:
-    lion = pytest.importorskip("lion_pytorch")
-    allowed = EntryPoints(["tests.userland.*:*", "lion_pytorch:Lion"])
-    spec = OptimizerSpec.model_validate(
-        {"entrypoint": "lion_pytorch:Lion", "lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.1}
-    )
-    ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    theirs.load_state_dict(ours.state_dict())
-    one = make_optimizer(spec, ours.named_parameters(), entrypoints=allowed)
-    other = lion.Lion(theirs.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
-    for step in range(3):
-        for model, optimizer in ((ours, one), (theirs, other)):
-            optimizer.zero_grad()
-            torch.manual_seed(step)
-            model(torch.rand(4, 3)).square().sum().backward()
-            optimizer.step()
-    assert_same_bits(ours.state_dict(), theirs.state_dict())
-    spec_of_run = job(optimizer={"entrypoint": "lion_pytorch:Lion", "lr": 0.01})
-    assert "lion_pytorch:Lion" in entry_points(spec_of_run)
-    build_trainer(spec_of_run, allowed, device=CPU, fresh=True)
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,6 @@ def test_a_member_without_parameters_of_a_group_leaves_it_out() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
-def built(**changes: Any) -> nn.Module:
-    return build_model(job("mlp", **changes), ALLOWED, device=CPU, fresh=False)
-
-
 @pytest.mark.parametrize("build", [build_model, build_shapes])
 def test_frozen_parameters_are_not_trained(build: Any) -> None:
     model = {**document("mlp")["model"], "freeze": ["0.*"]}

@@ -23,7 +23,7 @@ from stratagem.worker.models.stochastic_modules import draws_random_numbers
 from stratagem.worker.plans.supported_settings import check_supported
 from tests.jobs import job, user_model
 from tests.userland.data import classes
-from tests.worker.engine.support import ALLOWED, CPU, evaluated, solo, train, trainer_of
+from tests.worker.engine.support import ALLOWED, CPU, evaluated, train, trainer_of
 
 
 def loss(spec: Any) -> Any:
@@ -143,19 +143,6 @@ def optimizer(**spec: Any) -> torch.optim.Optimizer:
     return make_optimizer(OptimizerSpec.model_validate({"lr": 0.1, **spec}), params)
 
 
-@pytest.mark.parametrize(
-    "name", ["sgd", "Adam", "adamw", "rmsprop", "adagrad", "nadam", "radam", "adadelta", "asgd"]
-)
-def test_optimizers_keep_their_state_over_a_resume(name: str) -> None:
-    spec = job(optimizer={"name": name, "lr": 0.01})
-    straight, first, second = trainer_of(spec), trainer_of(spec), trainer_of(spec, fresh=False)
-    train(straight, 2, 6)
-    train(first, 2, 3)
-    second.load_state(*first.copy_state())
-    train(second, 2, 3)
-    assert second.fingerprint() == straight.fingerprint()
-
-
 SIZES = (0, 1, 7, 17, 33, 40_003)
 
 
@@ -271,11 +258,7 @@ def test_activation_checkpointing_draws_the_same_masks_again(num_shards: int) ->
 
 
 def test_evaluation_does_not_depend_on_who_evaluates_what() -> None:
-    evaluation = {
-        "split": "test",
-        "metrics": ["accuracy"],
-        "batch_size": 4,
-    }
+    evaluation = {"split": "test", "metrics": ["accuracy"], "batch_size": 4}
     trainer = trainer_of(job("batch_norm_mlp", evaluation=evaluation, batch_size=25))
     train(trainer, 2, 2)
     before = trainer.fingerprint()
@@ -311,25 +294,6 @@ def test_fingerprint_names_what_decides_the_bits() -> None:
     assert f"torch {torch.__version__}" in description
     assert "threads 1" in description
     assert numerics_fingerprint(CPU) == (digest, description)
-
-
-def test_digits_example_learns() -> None:
-    pytest.importorskip("sklearn")
-    spec = job(
-        {"entrypoint": "examples.digits:build_model"},
-        data={"entrypoint": "examples.digits:load"},
-        evaluation={"metrics": ["accuracy"]},
-        batch_size=64,
-        steps=None,
-        epochs=2,
-    )
-    trainer = trainer_of(spec)
-    assert trainer.setup.num_rows == {"train": 1437, "test": 360}
-    train(trainer, 2, trainer.num_steps)
-    parts = evaluated(trainer)
-    assert sum(part.sums["accuracy"] for part in parts) / 360 > 0.85
-    cnn = trainer_of(job({"entrypoint": "examples.digits:build_cnn"}, data=spec.data.model_dump()))
-    cnn.train_step(solo(cnn, 2), range(2), 2)
 
 
 def test_what_a_worker_does_not_carry_out_is_named() -> None:

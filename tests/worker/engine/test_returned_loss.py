@@ -15,16 +15,10 @@ from stratagem.worker.engine.objectives.returned_loss import weight_of
 from stratagem.worker.plans.train_plan import parts_to_proto
 from tests.jobs import NOT_TRAINED, job, user_data, user_model
 from tests.reference.evaluation_loop import evaluation_loop
-from tests.reference.loops import plain_loop, sharded_loop
+from tests.reference.loops import plain_loop
 from tests.userland.returning import IGNORED, Regression, Words, WordsForCausalLM
 from tests.userland.returning import words as WORDS
-from tests.worker.engine.support import (
-    ALLOWED,
-    CPU,
-    assert_same_bits,
-    model_of,
-    train,
-)
+from tests.worker.engine.support import ALLOWED, CPU, assert_equals_loop, model_of, train
 from tests.worker.engine.support import trainer_of as made
 
 MODEL = {"name": "model"}
@@ -41,19 +35,10 @@ def returned(model: str = "WordsForCausalLM", **sections: Any) -> JobSpec:
 
 
 @pytest.mark.parametrize("model", ["WordsForCausalLM", "Words", "Regression"])
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_shards_and_micro_batches_have_the_bits_of_the_loop(model: str, num_shards: int) -> None:
-    spec = returned(model, accumulation={"micro_batch_size": 2})
-    trainer = made(spec)
-    losses = train(trainer, num_shards, 10)
-    expected = sharded_loop(spec, ALLOWED, num_shards)
-    assert losses == expected.losses
-    assert_same_bits(model_of(trainer), dict(expected.state))
-
-
-@pytest.mark.parametrize("model", ["WordsForCausalLM", "Words", "Regression"])
 def test_parts_of_a_batch_weigh_what_they_count(model: str) -> None:
     """The whole batch, in one go, is what anybody's loop computes."""
+    for num_shards in (1, 3):
+        assert_equals_loop(returned(model, accumulation={"micro_batch_size": 2}), num_shards)
     kwargs = {} if model == "Regression" else {"dropout": 0.0}
     spec = returned(model, execution={"precision": "Full"})
     spec = JobSpec.parse(

@@ -118,12 +118,12 @@ def test_stages_that_read(ranks: tuple[int, ...]) -> None:
     assert [each.num_read > 0 for each in readers] == [rank != 1 for rank in sorted({*ranks})]
 
 
-@pytest.mark.parametrize("num_readers", [1, pytest.param(2, marks=pytest.mark.sweep)])
-def test_processes_give_the_same_bits(num_readers: int) -> None:
+@pytest.mark.sweep  # tests.worker.data.test_readers has processes that read
+def test_processes_give_the_same_bits() -> None:
     """Also of a data set that is drawn when it is made."""
     spec = job("FunctionalDropout", **CHANGES)
     function = DataFunction(ROWS["entrypoint"], {}, None)
-    pool = ReaderPool(ReaderSetup(function, spec.seed, ALLOWED), num_readers)
+    pool = ReaderPool(ReaderSetup(function, spec.seed, ALLOWED), 2)
     pool.start()
     sources = DataSources(readers=pool)
     torch.rand(3)  # as others do who share the worker

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from stratagem.worker.exchange import ExchangeError, SingleMemberReducer, StepScalars, single_member
-from tests.jobs import job
+from tests.jobs import job, user_data, user_model
 from tests.worker.engine.support import assert_same_bits, in_buckets, trainer_of
 
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
 TOKENS = {
-    "model": {"entrypoint": "tests.userland.models:token_model"},
-    "data": {"entrypoint": "tests.userland.data:tokens"},
+    "model": user_model("token_model"),
+    "data": user_data("tokens"),
     "loss": "token_cross_entropy",
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -23,10 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tokens": TOKENS,
     "tokens in micro-batches": {**TOKENS, "accumulation": {"micro_batch_size": 3}},
     "absent from the last": {
-        "model": {
-            "entrypoint": "tests.userland.acting_models:Told",
-            "kwargs": {"at": 2, "what": "leave out"},
-        },
+        "model": user_model("acting_models:Told", at=2, what="leave out"),
         "batch_size": 10,
         "accumulation": {"steps": 2},
     },

@@ -3,21 +3,13 @@
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cluster.jobs import data_parallel
 from tests.jobs import job
-from tests.reference.loops import federated_loop, sharded_loop
 from tests.stream_jobs import NAMED, streamed
 from tests.userland.streams import Shard
-from tests.worker.engine.client_rounds import federated, run
-from tests.worker.engine.support import (
-    ALLOWED,
-    assert_same_bits,
-    model_of,
-    train,
-    trainer_of,
-)
+from tests.worker.engine.client_rounds import assert_clients_equal_loop, federated
+from tests.worker.engine.support import assert_equals_loop, assert_goes_on, train, trainer_of
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "own": (3, {"data": streamed("shards")}),
@@ -43,11 +35,7 @@ def spec_of(case: str) -> tuple[Any, int]:
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_sharded_loop_to_the_bit(case: str) -> None:
     spec, num_shards = spec_of(case)
-    made = trainer_of(spec)
-    losses = train(made, num_shards, 10)
-    expected = sharded_loop(spec, ALLOWED, num_shards)
-    assert losses == expected.losses
-    assert_same_bits(model_of(made), dict(expected.state))
+    assert_equals_loop(spec, num_shards)
 
 
 @pytest.mark.parametrize(
@@ -55,15 +43,7 @@ def test_equals_the_sharded_loop_to_the_bit(case: str) -> None:
 )
 def test_a_run_that_is_resumed_equals_the_undisturbed_one(case: str) -> None:
     spec, num_shards = spec_of(case)
-    straight = trainer_of(spec)
-    train(straight, num_shards, 10)
-    first = trainer_of(spec)
-    train(first, num_shards, 5)
-    second = trainer_of(spec, fresh=False)
-    second.load_state(*first.copy_state())
-    torch.rand(3)  # what others draw between is of no matter
-    train(second, num_shards, 5)
-    assert second.fingerprint() == straight.fingerprint()
+    assert_goes_on(spec, num_shards)
 
 
 def test_a_run_that_is_resumed_with_marks_reads_only_what_comes_next() -> None:
@@ -71,11 +51,11 @@ def test_a_run_that_is_resumed_with_marks_reads_only_what_comes_next() -> None:
         "FunctionalDropout",
         strategy=data_parallel(2),
         data=streamed("shards", streams=4, stateful=True),
-        steps=60,
+        steps=30,
     )
     straight, first = trainer_of(spec), trainer_of(spec)
-    train(straight, 2, 55)
-    train(first, 2, 50)
+    train(straight, 2, 25)
+    train(first, 2, 20)
     second = trainer_of(spec, fresh=False)
     second.load_state(*first.copy_state())
     second.add_stream_marks(first.stream_marks())
@@ -103,8 +83,5 @@ def test_a_step_that_is_done_again_reads_the_same_rows() -> None:
 def test_federated_clients_read_their_own_streams(kind: str) -> None:
     data = streamed(kind, shuffle_rows=3)
     spec = federated("FunctionalDropout", local_epochs=2, data=data, batch_size=4)
-    state, losses = run(spec)
-    expected = federated_loop(spec, ALLOWED)
-    assert_same_bits(state, dict(expected.state))
-    assert losses == expected.losses
+    assert_clients_equal_loop(spec)
     assert Shard.num_read

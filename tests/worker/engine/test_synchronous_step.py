@@ -1,7 +1,6 @@
 """The training step against the reference loops: bits, rounding, failures, resuming."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -10,133 +9,12 @@ from torch import nn
 from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.engine import EvaluationShare
 from stratagem.worker.exchange import StepScalars
-from tests.every_pair import every_pair
 from tests.jobs import job, user_model
-from tests.reference.loops import plain_loop, sharded_loop
-from tests.worker.engine.support import (
-    ALLOWED,
-    CPU,
-    assert_same_bits,
-    model_of,
-    solo,
-    train,
-    trainer_of,
-)
+from tests.worker.engine.support import ALLOWED, CPU, model_of, solo, train, trainer_of
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-CHANGING_BUFFER = {
-    "entrypoint": "tests.userland.models:BigBuffer",
-    "kwargs": {"change": True},
-}
+CHANGING_BUFFER = user_model("BigBuffer", change=True)
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
-
-
-@pytest.mark.parametrize(
-    ("model", "num_shards", "optimizer"),
-    every_pair(["mlp", "dropout_mlp", "batch_norm_mlp", "everything"], [1, 2, 3, 4], [SGD, ADAM]),
-    ids=lambda value: value["name"] if isinstance(value, dict) else str(value),
-)
-def test_equals_the_sharded_loop_to_the_bit(
-    model: str, num_shards: int, optimizer: dict[str, Any]
-) -> None:
-    # 50 rows in batches of 16: the last batch of an epoch has 2 rows, fewer than 3 or 4 shards.
-    # Batch norm cannot train on single rows, so there the last batch has 10.
-    rows = 42 if model == "batch_norm_mlp" else 50
-    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
-    spec = job(model, optimizer=optimizer, data=data)
-    trainer = trainer_of(spec)
-    losses = train(trainer, num_shards, 10)
-    expected = sharded_loop(spec, ALLOWED, num_shards)
-    assert losses == expected.losses
-    assert_same_bits(model_of(trainer), dict(expected.state))
-
-
-@pytest.mark.parametrize("batch_size", [7, 1, 2])
-def test_uneven_and_missing_shards(batch_size: int) -> None:
-    spec = job("dropout_mlp", batch_size=batch_size)
-    trainer = trainer_of(spec)
-    assert train(trainer, 3, 10) == sharded_loop(spec, ALLOWED, 3).losses
-
-
-@pytest.mark.parametrize(
-    ("precision", "num_steps", "tolerance"), [("Full", 100, 1e-12), ("Single", 10, 1e-6)]
-)
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
-def test_equals_the_plain_loop_up_to_rounding(
-    precision: str, num_steps: int, tolerance: float, optimizer: dict[str, Any]
-) -> None:
-    spec = job(optimizer=optimizer, steps=num_steps, execution={"precision": precision})
-    expected = plain_loop(spec, ALLOWED)
-    for num_shards in (1, 3):
-        trainer = trainer_of(spec)
-        train(trainer, num_shards, num_steps)
-        for name, tensor in model_of(trainer).items():
-            assert (tensor - expected.state[name]).abs().max() <= tolerance, name
-
-
-def test_one_shard_without_randomness_equals_the_plain_loop_in_its_buffers_too() -> None:
-    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 48}}
-    spec = job("batch_norm_mlp", data=data, execution={"precision": "Full"})
-    trainer = trainer_of(spec)
-    train(trainer, 1, 10)
-    expected = plain_loop(spec, ALLOWED).state
-    for name, tensor in model_of(trainer).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"loss": "tests.userland.losses:half_squared"},
-        {"loss": "tests.userland.losses:weighted"},
-        {
-            "model": {"entrypoint": "tests.userland.models:token_model"},
-            "data": {"entrypoint": "tests.userland.data:tokens"},
-            "loss": "token_cross_entropy",
-        },
-        {"data": {"entrypoint": "tests.userland.data:noisy"}},
-        {"model": {"entrypoint": "tests.userland.models:LastOfSequence"}},
-    ],
-    ids=["user loss", "weighted loss", "tokens", "augmentation", "lstm"],
-)
-def test_losses_and_data_of_all_kinds(changes: dict[str, Any]) -> None:
-    spec = job(**changes)
-    trainer = trainer_of(spec)
-    assert train(trainer, 3, 6) == sharded_loop(spec, ALLOWED, 3, 6).losses
-
-
-def test_token_weights_make_shards_equal_the_whole_batch() -> None:
-    spec = job(
-        "token_model",
-        data={"entrypoint": "tests.userland.data:tokens"},
-        loss="token_cross_entropy",
-        execution={"precision": "Full"},
-    )
-    trainer = trainer_of(spec)
-    train(trainer, 4, 10)
-    for name, tensor in plain_loop(spec, ALLOWED).state.items():
-        torch.testing.assert_close(model_of(trainer)[name], tensor, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
-@pytest.mark.parametrize(
-    "model", ["everything", "batch_norm_mlp", "HiddenTable", "reads_values", "LastOfSequence"]
-)
-def test_resumed_run_equals_the_undisturbed_one(model: str, optimizer: dict[str, Any]) -> None:
-    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 44}}
-    spec = job(model, optimizer=optimizer, data=data)
-    straight = trainer_of(spec)
-    train(straight, 3, 10)
-    first = trainer_of(spec)
-    train(first, 3, 5)
-    tensors, metadata = first.copy_state()
-    train(first, 3, 1)  # the copy must not notice
-    second = trainer_of(spec, fresh=False)
-    second.load_state(tensors, metadata)
-    assert second.step == 5
-    train(second, 3, 5)
-    assert second.fingerprint() == straight.fingerprint()
-    assert_same_bits(second.state()[0], straight.state()[0])
 
 
 def test_state_before_the_first_step_and_fresh_build_is_repeatable() -> None:
@@ -280,10 +158,7 @@ def test_trains_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_a_gradient_of_a_wrong_shape_names_its_parameter(is_direct: bool) -> None:
-    model = {
-        "entrypoint": "tests.userland.acting_models:Misshapen",
-        "kwargs": {"is_direct": is_direct},
-    }
+    model = user_model("acting_models:Misshapen", is_direct=is_direct)
     with pytest.raises(UserCodeError, match=r"invalid gradient at index 1.* of parameter weight"):
         train(trainer_of(job(model)), 1, 1)
 

@@ -1,6 +1,7 @@
-"""Gradients with known values, what their sum must be, and one step of a member."""
+"""Gradients with known values, what their sum must be, and the steps of members."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,14 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.numerics.batch_shards import Node, tree_sum
-from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars
+from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars, mesh_exchange
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 from stratagem.worker.exchange.buckets.step_scalars import num_scalars
+from stratagem.worker.mesh import Link
+from stratagem.worker.mesh.link import PendingTransfer
+from stratagem.worker.mesh.shm_buffers import SharedGroup
+from tests.patience import PATIENCE_S
 
 torch.set_num_threads(1)  # in the processes of a party, too
 
-ODD = (0, 1, 7, 1_000_003, 64, 300_000)
-
+ODD = (0, 1, 7, 300_003, 64, 100_000)
+"""Two buckets."""
+SMALL = (0, 1, 7, 3_003)
 
 WAYS = {
     "": (all_reduce_schedule.SMALL_BYTES, all_reduce_schedule.MAX_GATHER_MEMBERS),
@@ -121,3 +127,59 @@ def one_step(
         assert p.grad is not None
         grads.append(raw(p.grad))
     return [*grads, raw(extras)]
+
+
+Exchange = tuple[list[nn.Parameter], GradientReducer]
+
+
+def exchanges_of(
+    links: Sequence[Link | SharedGroup],
+    case: Case,
+    all_reduce: str = "direct",
+    deadline_s: float = PATIENCE_S,
+) -> list[Exchange]:
+    """Those of all members of this process."""
+
+    def connect(link: Link | SharedGroup) -> Exchange:
+        params, buckets = case.make_buckets()
+        settings = {"all_reduce": all_reduce, "deadline_s": deadline_s}
+        return params, mesh_exchange(buckets, link, case.num_shards, **settings)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(len(links)) as pool:
+        return [*pool.map(connect, links)]
+
+
+def sums_of(
+    links: Sequence[Link | SharedGroup],
+    case: Case,
+    steps: Iterable[int],
+    all_reduce: str = "direct",
+) -> list[list[list[bytes]]]:
+    """What each member, in a thread of its own, has after each of some steps."""
+    made, numbers = exchanges_of(links, case, all_reduce), [*steps]
+
+    def run(one: Exchange) -> list[list[bytes]]:
+        params, exchange = one
+        return [one_step(exchange, params, case, step) for step in numbers]
+
+    with ThreadPoolExecutor(len(links)) as pool:
+        sums = [*pool.map(run, made)]
+    for _, exchange in made:
+        exchange.close()
+    return sums
+
+
+class CountingLink:
+    """A link that adds up what is sent over it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.rank, self.size = link.rank, link.size
+        self.name, self.in_order = link.name, link.in_order
+        self.recv, self.cut, self.close = link.recv, link.cut, link.close
+        self.num_sent, self.num_bytes = 0, 0
+
+    def send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
+        self.num_sent += tensor.numel()
+        self.num_bytes += tensor.nbytes
+        return self.link.send(peer, tag, tensor)

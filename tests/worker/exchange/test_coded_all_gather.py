@@ -8,17 +8,18 @@ from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import ExchangeError, GradientBuckets, mesh_exchange
 from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES
-from stratagem.worker.mesh import Link, form_gloo
+from stratagem.worker.mesh import Link
 from tests.common.compression.support import CODECS
-from tests.jobs import job
+from tests.jobs import job, user_data
 from tests.patience import PATIENCE_S
 from tests.reference.compressed_loop import compressed_loop
 from tests.worker.engine.support import ALLOWED, assert_same_bits, model_of, trainer_of
-from tests.worker.mesh.grpc_party import grpc_party, meeting
+from tests.worker.mesh.engines import links_of
+from tests.worker.mesh.grpc_party import grpc_party
 
 NUM_STEPS = 5
 # Tags of 50 rows in batches of 16: the last batch of an epoch has 2 rows.
-DATA = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 50}}
+DATA = user_data("classes", num_rows=50)
 
 
 def member(
@@ -91,15 +92,13 @@ async def test_gloo_carries_messages_too() -> None:
     """Bucket by bucket."""
     spec = job("mlp", compression="ternary", strategy=_strategy(2))
     trainers = [trainer_of(spec) for _ in range(2)]
-    of = meeting(2)
-
-    def formed(rank: int, trainer: Trainer) -> str:
-        link = form_gloo(rank, 2, "127.0.0.1", of(rank), PATIENCE_S)
-        return member(link, trainer, 2, NUM_STEPS, bucket_bytes=1)
-
-    names = await asyncio.gather(
-        *(asyncio.to_thread(formed, rank, trainer) for rank, trainer in enumerate(trainers))
-    )
+    with links_of("gloo", 2) as links:
+        names = await asyncio.gather(
+            *(
+                asyncio.to_thread(member, link, trainer, 2, NUM_STEPS, bucket_bytes=1)
+                for link, trainer in zip(links, trainers, strict=True)
+            )
+        )
     assert set(names) == {"gloo payloads, ternary"}
     expected = compressed_loop(spec, ALLOWED, 2, NUM_STEPS)
     for trainer in trainers:

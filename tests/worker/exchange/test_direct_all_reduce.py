@@ -1,281 +1,226 @@
-"""Real processes over every engine: the sum's bits, whoever computes which shards, and failures."""
+"""Sums over every engine: the bits of one process, whoever computes which shards, and failures."""
 
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from stratagem.common.base.errors import StaleError
-from stratagem.worker.exchange import (
-    ExchangeError,
-    GradientBuckets,
-    GradientReducer,
-    mesh_exchange,
-)
+from stratagem.worker.exchange import ExchangeError, GradientReducer, mesh_exchange
+from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 from stratagem.worker.mesh import form_gloo
-from tests.patience import AT_ONCE_S, PATIENCE_S, growing
-from tests.worker.exchange.cases import Case, one_step
-from tests.worker.mesh.engines import ENGINES, THREADS, Former, former, num_meetings
-from tests.worker.mesh.party import Member, introduce, party
+from tests.every_pair import every_pair
+from tests.patience import AT_ONCE_S, PATIENCE_S
+from tests.worker.exchange.cases import ODD, SMALL, Case, exchanges_of, one_step, sums_of
+from tests.worker.mesh.engines import ENGINES, THREADS, Former, former, links_of, num_meetings
+from tests.worker.mesh.party import Member, introduce, listeners_at, named_memory, party
 
-NUM_STEPS = 3
 LONG_S = 2 * PATIENCE_S
 """A deadline that no test waits for."""
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which member of which group a process is."""
-
-    engine: str
-    rank: int
-    size: int
+def shards_of(size: int, kind: str) -> tuple[int, int]:
+    """How many shards there are, and how many of them have rows."""
+    kinds = {"each": (size, size), "uneven": (2 * size + 3, 2 * size + 1), "few": (size + 2, 1)}
+    return kinds[kind]
 
 
-def form(
-    former: Former, place: Place, buckets: GradientBuckets, case: Case, deadline_s: float
-) -> GradientReducer:
-    case.configure()
-    link = former.form(place.engine, place.rank, place.size)
-    return mesh_exchange(buckets, link, case.num_shards, deadline_s=deadline_s)
-
-
-def sum_some_steps(pipe: Connection, members: Former, place: Place, case: Case) -> None:
-    params, buckets = case.make_buckets()
-    exchange = form(members, place, buckets, case, LONG_S)
-    sums = [digests(one_step(exchange, params, case, step)) for step in range(NUM_STEPS)]
-    exchange.close()
-    pipe.send(sums)
-
-
-def digests(tensors: list[bytes]) -> list[str]:
-    return [blake2b(tensor).hexdigest() for tensor in tensors]
-
-
-@lru_cache(maxsize=1)
-def expected_of(case: Case) -> list[list[str]]:
-    """Digests of what every member must have after each step; for all engines, worked out once."""
-    return [digests(case.expected(step)) for step in range(NUM_STEPS)]
-
-
-def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
-    """One process serves many cases: starting it costs far more than a case."""
-    with former(pipe) as members:
-        while (order := pipe.recv()) is not None:
-            place, case = order
-            sum_some_steps(pipe, members, place, case)
-            assert pipe.recv() == "done"  # the group stays until all members have its sums
-
-
-@pytest.fixture(scope="module")
-def volunteers() -> Iterator[list[Member]]:
-    with party(take_cases, 5) as members:
-        yield members
-
-
-SMALL = (0, 1, 7, 10_003)
-WAYS = [
-    (size, Case(num_shards, num_live, sizes, num_rest=2, divisor=3.0, way=way))
-    for way in ("direct", "gather", "tree")
-    for size, num_shards, num_live, sizes in [
-        (1, 2, 2, SMALL),
-        (2, 2, 2, SMALL),
-        (3, 3, 3, SMALL),
-        (3, 7, 6, (1,)),
-        (4, 9, 3, SMALL),
-        (5, 5, 5, (7,)),
-        (5, 13, 11, SMALL),
+def cases_of(*ways: str) -> list[tuple[int, Case]]:
+    rows = every_pair([1, 2, 3, 4, 5], ["each", "uneven", "few"], DTYPES, [SMALL, (1,), ODD], ways)
+    return [
+        (
+            size,
+            Case(
+                *shards_of(size, kind),
+                sizes=sizes,
+                dtype=dtype,
+                way=way,
+                num_rest=(2, 0, 4001)[number // 2 % 3],
+                divisor=(None, 3.0, 7.0)[number % 3],
+                piece_bytes=(all_reduce_schedule.PIECE_BYTES, 1 << 17)[number % 2],
+            ),
+        )
+        for number, (size, kind, dtype, sizes, way) in enumerate(rows)
     ]
-]
 
 
-@pytest.mark.parametrize("engine", ["gloo", pytest.param("grpc", marks=pytest.mark.sweep)])
-@pytest.mark.parametrize(
-    ("size", "case"), WAYS, ids=lambda value: getattr(value, "way", str(value))
-)
-def test_every_way_has_the_same_bits(
-    volunteers: list[Member], engine: str, size: int, case: Case
-) -> None:
-    check(volunteers[:size], engine, case)
+OVER_LINKS = cases_of("", "direct", "gather", "tree")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("way", ["direct", "gather", "tree", ""])
-def test_sums_from_a_gpu_have_the_same_bits(volunteers: list[Member], way: str) -> None:
-    check(volunteers[:2], "grpc", Case(5, 5, divisor=3.0, way=way, device="cuda:0"))
-
-
-GROUPS = [
-    (1, Case(3, 3)),
-    (2, Case(2, 2)),
-    (2, Case(2, 2, dtype=torch.float64)),
-    (2, Case(2, 2, dtype=torch.bfloat16)),
-    (2, Case(5, 5)),
-    (2, Case(3, 3, dtype=torch.bfloat16, divisor=7.0)),
-    (3, Case(3, 3, divisor=3.0)),
-    (2, Case(5, 2, dtype=torch.float64)),
-    (2, Case(2, 2, sizes=(8_000_000,), num_rest=0)),
-    (2, Case(2, 2, piece_bytes=1 << 18)),
-    (3, Case(4, 4, piece_bytes=1 << 18)),
-    (3, Case(4, 4)),
-    (3, Case(3, 2)),
-    (3, Case(4, 1, dtype=torch.bfloat16)),
-    (3, Case(3, 3, num_rest=40_001)),
-    (4, Case(4, 4)),
-    (4, Case(6, 3)),
-    (4, Case(4, 4, divisor=3.0)),
-    (5, Case(5, 5)),
-    (5, Case(13, 11, sizes=(0, 1, 7, 100_003), divisor=11.0)),
-]
-
-
-# gloo and gRPC carry the same transfers in the same order: a third of the groups for the second.
+# gloo and gRPC carry the same transfers in the same order: a third of the cases for the second.
 @pytest.mark.parametrize(
     ("engine", "size", "case"),
     [
-        (engine, *group)
-        for engine in ENGINES
-        for group in (GROUPS[1::3] if engine == "grpc" else GROUPS)
+        *(("gloo", *each) for each in OVER_LINKS),
+        *(("grpc", *each) for each in OVER_LINKS[1::3]),
+        *(("shm", *each) for each in cases_of("")),
     ],
     ids=lambda value: (
-        f"{value.num_live}of{value.num_shards}-{value.dtype}-{len(value.sizes)}"
+        f"{value.num_live}of{value.num_shards}-{value.dtype}-{len(value.sizes)}{value.way}"
         if isinstance(value, Case)
         else str(value)
     ),
 )
 def test_every_member_holds_the_bits_of_the_single_process_sum(
-    volunteers: list[Member], engine: str, size: int, case: Case
+    engine: str, size: int, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(volunteers[:size], engine, case)
+    for name in ("PIECE_BYTES", "SMALL_BYTES", "MAX_GATHER_MEMBERS"):  # as they were, afterwards
+        monkeypatch.setattr(all_reduce_schedule, name, getattr(all_reduce_schedule, name))
+    case.configure()
+    expected = [case.expected(step) for step in range(3)]
+    with links_of(engine, size) as links:
+        for rank, sums in enumerate(sums_of(links, case, range(3))):
+            assert sums == expected, f"member {rank}"
 
 
-def check(members: list[Member], engine: str, case: Case) -> None:
-    """All members have the sums of one process, after each step."""
-    for rank, member in enumerate(members):
-        member.pipe.send((Place(engine, rank, len(members)), case))
-    for _ in range(num_meetings(engine)):
-        introduce(members)
-    for rank, member in enumerate(members):
-        assert member.receive() == expected_of(case), f"member {rank}"
-    for member in members:
-        member.pipe.send("done")
+# Ring and native all-reduce send in ways of their own, and lose members in the same ones.
+@pytest.mark.parametrize(
+    ("engine", "all_reduce"),
+    [*((engine, "direct") for engine in ENGINES), ("gloo", "ring"), ("gloo", "native")],
+)
+@pytest.mark.parametrize("is_cut", [False, True], ids=["silent", "cut"])
+def test_a_silent_member_is_given_up_and_a_cut_ends_all_waits(
+    engine: str, all_reduce: str, is_cut: bool
+) -> None:
+    """The third never takes its step; a cut is that of the first, which waits for it."""
+    case, begun = Case(4, 4, SMALL), time.monotonic()
+    with links_of(engine, 3) as links, ThreadPoolExecutor(2) as pool:
+        made = exchanges_of(links, case, all_reduce, LONG_S if is_cut else 0.5)
 
+        def fail(member: tuple[list[nn.Parameter], GradientReducer]) -> str:
+            with pytest.raises(ExchangeError) as caught:
+                one_step(member[1], member[0], case, 1)
+            return str(caught.value)
 
-def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case) -> None:
-    """Member of one group after the other; each order is (place, step, what to do, deadline)."""
-    params, buckets = case.make_buckets()
-    with former(pipe) as members:
-        while (order := pipe.recv()) is not None:
-            place, step, deed, deadline_s = order
-            exchange = form(members, place, buckets, case, deadline_s)
-            pipe.send("formed")
-            pipe.send(follow(pipe, exchange, params, case, step, deed))
+        failing = [pool.submit(fail, each) for each in made[:2]]
+        if is_cut:
+            threading.Timer(0.1, made[0][1].cut).start()
+        told = [each.result() for each in failing]
+        assert ("cut" if is_cut else "member") in told[0]
+        assert "member" in told[1]
+        for _, exchange in made:
             exchange.close()
-            left = [thread for thread in threading.enumerate() if thread.name in THREADS]
-            for thread in left:  # one that was given up ends with what it waits for
-                thread.join(PATIENCE_S / 2)
-            pipe.send(sorted(thread.name for thread in left if thread.is_alive()))
+    assert time.monotonic() - begun < AT_ONCE_S
+    for thread in threading.enumerate():
+        if thread.name in THREADS:  # one that was given up ends with what it waits for
+            thread.join(PATIENCE_S / 2)
+            assert not thread.is_alive()
 
 
-def follow(
-    pipe: Connection, exchange: GradientReducer, params: Any, case: Case, step: int, deed: str
-) -> bool | str:
-    """Whether the sum was right, or why there is none; a cut must be seen at once."""
-    cut_at_s: list[float] = []
+# ---- real processes ----
 
-    def cut() -> None:
-        cut_at_s.append(time.monotonic())
-        exchange.cut()
 
+@dataclass(frozen=True)
+class Order:
+    """What a member of a group is to do in a step: "sum" it, or "linger" inside of it."""
+
+    engine: str
+    rank: int
+    size: int
+    case: Case
+    step: int
+    deed: str
+    deadline_s: float
+
+
+def follow_orders(pipe: Connection, _rank: int, _size: int) -> None:
+    """Member of one group after the other."""
+    with former(pipe) as members:
+        while True:
+            follow(pipe, members, pipe.recv())
+
+
+def follow(pipe: Connection, members: Former, order: Order) -> None:
+    """Says whether the sum was right, or why there is none."""
+    case = order.case
+    case.configure()
+    params, buckets = case.make_buckets()
+    link = members.form(order.engine, order.rank, order.size)
+    exchange = mesh_exchange(buckets, link, case.num_shards, deadline_s=order.deadline_s)
+    pipe.send("formed")
     try:
-        if deed == "linger":
-            exchange.begin_step(step, exchange.party.owned, case.num_live)
+        if order.deed == "linger":
+            exchange.begin_step(order.step, exchange.party.owned, case.num_live)
             pipe.send("inside")
             pipe.recv()  # until killed, or told to go on
-        if deed == "cut":
-            threading.Timer(0.2, cut).start()
-        return one_step(exchange, params, case, step) == case.expected(step)
+        pipe.send(one_step(exchange, params, case, order.step) == case.expected(order.step))
     except ExchangeError as error:
-        lag_s = time.monotonic() - cut_at_s[-1] if deed == "cut" else 0.0
-        return str(error) if lag_s < AT_ONCE_S else f"slow: {lag_s}"
+        pipe.send(str(error))
+    exchange.close()
 
 
-def order(
-    engine: str, members: list[Member], step: int, deeds: list[str], deadline_s: float = LONG_S
-) -> None:
+CASE = Case(4, 4, SMALL)
+
+
+def send_orders(
+    members: list[Member], engine: str, step: int, deeds: list[str], deadline_s: float = LONG_S,
+    case: Case = CASE,
+) -> list[bytes]:  # fmt: skip
+    """The addresses of the members, as soon as they have formed their group."""
+    addresses: list[bytes] = []
     for rank, (member, deed) in enumerate(zip(members, deeds, strict=True)):
-        member.pipe.send((Place(engine, rank, len(members)), step, deed, deadline_s))
+        member.pipe.send(Order(engine, rank, len(members), case, step, deed, deadline_s))
     for _ in range(num_meetings(engine)):
-        introduce(members)
+        addresses = introduce(members)
     assert [member.receive() for member in members] == ["formed"] * len(members)
+    return addresses
 
 
 def answers(members: list[Member]) -> list[Any]:
-    """What each says about its step; afterwards its exchange is closed and its thread gone."""
-    told = [member.receive() for member in members]
-    assert all(member.receive() == [] for member in members)
-    return told
+    return [member.receive() for member in members]
 
 
-CASE = Case(4, 4)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_survivors_of_a_killed_peer_redo_the_step_with_the_same_bits(engine: str) -> None:
-    with party(follow_orders, 3, CASE) as members:
-        order(engine, members, 1, ["sum"] * 3)
-        assert answers(members) == [True] * 3
-        order(engine, members, 2, ["sum", "sum", "linger"])
-        assert members[2].receive() == "inside"
-        members[2].kill()
-        killed = time.monotonic()
-        survivors = members[:2]
-        for member in survivors:
-            assert "member" in member.receive()
-        assert time.monotonic() - killed < AT_ONCE_S
-        assert all(member.receive() == [] for member in survivors)
-        order(engine, survivors, 2, ["sum"] * 2)
-        assert answers(survivors) == [True] * 2
+@pytest.fixture(scope="module")
+def followers() -> Iterator[list[Member]]:
+    """Two that survive, and one to lose for each engine."""
+    with party(follow_orders, 2 + len(ENGINES)) as members:
+        yield members
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_frozen_peer_is_given_up_at_the_deadline(engine: str) -> None:
-    with party(follow_orders, 3, CASE) as members:
-        for deadline_s in growing(1.0):
-            order(engine, members, 1, ["sum", "sum", "linger"], deadline_s=deadline_s)
-            assert members[2].receive() == "inside"
-            members[2].freeze()
-            told = answers(members[:2])
-            assert all("member" in words for words in told), told
-            if any("member 2" in words for words in told):
-                break  # else a survivor was so slow that the other one gave up waiting for it
-            members[2].wake()
-            members[2].pipe.send("leave")
-            assert "member" in members[2].receive()
-            assert members[2].receive() == []
-        assert any("member 2" in words for words in told), told
-        order(engine, members[:2], 1, ["sum"] * 2)
-        assert answers(members[:2]) == [True] * 2
+def test_survivors_of_a_frozen_and_of_a_killed_peer_redo_the_step_with_the_same_bits(
+    engine: str, followers: list[Member]
+) -> None:
+    lost = followers[2 + ENGINES.index(engine)]
+    survivors = followers[:2]
+    members = [*survivors, lost]
+    send_orders(members, engine, 1, ["sum"] * 3)
+    assert answers(members) == [True] * 3
+    send_orders(members, engine, 2, ["sum", "sum", "linger"], deadline_s=1.0)
+    assert lost.receive() == "inside"
+    lost.freeze()
+    assert all("member" in words for words in answers(survivors))
+    lost.wake()
+    lost.pipe.send("go on")
+    lost.receive()  # what the others sent before they gave it up may be all that it needs
+    addresses = send_orders(members, engine, 2, ["sum", "sum", "linger"])
+    assert lost.receive() == "inside"
+    assert [named_memory(member) for member in members] == [set()] * 3
+    lost.kill()
+    killed = time.monotonic()
+    assert all("member" in words for words in answers(survivors))
+    assert time.monotonic() - killed < AT_ONCE_S
+    lost.process.join()
+    assert engine != "shm" or not listeners_at(addresses)
+    send_orders(survivors, engine, 2, ["sum"] * 2)
+    assert answers(survivors) == [True] * 2
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_cut_ends_a_blocked_finish_here_and_at_the_peers(engine: str) -> None:
-    with party(follow_orders, 3, CASE) as members:
-        order(engine, members, 1, ["cut", "sum", "linger"])
-        assert members[2].receive() == "inside"
-        begun = time.monotonic()
-        told = answers(members[:2])
-        assert "cut" in told[0]
-        assert "member" in told[1]
-        assert time.monotonic() - begun < AT_ONCE_S
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("way", ["direct", "gather", "tree", ""])
+def test_sums_from_a_gpu_have_the_same_bits(followers: list[Member], way: str) -> None:
+    case = Case(5, 5, divisor=3.0, way=way, device="cuda:0")
+    send_orders(followers[:2], "grpc", 1, ["sum"] * 2, case=case)
+    assert answers(followers[:2]) == [True] * 2
 
 
 def test_a_refused_rendezvous_is_raised_and_an_absent_peer_fails_the_forming() -> None:

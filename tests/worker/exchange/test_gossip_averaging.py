@@ -1,9 +1,8 @@
-"""Mixing among real processes: the bits of W·X, and bytes between neighbours only."""
+"""Mixing among members: the bits of W·X, and bytes between neighbours only."""
 
 import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -15,13 +14,13 @@ from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hasti
 from stratagem.common.tensors.traffic import SENT, over
 from stratagem.worker.exchange import ExchangeError, GossipExchange
 from stratagem.worker.exchange.buckets import flat_tensors
-from stratagem.worker.mesh import form_gloo
+from tests.every_pair import every_value
 from tests.patience import PATIENCE_S
-from tests.worker.exchange.cases import raw
-from tests.worker.mesh.party import Member, introduce, party, rendezvous_over
+from tests.worker.exchange.cases import CountingLink, raw
+from tests.worker.mesh.engines import THREADS, links_of
 
 NUM_ROUNDS = 3
-ODD = ((0,), (1,), (7, 3), (300_007,), (64,), ())
+ODD = ((0,), (1,), (7, 3), (30_007,), (64,), ())
 
 
 @dataclass(frozen=True)
@@ -69,70 +68,62 @@ class Case:
         return values
 
 
-def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
-    """One process serves many cases. Each is (rank, size, case)."""
-    while (order := pipe.recv()) is not None:
-        rank, size, case = order
-        vars(flat_tensors)["BUCKET_BYTES"] = case.bucket_bytes
-        link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), PATIENCE_S)
-        exchange = case.exchange(link, rank, size)
-        own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}
+def play(case: Case, size: int) -> tuple[list[list[list[bytes]]], list[list[float]], list[int]]:
+    """By member, in a thread each: the bits of its nodes, a sum over all, and the bytes it sent."""
+    with links_of("gloo", size) as links, ThreadPoolExecutor(size) as pool:
+        counting = [CountingLink(link) for link in links]
+
+        def mix(rank: int) -> tuple[list[list[bytes]], GossipExchange]:
+            exchange = case.exchange(counting[rank], rank, size)
+            own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}
+            for _ in range(NUM_ROUNDS):
+                exchange.mix(1, own)
+            return [[raw(tensor) for tensor in tensors] for tensors in own.values()], exchange
+
         before = over("gloo", SENT).num_bytes
-        for _ in range(NUM_ROUNDS):
-            exchange.mix(1, own)
-        num_bytes = over("gloo", SENT).num_bytes - before
-        (total,) = exchange.sum_in_order(
-            [5], lambda node, _: torch.full((5,), 0.1 * node, dtype=torch.float64)
-        )
-        bits = {node: [raw(tensor) for tensor in tensors] for node, tensors in own.items()}
-        pipe.send((bits, num_bytes, total.tolist()))
-        assert pipe.recv() == "done"  # the group stays until all members have what they need
-        exchange.close()
+        bits, exchanges = zip(*pool.map(mix, range(size)), strict=True)
+        sent = [link.num_bytes for link in counting]
+        assert over("gloo", SENT).num_bytes - before == sum(sent)
+
+        def add(exchange: GossipExchange) -> list[float]:
+            def fill(node: int, _: int) -> Tensor:
+                return torch.full((5,), 0.1 * node, dtype=torch.float64)
+
+            return exchange.sum_in_order([5], fill)[0].tolist()
+
+        totals = [*pool.map(add, exchanges)]
+        for exchange in exchanges:
+            exchange.close()
+    return [*bits], totals, sent
 
 
-@pytest.fixture(scope="module")
-def volunteers() -> Iterator[list[Member]]:
-    with party(take_cases, 4) as members:
-        yield members
+CASES = [
+    Case("ring", 4),
+    Case("star", 5),
+    Case("random:1", 7),
+    Case("hypercube", 4, bucket_bytes=1000),
+    Case("ring", 6, shapes=((5, 7),) * 9, bucket_bytes=300),
+    Case("complete", 4, dtypes=(torch.bfloat16, torch.float32, torch.float64)),
+    Case("exponential", 5, shapes=((0,), (0, 3)), dtypes=(torch.float32, torch.float16)),
+]
 
 
-def play(volunteers: list[Member], size: int, case: Case) -> list[Any]:
-    members = volunteers[:size]
-    for rank, member in enumerate(members):
-        member.pipe.send((rank, size, case))
-    introduce(members)
-    answers = [member.receive() for member in members]
-    for member in members:
-        member.pipe.send("done")
-    return answers
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("ring", 4),
-        Case("star", 5),
-        Case("random:1", 7),
-        Case("hypercube", 4, bucket_bytes=1000),
-        Case("ring", 6, shapes=((5, 7),) * 9, bucket_bytes=300),
-        Case("complete", 4, dtypes=(torch.bfloat16, torch.float32, torch.float64)),
-        Case("exponential", 5, shapes=((0,), (0, 3)), dtypes=(torch.float32, torch.float16)),
-    ],
-    ids=lambda case: f"{case.topology}-{case.num_nodes}-{case.bucket_bytes}-{len(case.dtypes)}",
+    ("case", "size"),
+    every_value(CASES, [4, 2, 3]),
+    ids=lambda each: f"{each.topology}-{each.num_nodes}" if isinstance(each, Case) else str(each),
 )
 def test_every_node_has_the_bits_of_the_plain_product(
-    volunteers: list[Member], size: int, case: Case
+    case: Case, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [[raw(tensor) for tensor in node] for node in case.mixed(NUM_ROUNDS)]
+    monkeypatch.setattr(flat_tensors, "BUCKET_BYTES", case.bucket_bytes)
+    bits, totals, _ = play(case, size)
     total = 0.0
     for node in range(1, case.num_nodes):
         total += 0.1 * node
-    found: dict[int, list[bytes]] = {}
-    for bits, _, sums in play(volunteers, size, case):
-        found |= bits
-        assert sums == [total] * 5
-    assert [found[node] for node in range(case.num_nodes)] == expected
+    assert totals == [[total] * 5] * size
+    expected = [[raw(tensor) for tensor in node] for node in case.mixed(NUM_ROUNDS)]
+    assert [node for own in bits for node in own] == expected
 
 
 @pytest.mark.parametrize(
@@ -148,11 +139,10 @@ def test_every_node_has_the_bits_of_the_plain_product(
     ],
 )
 def test_parameters_go_once_to_each_member_with_a_neighbour_and_nowhere_else(
-    volunteers: list[Member], topology: str, size: int, copies_sent: list[int]
+    topology: str, size: int, copies_sent: list[int]
 ) -> None:
     case = Case(topology, 4)
-    sent = [num_bytes for _, num_bytes, _ in play(volunteers, size, case)]
-    assert sent == [NUM_ROUNDS * copies * case.size_bytes for copies in copies_sent]
+    assert play(case, size)[2] == [NUM_ROUNDS * copies * case.size_bytes for copies in copies_sent]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5])
@@ -189,35 +179,22 @@ def test_tensors_that_are_not_contiguous_are_mixed_too() -> None:
     assert torch.equal(own[0][0], torch.arange(6.0).view(2, 3).t() + 0.5)
 
 
-def linger(pipe: Connection, rank: int, size: int, case: Case) -> None:
-    """Rank 0 joins and never mixes; the others say what became of their round."""
-    link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), PATIENCE_S)
-    exchange = case.exchange(link, rank, size)
-    own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}
-    pipe.send("inside")
-    order = pipe.recv()
-    if order == "cut":
-        threading.Timer(0.1, exchange.cut).start()
-    try:
-        exchange.mix(1, own)
-        pipe.send("mixed")
-    except ExchangeError as error:
-        pipe.send(str(error))
-    exchange.close()
-    pipe.send(sorted(t.name for t in threading.enumerate() if t.name == "gloo-watch"))
+@pytest.mark.parametrize("is_cut", [False, True], ids=["leaves", "cut"])
+def test_a_lost_neighbour_or_a_cut_ends_the_round_for_all(is_cut: bool) -> None:
+    """The first joins and never mixes."""
+    case = Case("complete", 3)
+    with links_of("gloo", 3) as links, ThreadPoolExecutor(2) as pool:
+        exchanges = [case.exchange(link, rank, 3) for rank, link in enumerate(links)]
 
+        def mix(rank: int) -> str:
+            with pytest.raises(ExchangeError) as caught:
+                exchanges[rank].mix(1, {rank: case.tensors(rank)})
+            return str(caught.value)
 
-@pytest.mark.parametrize("deed", ["kill", "cut"])
-def test_lost_neighbour_or_a_cut_ends_the_round_for_all(deed: str) -> None:
-    with party(linger, 3, Case("complete", 3)) as members:
-        introduce(members)
-        assert [member.receive() for member in members] == ["inside"] * 3
-        if deed == "kill":
-            members[0].kill()
-        members[1].pipe.send("cut" if deed == "cut" else "mix")
-        members[2].pipe.send("mix")
-        said = [member.receive() for member in members[1:]]
-        assert "mixed" not in said
-        if deed == "cut":
-            assert said[0] == "the exchange was cut"
-        assert [member.receive() for member in members[1:]] == [[], []]
+        said = [pool.submit(mix, rank) for rank in (1, 2)]
+        threading.Timer(0.1, exchanges[1].cut if is_cut else links[0].cut).start()
+        assert said[0].result() == "the exchange was cut" or not is_cut
+        assert "member" in said[1].result()
+        for exchange in exchanges:
+            exchange.close()
+    assert not [thread for thread in threading.enumerate() if thread.name in THREADS]

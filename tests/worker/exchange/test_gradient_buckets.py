@@ -1,20 +1,28 @@
-"""Layout, storage, hooks and the order of launches, in one process."""
+"""Layout, storage, hooks and launches of buckets, and the slices of members: each element is one
+member's, and a block of the norm no two's."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.bucket_layout import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
+    BucketLayout,
     plan_layout,
 )
+from stratagem.worker.exchange.buckets.gradient_norm import BLOCK
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan, plan_step
-from tests.worker.exchange.cases import ODD, Case, buckets_of, no_scalars, one_step
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.exchange.buckets.slice_owners import divide_slices
+from tests.worker.exchange.cases import Case, buckets_of, no_scalars, one_step
 
 
 def named(
@@ -78,16 +86,6 @@ def solo_step(buckets: GradientBuckets) -> None:
     exchange.begin_shard(0)
     exchange.end_shard(0, no_scalars(buckets))
     exchange.finish()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("num_shards", "num_live"), [(1, 1), (2, 2), (5, 5), (8, 7), (4, 1)])
-def test_one_member_adds_in_the_tree(num_shards: int, num_live: int, dtype: torch.dtype) -> None:
-    case = Case(num_shards, num_live, (*ODD[:3], 2000), dtype, divisor=float(num_shards))
-    params, buckets = case.make_buckets()
-    exchange = solo_exchange(buckets, num_shards)
-    for step in range(2):
-        assert one_step(exchange, params, case, step) == case.expected(step)
 
 
 def test_parameters_without_gradient_count_as_zero() -> None:
@@ -173,17 +171,6 @@ def test_a_second_backward_after_the_launch_is_refused() -> None:
         params[0][1].sum().backward()
 
 
-def test_a_member_without_live_shards_launches_at_once() -> None:
-    recorder = Recorder()
-    exchange = GradientReducer(
-        GradientBuckets(named([4]), num_extras=0), ShardOwners(1, 2, 2), recorder
-    )
-    exchange.begin_step(0, range(1, 2), 1)
-    assert recorder.notes == ["launch 0", "launch 1"]
-    with pytest.raises(ValueError, match="shard 1 is not the next"):
-        exchange.begin_shard(1)
-
-
 def test_misuse_is_refused() -> None:
     exchange = solo_exchange(GradientBuckets(named([4]), num_extras=0), 2)
     with pytest.raises(RuntimeError, match="begin_step comes first"):
@@ -197,13 +184,64 @@ def test_misuse_is_refused() -> None:
         exchange.finish()
 
 
-@pytest.mark.parametrize("num_shards", range(1, 13))
-def test_plans_of_all_members_cover_the_live_shards(num_shards: int) -> None:
-    for size in range(1, num_shards + 1):
-        for num_live in range(1, num_shards + 1):
-            steps: list[StepPlan] = [
-                plan_step(ShardOwners(rank, size, num_shards), num_live) for rank in range(size)
-            ]
-            shards = [shard for step in steps for shard in step.live]
-            assert shards == list(range(num_live))
-            assert len({step.nodes for step in steps}) == 1
+SIZES = st.lists(
+    st.one_of(
+        st.integers(0, 130),
+        st.integers(0, 9 * BLOCK),
+        st.integers(0, 9).map(lambda count: count * BLOCK),
+    ),
+    max_size=12,
+)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+
+
+def layout_of(sizes: Sequence[int], dtypes: Sequence[torch.dtype] = ()) -> BucketLayout:
+    kinds = [*dtypes[: len(sizes)], *[torch.float32] * (len(sizes) - len(dtypes))]
+    params = [
+        (f"p{i}", dtype, torch.Size([n]))
+        for i, (n, dtype) in enumerate(zip(sizes, kinds, strict=True))
+    ]
+    return plan_layout(params, num_extras=7, bucket_bytes=1 << 21)
+
+
+@given(SIZES, st.lists(DTYPES, max_size=12), st.integers(1, 7))
+def test_every_element_is_one_members(sizes: list[int], dtypes: Any, size: int) -> None:
+    layout = layout_of(sizes, dtypes)
+    owners = divide_slices(layout, size)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for rank, parts in enumerate(owners.parts):
+        assert [part.index for part in parts] == sorted({part.index for part in parts})
+        for part in parts:
+            found.setdefault(part.index, []).append((part.first, part.stop))
+            slot = layout.slots[part.index]
+            assert (part.bucket, part.offset) == (slot.bucket, slot.offset + part.first)
+            assert part.first % BLOCK == 0
+            assert part.stop % BLOCK == 0 or part.stop == sizes[part.index]
+            start, stop = owners.slices[part.bucket][rank]
+            assert start <= part.offset
+            assert part.offset + part.stop - part.first <= stop
+    for index, numel in enumerate(sizes):
+        ranges = sorted(found[index])
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == numel
+        assert all(left[1] == right[0] for left, right in pairwise(ranges))
+    for flat, slices in zip(layout.buckets, owners.slices, strict=False):
+        ends = [each for each in slices if each[0] < each[1]]
+        assert all(left[1] == right[0] for left, right in pairwise(ends))
+        assert sum(stop - start for start, stop in slices) <= flat.numel
+        assert all(start * flat.dtype.itemsize % 64 == 0 for start, stop in ends)
+
+
+@given(SIZES, st.integers(1, 7))
+def test_norms_stand_in_the_order_of_a_whole_model(sizes: list[int], size: int) -> None:
+    owners = divide_slices(layout_of(sizes), size)
+    given_by = [
+        [(part.index, part.first // BLOCK + n) for part in own for n in range(part.num_blocks)]
+        for own in owners.parts
+    ]
+    assert [len(each) for each in given_by] == list(owners.num_norms)
+    places = owners.places_of_norms()
+    in_order = [given_by[rank][i] for each in places for rank, at in each for i in at]
+    assert in_order == [
+        (index, n) for index, numel in enumerate(sizes) for n in range(max(1, -(-numel // BLOCK)))
+    ]

@@ -17,7 +17,7 @@ from stratagem.coordinator.updates.members.tree_fold import fold_chunks
 from stratagem.worker.exchange import ExchangeError, ServerTransport, server_exchange
 from stratagem.worker.exchange.parameter_server import server_transport
 from tests.patience import PATIENCE_S
-from tests.worker.exchange.cases import Case, one_step
+from tests.worker.exchange.cases import SMALL, Case, one_step
 from tests.worker.mesh.late_device import LateDevice
 
 CHUNK_BYTES = 1 << 18
@@ -82,24 +82,15 @@ async def serve_step(transports: list[ServerTransport], case: Case) -> None:
     [
         (1, Case(1, 1)),
         (2, Case(2, 2, divisor=3.0)),
-        (2, Case(5, 5, dtype=torch.float64)),
-        (3, Case(4, 2)),
-        (3, Case(4, 4, dtype=torch.bfloat16, num_rest=0)),
+        (2, Case(5, 5, SMALL, dtype=torch.float64)),
+        (3, Case(4, 2, SMALL)),
+        (3, Case(4, 4, SMALL, dtype=torch.bfloat16, num_rest=0)),
     ],
 )
 async def test_sums_through_the_coordinator_have_the_bits_of_the_tree(
-    size: int, case: Case
-) -> None:
-    with members(case, size) as (transports, steps):
-        await serve_step(transports, case)
-        for step in steps:
-            assert await step == case.expected(7)
-
-
-@pytest.mark.parametrize(("size", "case"), [(1, Case(3, 3)), (2, Case(5, 5, divisor=3.0))])
-async def test_partial_sums_are_read_when_they_have_reached_the_host(
     monkeypatch: pytest.MonkeyPatch, size: int, case: Case
 ) -> None:
+    """Partial sums are read when they have reached the host."""
     device = LateDevice()
     monkeypatch.setattr(server_transport, "to_host", device.to_host)
     with members(case, size) as (transports, steps):

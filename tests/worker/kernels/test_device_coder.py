@@ -138,7 +138,7 @@ def test_messages_residuals_and_sums_have_the_bits_of_the_host(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["ternary", "ternary-stochastic", "vsa-int8"])
 def test_many_shards_and_scales(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(name, place, monkeypatch)
     for step, scale in enumerate((1e-30, 1e30)):

@@ -136,7 +136,7 @@ def test_sketch(fused: Backend, device: torch.device, size: int, n: int) -> None
     assert_same(fused.unsketch(plain.to(device), n, seed, scale), back)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 200), st.integers(0, 6), st.integers(0, 2**32 - 1))
 def test_unsketch_is_the_transpose(n: int, log_size: int, seed: int) -> None:
     x = vector(n).clamp(-9, 9)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import peer_pb2_grpc
@@ -126,15 +127,43 @@ def hub_in_a_thread() -> Iterator[PeerHub]:
         loop.close()
 
 
-def form_all(size: int) -> list[SharedGroup]:
-    listening = [SharedListener() for _ in range(size)]
-    addresses = [each.address for each in listening]
-    with ThreadPoolExecutor(size) as pool:
-        formed = [
-            pool.submit(form_shared, listener, rank, size, addresses, PATIENCE_S)
-            for rank, listener in enumerate(listening)
-        ]
-        return [each.result() for each in formed]
+@contextmanager
+def links_of(engine: str, size: int) -> Iterator[list[Any]]:
+    """Links of all members in this process, each formed in a thread of its own."""
+    with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
+        meet, ranks = meeting(size), range(size)
+        hub = stack.enter_context(hub_in_a_thread()) if engine == "grpc" else None
+
+        def form(rank: int) -> Link | SharedGroup:
+            if engine == "shm":
+                listener = SharedListener()
+                return form_shared(listener, rank, size, meet(rank)(listener.address), PATIENCE_S)
+            if hub is None:
+                return form_gloo(rank, size, "127.0.0.1", meet(rank), PATIENCE_S)
+            return form_grpc(hub, Group("run", "", 1, 1, rank, size), meet(rank), PATIENCE_S)
+
+        links = [*pool.map(form, ranks)]
+        try:
+            yield links
+        finally:
+            for link in links:
+                link.close()
+
+
+def meeting(size: int) -> Callable[[int], Callable[[bytes], list[bytes]]]:
+    """A rendezvous of threads."""
+    barrier = threading.Barrier(size, timeout=PATIENCE_S)
+    addresses: dict[int, bytes] = {}
+
+    def of(rank: int) -> Callable[[bytes], list[bytes]]:
+        def rendezvous(address: bytes) -> list[bytes]:
+            addresses[rank] = address
+            barrier.wait()
+            return [addresses[each] for each in range(size)]
+
+        return rendezvous
+
+    return of
 
 
 def grpc_link_over(hub: PeerHub, pipe: Connection, rank: int, size: int) -> GrpcLink:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.mesh.grpc_backend import GrpcLink, form_grpc
 from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
 from tests.patience import PATIENCE_S
+from tests.worker.mesh.engines import meeting
 
 GROUP = Group("run-1", "silo0", term=1, membership=5, rank=0, size=2)
 
@@ -30,22 +30,6 @@ async def hub_on_server(**options: Any) -> AsyncIterator[PeerHub]:
     finally:
         await hub.stop()
         await server.stop(None)
-
-
-def meeting(size: int) -> Callable[[int], Callable[[bytes], list[bytes]]]:
-    """A rendezvous of threads."""
-    barrier = threading.Barrier(size, timeout=PATIENCE_S)
-    addresses: dict[int, bytes] = {}
-
-    def of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def rendezvous(address: bytes) -> list[bytes]:
-            addresses[rank] = address
-            barrier.wait()
-            return [addresses[each] for each in range(size)]
-
-        return rendezvous
-
-    return of
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tests.patience import PATIENCE_S
@@ -70,3 +71,21 @@ def rendezvous_over(pipe: Connection) -> Callable[[bytes], list[bytes]]:
         return addresses
 
     return rendezvous
+
+
+def named_memory(member: Member) -> set[str]:
+    """What the process has in memory under a name, which would outlive it."""
+    process = Path(f"/proc/{member.process.pid}")
+    opened = []
+    for fd in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            opened.append(os.readlink(fd))
+    mapped = [line.split()[-1] for line in (process / "maps").read_text().splitlines()]
+    return {name for name in (*opened, *mapped) if name.startswith("/dev/shm/")}
+
+
+def listeners_at(addresses: list[bytes]) -> list[str]:
+    """The sockets of this machine that listen for members there."""
+    names = [address.decode().partition(":")[0] for address in addresses]
+    lines = Path("/proc/net/unix").read_text().split()
+    return [line for line in lines if any(name in line for name in names)]

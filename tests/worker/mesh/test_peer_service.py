@@ -25,6 +25,7 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.mailbox import Route
 from stratagem.worker.mesh.peer_service import PeerHub
 from tests.common.tensors.chunk_messages import iter_chunks
+from tests.every_pair import every_value
 from tests.patience import AT_ONCE_S, PATIENCE_S
 from tests.worker.mesh.grpc_party import GROUP, formed, grpc_party, hub_on_server
 from tests.worker.mesh.late_device import LateDevice
@@ -36,8 +37,10 @@ async def wait(work: Any, timeout_s: float = PATIENCE_S) -> None:
     await asyncio.to_thread(work.wait, timeout_s)
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 5_000_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    every_value([0, 1, 7, 3_000_000], [torch.float32, torch.bfloat16, torch.float64]),
+)
 async def test_a_tensor_arrives(count: int, dtype: torch.dtype) -> None:
     sent = torch.randn(count).to(dtype)
     async with grpc_party() as (a, b):
@@ -57,7 +60,7 @@ async def test_a_tensor_is_read_when_it_has_reached_the_host(
 ) -> None:
     device = LateDevice()
     monkeypatch.setattr(mesh_grpc, "to_host", device.to_host)
-    sent = [torch.randn(count) for count in (0, 1, 7, 1_000_003)]
+    sent = [torch.randn(count) for count in (0, 1, 7, 100_003)]
     async with grpc_party() as (a, b):
         works = [a.send(1, tag, tensor) for tag, tensor in enumerate(sent)]
         assert device.num_begun == len(sent)
@@ -358,17 +361,6 @@ async def test_a_message_that_breaks_off_leaves_no_trace(is_posted: bool) -> Non
                 await call.write(each)
             assert (await call.read()).num_messages == 1
         await wait(work or endpoint.box.post(route, target))
-        assert torch.equal(target, ONE)
-
-
-async def test_a_stock_stub_can_talk_to_a_member() -> None:
-    async with hub_on_server() as hub:
-        endpoint = hub.join(replace(GROUP, rank=1))
-        target = torch.zeros(10)
-        work = endpoint.box.post(Route(0, 0, 1), target)
-        code, _ = await said(hub, [header(), *message(1, ONE), *message(2, ONE)], 2)
-        assert code is grpc.StatusCode.OK
-        await wait(work)
         assert torch.equal(target, ONE)
 
 

@@ -2,12 +2,8 @@
 
 import gc
 import os
-import resource
-import socket
 import threading
-import time
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,12 +13,10 @@ from torch import Tensor
 from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.mesh import shm_messages
-from stratagem.worker.mesh.same_host import SharedListener, connect
 from stratagem.worker.mesh.shm_messages import SlotLink
 from stratagem.worker.mesh.shm_segments import UnshareableError
-from tests.patience import AT_ONCE_S, PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.worker.mesh.engines import slot_links
-from tests.worker.mesh.party import introduce, party, rendezvous_over
 
 SIZES = (64, 0, 1, 7, 4096, 4097, 300_000, 65_536)
 
@@ -156,72 +150,19 @@ def test_nonsense_ends_the_link() -> None:
                 second.take(0, 1, 0, PATIENCE_S)
 
 
-def wait_for_the_next(pipe: Connection, rank: int, size: int) -> None:
-    listener = SharedListener()
-    addresses = rendezvous_over(pipe)(listener.address)
-    link = SlotLink(rank, size, connect(listener, rank, size, addresses, PATIENCE_S))
-    link.open_step(1, [((rank + 1) % size, 0)])
-    if rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        try:
-            link.send(1, 9, payload(5000), 1)
-        except UnshareableError as error:
-            pipe.send(str(error))
-    pipe.send("formed")
-    try:
-        link.take((rank + 1) % size, 1, 0, 2 * PATIENCE_S)
-    except ExchangeError as error:
-        pipe.send((time.monotonic(), str(error)))
-    link.cut()
-    pipe.recv()
-
-
-def test_no_memory_is_said_and_a_killed_member_is_seen_at_once() -> None:
-    with party(wait_for_the_next, 3) as members:
-        introduce(members)
-        assert "cannot allocate 8192 bytes" in members[0].receive()
-        assert [member.receive() for member in members] == ["formed"] * 3
-        killed_at_s = time.monotonic()
-        members[0].kill()
-        for member, where in ((members[2], "member 0"), (members[1], "member 2")):
-            seen_at_s, words = member.receive()  # 2 waits for 0; 1 waits for 2, who then cuts
-            assert f"{where} has left" in words
-            assert 0 < seen_at_s - killed_at_s < AT_ONCE_S
-
-
-def test_descriptors_do_not_grow() -> None:
-    with slot_links(2):
-        pass
-    before = num_descriptors()
-    for _ in range(3):
-        with slot_links(2) as (first, second):
-            for tag in range(4):
-                first.send(1, tag, payload(10_000), 1)
-            second.open_step(1, [(0, tag) for tag in range(4)])
-            second.take(0, 1, 3, PATIENCE_S)
-            assert num_descriptors() >= before + 2
-    assert num_descriptors() == before
-
-
-def num_descriptors() -> int:
-    """How many descriptors of this process are of links; those of others come and go."""
+def test_no_descriptor_stays_open() -> None:
+    with slot_links(2) as (first, second):
+        for tag in range(4):
+            first.send(1, tag, payload(10_000), 1)
+        second.open_step(1, [(0, tag) for tag in range(4)])
+        second.take(0, 1, 3, PATIENCE_S)
+        sockets = [way.sock for link in (first, second) for way in link._ways.values()]
+        assert all(each.fileno() >= 0 for each in sockets)
+    assert len(sockets) == 2
+    assert all(each.fileno() == -1 for each in sockets)
     gc.collect()
-    found = 0
+    opened = []
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # it is closed by now
-            found += is_of_links(int(path.name), os.readlink(path))
-    return found
-
-
-def is_of_links(descriptor: int, target: str) -> bool:
-    """Whether it is of a segment, or of a socket at either end of which a listener has a name."""
-    if not target.startswith("socket:"):
-        return "memfd:stratagem" in target
-    with socket.socket(fileno=os.dup(descriptor)) as sock:
-        if sock.family != socket.AF_UNIX:
-            return False
-        names = [sock.getsockname()]
-        with suppress(OSError):  # a listener has no peer
-            names.append(sock.getpeername())
-    # A name in the file system, which is text, is another's.
-    return any(isinstance(name, bytes) and name.startswith(b"\0stratagem-") for name in names)
+        with suppress(OSError):  # another's, closed by now
+            opened.append(os.readlink(path))
+    assert not [target for target in opened if "memfd:stratagem" in target]

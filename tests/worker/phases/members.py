@@ -1,11 +1,10 @@
 """Members of one party as threads of the test's process; they share memory as processes do."""
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.worker.engine import StepReport, Trainer
@@ -15,10 +14,9 @@ from stratagem.worker.exchange import (
     SingleMemberReducer,
     mesh_exchange,
 )
-from stratagem.worker.mesh.same_host import SharedListener
-from stratagem.worker.mesh.shm_buffers import form_shared
 from tests.patience import PATIENCE_S
 from tests.worker.engine.support import solo
+from tests.worker.mesh.engines import links_of
 
 Value = TypeVar("Value")
 
@@ -32,27 +30,16 @@ def exchanges(
     if size == 1:
         yield [solo(trainers[0], num_shards)]
         return
-    addresses: dict[int, bytes] = {}
-    barrier = threading.Barrier(size)
+    with links_of("shm", size) as groups:
 
-    def form(rank: int) -> GradientReducer:
-        listener = SharedListener()
-        addresses[rank] = listener.address
-        barrier.wait(PATIENCE_S)
-        by_rank = [addresses[index] for index in range(size)]
-        group = form_shared(listener, rank, size, by_rank, PATIENCE_S)
-        trainer = trainers[rank]
-        buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
-        return mesh_exchange(
-            buckets, group, num_shards, deadline_s=PATIENCE_S, compressor=trainer.compressor
-        )
+        def connect(rank: int) -> GradientReducer | SingleMemberReducer:
+            trainer = trainers[rank]
+            buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+            settings: dict[str, Any] = {"deadline_s": PATIENCE_S, "compressor": trainer.compressor}
+            return mesh_exchange(buckets, groups[rank], num_shards, **settings)
 
-    made: list[GradientReducer | SingleMemberReducer] = together(
-        [partial(form, rank) for rank in range(size)]
-    )
-    try:
+        made = together([partial(connect, rank) for rank in range(size)])
         yield made
-    finally:
         for exchange in made:
             exchange.cut()
             exchange.close()

@@ -105,7 +105,7 @@ MOST = {"default": 1.1, "momentum": 1.1, "fixed lengths": 1.1}
 
 
 @pytest.mark.parametrize(
-    "points", [20, pytest.param(200, marks=pytest.mark.sweep)], ids=["coarse", "fine"]
+    "points", [20, pytest.param(60, marks=pytest.mark.sweep)], ids=["coarse", "fine"]
 )
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_converges_on_a_bowl_wherever_gradient_descent_does(name: str, points: int) -> None:

@@ -15,7 +15,7 @@ from stratagem.worker.exchange import StepScalars
 from stratagem.worker.phases import PhaseError
 from tests.cluster.jobs import data_parallel
 from tests.every_pair import every_value
-from tests.jobs import job
+from tests.jobs import job, user_model
 from tests.reference.loops import sharded_loop
 from tests.reference.phases_loop import phases_loop
 from tests.worker.engine.support import ALLOWED, assert_same_bits, model_of, solo, trainer_of
@@ -135,13 +135,13 @@ def test_resumed_anywhere_it_equals_the_undisturbed_run(spec: JobSpec) -> None:
     straight = trainer_of(spec)
     states = []
     exchange = solo(straight, 2)
-    for _ in range(16):
+    for _ in range(12):
         states.append(straight.copy_state())
         straight.train_step(exchange, range(2), 2)
     for tensors, metadata in states:
         resumed = trainer_of(spec, fresh=False)
         resumed.load_state(tensors, metadata)
-        train(resumed, 2, 16)
+        train(resumed, 2, 12)
         assert resumed.fingerprint() == straight.fingerprint()
 
 
@@ -250,12 +250,7 @@ def test_states_of_others_are_checked() -> None:
     trainer = trainer_of(phased(SMOOTH))
     train(trainer, 1, 4)
     tensors, metadata = trainer.copy_state()
-    wider = trainer_of(
-        phased(
-            SMOOTH,
-            model={"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 8}},
-        )
-    )
+    wider = trainer_of(phased(SMOOTH, model=user_model("mlp", hidden=8)))
     saved = {name: tensor for name, tensor in tensors.items() if name.startswith("phases/")}
     assert wider.phases is not None
     with pytest.raises(InvalidInputError, match="other names, shapes or dtypes"):

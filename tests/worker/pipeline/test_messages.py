@@ -19,9 +19,7 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.tensors.torch_codec import bytes_of
-from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.pipeline.build_stages import StageAssignment
 from stratagem.worker.pipeline.peer_transport import PeerTransport
@@ -38,7 +36,7 @@ from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits
-from tests.worker.mesh.engines import hub_in_a_thread, slot_links
+from tests.worker.mesh.engines import links_of, slot_links
 from tests.worker.pipeline.graphs import SKIPS
 from tests.worker.pipeline.s3_server import s3_server, s3_settings
 from tests.worker.pipeline.support import ADAM, ALLOWED, Party, cut, deep_job
@@ -131,26 +129,9 @@ def local(_: Path) -> Iterator[Pair]:
 
 @contextmanager
 def peers(_: Path) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        hubs = [stack.enter_context(hub_in_a_thread()) for _ in range(2)]
-        all_joined = threading.Barrier(2)
-        links: dict[int, Any] = {}
-
-        def rendezvous(_: bytes) -> list[bytes]:
-            all_joined.wait(PATIENCE_S)
-            return [hub.address.encode() for hub in hubs]
-
-        def form(rank: int) -> None:
-            group = Group("run", "", 1, 1, rank, 2)
-            links[rank] = form_grpc(hubs[rank], group, rendezvous, PATIENCE_S)
-
-        threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with links_of("grpc", 2) as links:
         yield PeerTransport(links[0]), PeerTransport(links[1])
-        for link in links.values():
+        for link in links:
             link.cut()
 
 
@@ -287,6 +268,21 @@ def test_a_store_that_refuses_is_seen_by_the_writer_and_the_reader() -> None:
 
 
 # ---- whole steps ----
+
+
+@pytest.mark.parametrize("make", [peers, shared])
+def test_a_stage_that_leaves_is_named_and_the_step_leaves_no_trace(
+    make: Callable[[Path], Any],
+) -> None:
+    placement = StageAssignment(cut([str(i) for i in range(8)], 3, 5), (0, 1), 2)
+    with make(Path()) as transports:
+        party = Party(deep_job(optimizer=ADAM), placement, transports)
+        party.train(1)
+        first, before = party.runners[0], party.runners[0].fingerprint()
+        transports[1].cut()
+        with pytest.raises(ExchangeError, match="member 1"):
+            party.each(lambda runner: runner.train_step() if runner is first else None)
+        assert (first.step, first.fingerprint()) == (1, before)
 
 
 def test_pipelines_through_shared_memory() -> None:

@@ -1,15 +1,23 @@
-"""What a rank measures of a step: each piece of work once, in the order in which it was done."""
+"""What a rank measures of a step and of its hops, and the order that `auto` stands for by it."""
 
+import time
+from collections.abc import Iterable
 from itertools import pairwise
 
+import pytest
 import torch
 
 from stratagem.common.history.stage_actions import NONE, StageReport
-from stratagem.common.pipeline.schedules import Action, TaskKind
+from stratagem.common.pipeline.schedules import EAGER_FROM, Action, TaskKind, has_eager, suited
 from stratagem.worker.host.clock_number import clock_number
 from stratagem.worker.pipeline.build_stages import StageAssignment
+from stratagem.worker.pipeline.hop_measurement import Hops, Meter, measure_hops
+from stratagem.worker.pipeline.stage_message import Address, Message
+from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
 from stratagem.worker.pipeline.timing.stage_times import StageTimes
-from tests.worker.pipeline.support import Party, cut, deep_job
+from tests.reference.loops import sharded_loop
+from tests.worker.pipeline.graphs import BRANCHES, SKIPS
+from tests.worker.pipeline.support import ALLOWED, Party, cut, deep_job
 
 F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 
@@ -70,3 +78,112 @@ def test_every_rank_tells_what_its_schedule_has_it_do() -> None:
         done = sorted((each.kind, each.micro_batch) for each in its.actions)
         halves = [(kind, n) for kind in ("forward", "input", "weight") for n in range(3)]
         assert done == sorted([*halves, ("exchange", NONE), ("optimizer", NONE)])
+
+
+DEEP = [str(i) for i in range(8)]
+THREE = StageAssignment(cut(DEEP, 2, 3, 3), (0, 1, 2), 2)
+HOP_S = 0.003
+
+
+class Slow:
+    """A transport whose messages take a while."""
+
+    def __init__(self, inner: LocalTransport) -> None:
+        self._inner = inner
+
+    def begin(self, step: int, awaited: Iterable[Address]) -> None:
+        self._inner.begin(step, awaited)
+
+    def send(self, address: Address, message: Message) -> None:
+        self._inner.send(address, message)
+
+    def recv(self, address: Address, timeout_s: float) -> Message:
+        message = self._inner.recv(address, timeout_s)
+        time.sleep(HOP_S)
+        return message
+
+    def end(self, timeout_s: float) -> None:
+        self._inner.end(timeout_s)
+
+    def cut(self) -> None:
+        self._inner.cut()
+
+
+def slow_party(placement: StageAssignment = THREE) -> Party:
+    size = max(placement.ranks) + 1
+    post = LocalPost(size)
+    return Party(deep_job(), placement, [Slow(LocalTransport(post, rank)) for rank in range(size)])
+
+
+def meter(seconds: float) -> Meter:
+    spent = {kind: [seconds] for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
+    return Meter(torch.device("cpu"), spent, {})
+
+
+@pytest.mark.parametrize(
+    ("hop_s", "schedule"), [(0.0, "1f1b"), (EAGER_FROM, "1f1b"), (EAGER_FROM + 1e-9, "eager")]
+)
+def test_slow_hops_ask_for_more_warm_up(hop_s: float, schedule: str) -> None:
+    assert suited(hop_s, 1.0) == schedule
+
+
+@pytest.mark.parametrize(
+    ("rank_of", "answer"), [((0, 1), True), ((1, 0, 2), True), ((0,), False), ((0, 1, 0, 1), False)]
+)
+def test_eager_is_another_order_with_one_stage_per_rank(
+    rank_of: tuple[int, ...], answer: bool
+) -> None:
+    assert has_eager(rank_of) is answer
+
+
+def test_all_ranks_come_to_the_slowest_hop_and_the_mean_of_what_they_compute() -> None:
+    party = slow_party()
+    meters = {id(runner): meter(float(rank)) for rank, runner in enumerate(party.runners)}
+    found = party.each(lambda runner: measure_hops(runner._lane, 0, meters[id(runner)]))
+    assert found == [found[0]] * 3
+    assert found[0] == Hops(found[0].hop_s, 2.0)
+    assert found[0].hop_s >= HOP_S
+
+
+@pytest.mark.parametrize(("compute_s", "schedule"), [(HOP_S / 10, "eager"), (1e4, "1f1b")])
+def test_auto_is_settled_after_the_first_step_with_the_bits_of_the_loop(
+    compute_s: float, schedule: str
+) -> None:
+    party = slow_party()
+    losses = party.train(1)
+    assert {runner.schedule_text for runner in party.runners} == {"1f1b (auto)"}
+    for runner in party.runners:
+        assert runner.schedules.meter is not None
+        for kind, seconds in runner.schedules.meter.seconds.items():
+            runner.schedules.meter.seconds[kind] = [compute_s for _ in seconds]  # whatever it was
+    losses += party.train(2)
+    assert {runner.schedule_text for runner in party.runners} == {f"{schedule} (auto)"}
+    expected = sharded_loop(deep_job(), ALLOWED, 1, 3, micro_batch_size=2)
+    assert losses == expected.losses
+    model = party.model()
+    assert all(torch.equal(model[name], each) for name, each in expected.state.items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_schedule_that_was_asked_for_is_kept(schedule: str) -> None:
+    party = slow_party(StageAssignment(THREE.partitions, THREE.ranks, 2, schedule))
+    party.train(2)
+    assert {runner.schedule_text for runner in party.runners} == {schedule}
+
+
+@pytest.mark.parametrize(
+    ("graph", "partitions"),
+    [
+        (SKIPS, (("a", "t"), ("b", "c", "d", "sum"), ("e", "all", "head"))),
+        (BRANCHES, (("a", "norm"), ("left",), ("right",))),
+    ],
+)
+def test_neighbours_by_skips_and_branches_are_measured_too(
+    graph: dict[str, object], partitions: tuple[tuple[str, ...], ...]
+) -> None:
+    loss = "tests.userland.losses:two_heads" if graph is BRANCHES else "cross_entropy"
+    spec = deep_job({"graph": graph}, loss=loss)
+    party = Party(spec, StageAssignment(partitions, (0, 1, 2), 2))
+    expected = sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=2)
+    assert party.train(3) == expected.losses
+    assert len({runner.schedule_text for runner in party.runners}) == 1
