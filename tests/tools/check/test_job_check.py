@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,31 @@ def test_the_command_ends_with_1_at_faults(tmp_path: Path, monkeypatch: pytest.M
     assert bad.exit_code == 1
     assert "batch_size" in bad.stdout
     assert "loss.name" in bad.stdout
+
+
+def test_each_row_is_printed_when_it_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        Finding("document", "name", Level.OK, "all fields are valid"),
+        Finding("step", "strategy.options.partition_state", Level.WARN, "slow", "wait"),
+    ]
+    printed: list[list[str]] = []
+
+    def check_rows(_load: object, *, tell: Callable[[Finding], None], **_: object) -> list[Finding]:
+        for row in rows:
+            tell(row)
+            printed.append(
+                [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+            )
+        return rows
+
+    monkeypatch.setattr(check_command, "check_job", check_rows)
+    check_command.check(EXAMPLE)
+    assert printed == [
+        ["check of found, and what to do", "document name ok all fields are valid"],
+        ["step strategy.options.partition_state warn slow", "-> wait"],
+    ]
 
 
 HANGING = """
