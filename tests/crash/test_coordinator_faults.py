@@ -85,7 +85,7 @@ def test_a_schedule_of_hyperparameters_goes_back_and_on_after_kills_to_the_same_
     expected = rig.outcome(document)
     gates.close("worker-1-batch-8")
     with rig.running(document) as run:
-        before = await_status(run, lambda status: status.step >= 6, "the second setting")
+        before = await_status(run, lambda status: status.segment >= 3, "the second setting")
         run.cancel()
         await_status(run, lambda status: status.phase.is_final, "it is stopped")
         gates.open()

@@ -258,6 +258,9 @@ class RunInfo(_message.Message):
     strategy: _builtins.str
     """"DataParallel/AllReduce", "Federated/FedAvg", "Local"."""
     step: _builtins.int
+    """That are made, with those of the segment under way; of a worker that stays at a step it is the
+    step before.
+    """
     num_steps: _builtins.int
     segment: _builtins.int
     """Rounds for federated runs; segments otherwise."""

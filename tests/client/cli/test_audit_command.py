@@ -43,22 +43,21 @@ def test_a_whole_audit_says_how_long_it_is_and_its_head(audit: Path) -> None:
     ]
 
 
-def test_a_line_that_is_being_cut_off_is_no_change(audit: Path) -> None:
+def test_a_line_that_is_being_cut_off_is_no_change_and_a_changed_one_is_named(audit: Path) -> None:
     with audit.open("ab") as file:
         file.write(b'{"kind":')
     code, said, _ = verified(str(audit))
     assert code == 0
     assert "it ends in a line that a crash has cut off: nothing of that has left" in said
-
-
-def test_a_changed_line_is_named(audit: Path) -> None:
     audit.write_bytes(audit.read_bytes().replace(b'"round"', b'"other"'))
     code, said, error = verified(str(audit))
     assert (code, said) == (1, "")
     assert f"{audit}: line 2 was changed: it is not as it was written" in error
 
 
-def test_a_head_that_was_noted_shows_lines_that_are_gone(audit: Path) -> None:
+def test_a_head_that_was_noted_shows_lines_that_are_gone_and_a_file_that_is_not_there_is_named(
+    audit: Path,
+) -> None:
     noted = heads(audit)[-1]
     assert verified(str(audit), "--head", noted)[0] == 0
     assert verified(str(audit), "--head", heads(audit)[1])[0] == 0
@@ -67,9 +66,6 @@ def test_a_head_that_was_noted_shows_lines_that_are_gone(audit: Path) -> None:
     code, _, error = verified(str(audit), "--head", noted)
     assert code == 1
     assert f"no line has the hash {noted}: lines that were there are gone" in error
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    code, _, error = verified(str(tmp_path / "none.jsonl"))
+    code, _, error = verified(f"{audit}.none")
     assert code == 1
-    assert "none.jsonl: No such file or directory" in error
+    assert "none: No such file or directory" in error

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
@@ -75,24 +76,48 @@ def test_a_shell_completes_commands_and_run_ids(
     path = f"{tmp_path}:{os.environ['PATH']}"
     usual = {**os.environ, "PATH": path, "TERM": "dumb", "COLUMNS": "100"}
 
-    def completed(line: str, coordinator: str) -> set[str]:
-        offered = SHELLS[shell](line, tmp_path, {**usual, "STRATAGEM_COORDINATOR": coordinator})
-        return {"status", "mine-1", "mine-2", "other"} & set(offered)
+    line = "stratagem status mi"
+    offered = SHELLS[shell](line, tmp_path, {**usual, "STRATAGEM_COORDINATOR": address})
+    assert {"mine-1", "mine-2"} == {"status", "mine-1", "mine-2", "other"} & set(offered)
 
-    assert completed("stratagem status mi", address) == {"mine-1", "mine-2"}
-    assert completed("stratagem stat", "127.0.0.1:9") == {"status"}
-    if shell != "bash":  # each question starts the program, and fish starts it twice
-        return
-    kinds = SHELLS[shell]("stratagem watch mine-1 --kind Seg", tmp_path, usual)
-    assert kinds == ["SegmentCommitted", "SegmentFinished"]
-    forms = SHELLS[shell]("stratagem export mine-1 --to te", tmp_path, usual)
-    assert forms == ["tensorboard:"]
-    assert completed(f"stratagem stop --coordinator {address} o", "nowhere:1") == {"other"}
-    assert completed("stratagem status mi", "127.0.0.1:9") == set()
-    assert "_STRATAGEM_COMPLETE=" in script_of("zsh")
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("stratagem stat", ["status"]),
+        ("stratagem watch mine-1 --kind Seg", ["SegmentCommitted", "SegmentFinished"]),
+        ("stratagem export mine-1 --to te", ["tensorboard:"]),
+        ("stratagem stop --coordinator {address} o", ["other"]),
+        ("stratagem status mi", []),
+    ],
+)
+def test_what_a_line_could_go_on_with(
+    client: Client,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    offered: list[str],
+) -> None:
+    """As bash asks, in this process; nobody answers at the address of the environment."""
+    client.submit(JOB, "other")
+    monkeypatch.setattr(completion, "PATIENCE_S", PATIENCE_S)
+    words = line.format(address=address)
+    for name, value in (
+        ("_STRATAGEM_COMPLETE", "complete_bash"),
+        ("COMP_WORDS", words),
+        ("COMP_CWORD", str(words.count(" "))),
+        ("STRATAGEM_COORDINATOR", "127.0.0.1:9"),
+    ):
+        monkeypatch.setenv(name, value)
+    completion.answer_shells()
+    with pytest.raises(SystemExit):
+        typer.main.get_command(app).main(prog_name="stratagem", complete_var="_STRATAGEM_COMPLETE")
+    assert capsys.readouterr().out.split() == offered
 
 
 def test_values_are_offered_that_there_are() -> None:
+    assert "_STRATAGEM_COMPLETE=" in script_of("zsh")
     assert set(completion.EVENT_KINDS) <= KINDS.keys()
     assert completion.event_kinds("Run") == [
         *("RunCancelled", "RunCompleted", "RunFailed", "RunReleased", "RunResumed", "RunSubmitted"),

@@ -9,17 +9,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.common.tensors.safetensors_file import blob_digest
+from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.worker.process import worker_main
+from tests.client.fake_coordinator import JOB as FAKES_JOB
+from tests.client.fake_coordinator import FakeCoordinator
 from tests.client.local.stand_in_cluster import make_cluster
-from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
@@ -55,13 +61,6 @@ def said(*arguments: object) -> tuple[int, str, list[str]]:
     return done.exit_code, done.stdout, done.stderr.splitlines()
 
 
-def said_by_process(*arguments: object, cwd: Path = ROOT) -> tuple[int, str, list[str]]:
-    """The same of a process of its own."""
-    command = [*PROGRAM, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr.splitlines()
-
-
 DEVICES = {
     "cuda:99": "cuda:99",  # "is built without CUDA", or "is not there"
     "gpu": "'gpu' is not cpu or cuda:N",
@@ -90,71 +89,51 @@ def worker_says(
     return says
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_worker_whose_device_is_not_there(
-    worker_says: Callable[..., tuple[int, str, list[str]]], device: str
+def test_a_worker_that_cannot_begin_says_why(
+    worker_says: Callable[..., tuple[int, str, list[str]]],
 ) -> None:
-    worker = ("--coordinator", "127.0.0.1:9", "--name", "w", "--device", device)
-    status, out, (line,) = worker_says(*worker)
-    assert (status, out) == (1, "")
-    assert line.startswith(f"stratagem worker: --device: {DEVICES[device]}")
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_a_worker_whose_coordinator_has_no_port(
-    worker_says: Callable[..., tuple[int, str, list[str]]], address: str
-) -> None:
-    status, out, (line,) = worker_says("--name", "w", "--coordinator", address)
-    assert (status, out) == (2, "")
-    assert line.endswith(addressed(address))
+    for device, words in DEVICES.items():
+        worker = ("--coordinator", "127.0.0.1:9", "--name", "w", "--device", device)
+        status, out, (line,) = worker_says(*worker)
+        assert (status, out) == (1, "")
+        assert line.startswith(f"stratagem worker: --device: {words}")
+    for address in ADDRESSES:
+        status, out, (line,) = worker_says("--name", "w", "--coordinator", address)
+        assert (status, out) == (2, "")
+        assert line.endswith(addressed(address))
 
 
 @pytest.mark.parametrize("command", [["list"], ["run", str(ROOT / "examples/digits.yaml")]])
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_an_address_without_a_port(command: list[str], address: str) -> None:
-    status, out, (line,) = said(*command, "--coordinator", address)
-    assert (status, out) == (1, "")
-    assert line.endswith(addressed(address))
-
-
-def test_a_health_port_without_a_port() -> None:
+def test_an_address_without_a_port(command: list[str]) -> None:
+    for address in ADDRESSES:
+        status, out, (line,) = said(*command, "--coordinator", address)
+        assert (status, out) == (1, "")
+        assert line.endswith(addressed(address))
     assert said("health", "nonsense") == (1, "", ["error: address: 'nonsense' is not HOST:PORT"])
 
 
-@pytest.mark.parametrize(
-    ("command", "ended"),
-    [
-        pytest.param(["list"], 1, id="list"),
-        pytest.param(["worker", "--name", "w"], 2, id="worker", marks=pytest.mark.sweep),
-    ],
-)
-def test_processes_say_it_as_well(command: list[str], ended: int) -> None:
-    status, out, (line,) = said_by_process(*command, "--coordinator", "a:7070,b")
-    assert (status, out) == (ended, "")
+@pytest.mark.sweep
+def test_a_process_says_it_as_well() -> None:
+    command = [*PROGRAM, "worker", "--name", "w", "--coordinator", "a:7070,b"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
     assert line.endswith(addressed("a:7070,b"))
 
 
 def test_another_local_cluster_is_named_with_its_address(tmp_path: Path) -> None:
-    with make_cluster(tmp_path, workers=0) as cluster:
-        status, out, (line,) = said_by_process("up", "--data-dir", tmp_path)
+    alone = {"PYTHONNODEBUGRANGES": "1"}  # no template, which would load torch
+    with make_cluster(tmp_path, workers=0, environment=alone) as cluster:
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            status, out, (line,) = said("up", "--data-dir", tmp_path)
+        finally:
+            signal.signal(signal.SIGTERM, before)
         assert (status, out) == (1, "")
         assert line == (
             f"error: another local cluster uses {tmp_path}; talk to it with --coordinator "
             f"{cluster.address}, or name another folder with --data-dir"
         )
-
-
-def test_a_new_journal_is_no_news(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    serve = ("coordinator", "--listen", "127.0.0.1:0", "--data-dir", tmp_path / "data")
-    command = [*PROGRAM, *map(str, serve), "--ready-file", str(ready)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        until(ready.exists, "serving")
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0
-    assert "serving" in log
-    assert "alembic" not in log
 
 
 def test_a_cluster_that_a_script_starts_in_the_background_hears_sigint(tmp_path: Path) -> None:
@@ -179,8 +158,10 @@ def test_a_local_run_of_what_a_package_offers(tmp_path: Path) -> None:
     (tmp_path / "brought" / "inside.py").write_text(INSIDE)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
     given = ("--local", 1, "--threads", 2, "--log-to", "csv:rows.csv")
-    status, out, errors = said_by_process("run", "job.yaml", *given, cwd=tmp_path)
-    assert (status, errors) == (0, []), out
+    command = [*PROGRAM, "run", "job.yaml", *map(str, given)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    out = done.stdout
+    assert (done.returncode, done.stderr) == (0, ""), out
     assert "threads   2 of each worker; runs with other numbers of threads have other bits" in out
     rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
     losses = [row["step"] for row in rows if row["series"] == "train.loss"]
@@ -189,26 +170,25 @@ def test_a_local_run_of_what_a_package_offers(tmp_path: Path) -> None:
     assert f"model built: 24 parameters; {warning}, so every step takes all of them" in out
 
 
-def test_a_tied_model_loads_strictly_what_is_downloaded(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    (tmp_path / "brought.py").write_text(INSIDE)
+def test_a_tied_model_loads_strictly_what_is_downloaded(
+    client: Client, fake: FakeCoordinator, tmp_path: Path
+) -> None:
     namespace: dict[str, object] = {}
     exec(INSIDE, namespace)
-    with (
-        LocalCluster(workers=1, threads=1, import_path=[tmp_path]) as cluster,
-        cluster.client() as client,
-    ):
-        result = client.submit(JOB).result()
-        state = result.state_dict()
-        plain = result.run.download(tmp_path / "plain.safetensors", plain=True)
-        status, out, errors = said(
-            *("download", result.run.run_id, "--plain", "--output", tmp_path / "b.safetensors"),
-            *("--coordinator", cluster.address),
-        )
-        assert (status, errors) == (0, []), out
     model = namespace["tied"]()  # type: ignore[operator]
-    assert model.load_state_dict(state, strict=True)
+    trained = {f"model/{name}": value.detach() for name, value in model.state_dict().items()}
+    manifest, buffers = manifest_of(trained, Purpose.STATE)
+    fake.state = replace(manifest, digest=blob_digest(manifest, buffers)), buffers
+    result = client.submit(FAKES_JOB).result()
+    state = result.state_dict()
+    plain = result.run.download(tmp_path / "plain.safetensors", plain=True)
+    status, out, errors = said(
+        *("download", result.run.run_id, "--plain", "--output", tmp_path / "b.safetensors"),
+        *("--coordinator", client.address),
+    )
+    assert (status, errors) == (0, []), out
+    assert namespace["tied"]().load_state_dict(state, strict=True)  # type: ignore[operator]
     for path in (plain, tmp_path / "b.safetensors"):
-        found = safetensors.load_file(path)
+        found = load_file(path)
         assert found.keys() == model.state_dict().keys()
-        assert all(found[name].equal(state[name]) for name in found)
+        assert all(found[name].equal(each) for name, each in model.state_dict().items())

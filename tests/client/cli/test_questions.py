@@ -41,9 +41,15 @@ def test_list_status_workers(address: str, job_file: Path) -> None:
     assert "silent for 40 s" in workers
     assert "no heartbeat for 10 s" in workers
     assert "nobody answers at [h]:1 as worker 'worker-2' (asked 3 times)" in workers
-    told = json.loads(invoke("workers", "--coordinator", address, "--format", "json").stdout)
+    options = ("--coordinator", address, "--format", "json")
+    told = json.loads(invoke("workers", *options).stdout)
     assert [each["is_alive"] for each in told] == [True, False, False]
     assert [each.get("is_refused", False) for each in told] == [False, False, True]
+    assert json.loads(invoke("list", *options).stdout)[0]["run_id"] == "mine"
+    assert json.loads(invoke("status", "mine", *options).stdout)["commits"][1]["path"] == "/f"
+    assert json_lines(invoke("logs", "mine", *options).stdout)[1]["text"] == "hello"
+    named = CliRunner().invoke(app, ["list"], env={"STRATAGEM_COORDINATOR": address})
+    assert (named.exit_code, "mine" in named.stdout) == (0, True)
 
 
 def test_a_list_is_a_line_per_run_and_can_be_filtered(
@@ -124,15 +130,6 @@ def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
     assert "COMPLETED  1 epoch done" in after
 
 
-def test_answers_as_json(address: str, job_file: Path) -> None:
-    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
-    options = ("--coordinator", address, "--format", "json")
-    assert json.loads(invoke("list", *options).stdout)[0]["run_id"] == "mine"
-    assert json.loads(invoke("status", "mine", *options).stdout)["commits"][1]["path"] == "/f"
-    assert json.loads(invoke("workers", *options).stdout)[0]["worker_id"] == "worker-0"
-    assert json_lines(invoke("logs", "mine", *options).stdout)[1]["text"] == "hello"
-
-
 def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoordinator) -> None:
     fake.ending = "never"
     options = ("--coordinator", address)
@@ -164,29 +161,21 @@ def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoord
     assert refused.stderr == "error: --shard-size: a trace is one file; not with --profile\n"
 
 
-def test_a_run_is_deleted(address: str, job_file: Path, fake: FakeCoordinator) -> None:
+def test_a_run_that_has_ended_is_not_stopped_and_is_pinned_unpinned_and_deleted(
+    address: str, job_file: Path, fake: FakeCoordinator
+) -> None:
     options = ("--coordinator", address)
     assert invoke("run", str(job_file), "--run-id", "mine", *options).exit_code == 0
-    deleted = invoke("delete", "mine", *options)
-    assert (deleted.exit_code, deleted.stderr) == (0, "run mine is deleted\n")
-    assert "mine" not in fake.runs
-    assert invoke("delete", "mine", *options).exit_code == 1
-
-
-def test_a_run_is_pinned_and_unpinned(address: str, job_file: Path, fake: FakeCoordinator) -> None:
-    options = ("--coordinator", address)
-    assert invoke("run", str(job_file), "--run-id", "mine", *options).exit_code == 0
-    pinned, unpinned = invoke("pin", "mine", *options), invoke("unpin", "mine", *options)
-    assert (pinned.exit_code, pinned.stderr) == (0, "run mine is pinned\n")
-    assert (unpinned.exit_code, unpinned.stderr) == (0, "run mine is not pinned any more\n")
+    for command, said in (
+        ("stop", "has ended already: COMPLETED"),
+        ("pin", "is pinned"),
+        ("unpin", "is not pinned any more"),
+        ("delete", "is deleted"),
+    ):
+        done = invoke(command, "mine", *options)
+        assert (done.exit_code, done.stderr) == (0, f"run mine {said}\n")
     assert fake.pins == [("mine", True), ("mine", False)]
-
-
-def test_a_run_that_has_ended_cannot_be_stopped(address: str, job_file: Path) -> None:
-    options = ("--coordinator", address)
-    invoke("run", job_file, *options, "--run-id", "mine")
-    stopped = invoke("stop", "mine", *options)
-    assert (stopped.exit_code, stopped.stderr) == (0, "run mine has ended already: COMPLETED\n")
+    assert "mine" not in fake.runs
 
 
 def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None:
@@ -227,26 +216,19 @@ def test_a_filter_that_no_run_passes_says_what_there_is(address: str, job_file: 
     assert (done.exit_code, done.stdout) == (0, "no runs\n")
     assert done.stderr == "of 1 run none is so; phases: COMPLETED; strategies: Local\n"
     assert json.loads(invoke("list", *options, "--name", "x", "--format", "json").stdout) == []
+    done = invoke("logs", "mine", *options, "--worker", "nope")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "no line of worker 'nope'; there are lines of worker-0, worker-1\n"
 
 
-def test_the_environment_names_the_coordinator(address: str) -> None:
-    done = CliRunner().invoke(app, ["list"], env={"STRATAGEM_COORDINATOR": address})
-    assert (done.exit_code, done.stdout) == (0, "no runs\n")
-
-
-def test_a_path_is_not_folded_where_the_output_is_no_terminal(
+def test_where_the_output_is_no_terminal_no_path_is_folded_and_no_line_is_blank(
     address: str, job_file: Path, fake: FakeCoordinator
 ) -> None:
     fake.folder = "/data" + "/a-folder-with-a-long-name" * 20
     invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
-    assert f"{fake.folder}/f" in invoke("status", "mine", "--coordinator", address).stdout.split()
-
-
-def test_a_table_has_no_blank_lines_or_ends_where_the_output_is_no_terminal(
-    address: str, job_file: Path
-) -> None:
-    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
-    lines = invoke("status", "mine", "--coordinator", address).stdout.splitlines()
+    shown = invoke("status", "mine", "--coordinator", address).stdout
+    assert f"{fake.folder}/f" in shown.split()
+    lines = shown.splitlines()
     assert [line for line in lines if line != line.rstrip() or not line] == []
     assert any(line.startswith(" segment   step") for line in lines)
 
@@ -312,15 +294,3 @@ def test_a_path_is_in_one_piece_on_a_terminal() -> None:
     assert [line.split() for line in lines if "test.loss" in line] == [
         ["12", "90", "final", "test.loss", "0.5"]
     ]
-
-
-def test_a_worker_without_a_line_is_told_of_those_that_have_some(
-    address: str, job_file: Path
-) -> None:
-    options = ("--coordinator", address)
-    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
-    done = invoke("logs", "mine", *options, "--worker", "nope")
-    assert (done.exit_code, done.stdout, done.stderr) == (
-        *(0, ""),
-        "no line of worker 'nope'; there are lines of worker-0, worker-1\n",
-    )

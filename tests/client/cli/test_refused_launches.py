@@ -40,6 +40,7 @@ WRONG = [
 ]
 KUBERNETES = ("kubectl", "kubernetes", "--worker", "--allow-insecure-network")
 SLURM = ("sbatch", "slurm")
+RAY = ("ray", "ray")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def launches(
     return Launches(client, address, job_file, tmp_path)
 
 
-@pytest.mark.parametrize("engine", [KUBERNETES, SLURM], ids=["kubernetes", "slurm"])
+@pytest.mark.parametrize("engine", [KUBERNETES, SLURM, RAY], ids=["kubernetes", "slurm", "ray"])
 @pytest.mark.parametrize("was_there", [False, True])
 def test_only_a_run_that_the_launch_has_started_is_stopped(
     engine: tuple[str, ...], was_there: bool, launches: Launches, fake: FakeCoordinator
@@ -83,7 +84,7 @@ def test_only_a_run_that_the_launch_has_started_is_stopped(
     launches.have(program, "echo AlreadyExists >&2; exit 1")
     done = launches.launch(name, "--run-id", "digits-1", *more)
     assert done.exit_code != 0
-    assert "AlreadyExists" in done.output
+    assert f"{program}: AlreadyExists" in done.output
     became = ", which was there before, goes on" if was_there else ", submitted for it, was stopped"
     assert f"; run digits-1{became}" in done.output
     phase = launches.client.get("digits-1").status().phase
@@ -166,12 +167,17 @@ def test_an_engine_that_is_not_here_is_missed_before_the_run_is_submitted(
     ids=lambda words: words[0],
 )
 def test_what_is_printed_is_warned_of_as_what_is_submitted(
-    words: list[str], job_file: Path
+    words: list[str], job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And nothing is written beside the job."""
+    monkeypatch.chdir(job_file.parent)
     name, *more = words
-    done = invoke("launch", name, job_file, "-n", 2, "--print", *more)
+    said = ["--", "--nodes=2"] if name == "slurm" else []
+    done = invoke("launch", name, job_file, "-n", 2, "--print", *more, *said)
     assert done.exit_code == 0, done.output
     assert (
         done.stderr == "127.0.0.1:7070 is this machine alone: workers elsewhere do not reach it\n"
     )
     assert "127.0.0.1:7070" in done.stdout
+    assert ("#SBATCH --nodes=2" in done.stdout) == (name == "slurm")
+    assert list(job_file.parent.iterdir()) == [job_file]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.client.course import rounds as course
@@ -38,6 +38,7 @@ def _same(client: ClientInRound) -> str:
     return repr(client)  # in which NaN is equal, and -0.0 is not 0.0
 
 
+@settings(max_examples=20)
 @given(clients=st.lists(_client, unique_by=lambda each: each.client), num_own=st.integers(0, 5))
 def test_packed_clients_come_back_as_they_were(clients: list[ClientInRound], num_own: int) -> None:
     own = {each.client: each for each in clients[:num_own]}
@@ -60,6 +61,7 @@ def _event(index: int, kind: str, payload: Mapping[str, Any]) -> Event:
 _at = st.integers(0, 2)
 
 
+@settings(max_examples=40)
 @given(steps=st.lists(st.tuples(st.integers(0, 6), _at, _at), max_size=40))
 def test_rounds_that_are_packed_are_what_they_are_unpacked(
     steps: list[tuple[int, int, int]],

@@ -25,8 +25,7 @@ def read(simulation: Simulation) -> Population:
     return population(events, job_of(events))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("asynchronous", "seed"), [(False, 0), (False, 1), (True, 2)])
 def test_each_commit_has_the_lineage_and_schedule_that_the_coordinator_says(
     asynchronous: bool, seed: int
 ) -> None:

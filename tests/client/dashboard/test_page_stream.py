@@ -165,13 +165,17 @@ async def test_a_tab_that_reads_slowly_is_told_all_once_and_nothing_waits_for_it
     assert await back.next("end") == {}
 
 
-async def test_of_progress_a_tab_is_told_the_latest() -> None:
+async def test_of_progress_a_tab_is_told_the_latest_and_after_its_end_a_run_has_none() -> None:
     run = CountedRun()
     watch = watch_of(run)
     tab = Tab(watch, 3)
     waiting = asyncio.create_task(tab.next("progress"))
     await run.go_on(3, *map(step, range(1, 50)))
     assert (await waiting)["step"] == 49
+    await run.go_on(3, step(50), is_over=True)
+    await tab.next("end")
+    assert (watch.progress, watch._timer) == (b"", None)
+    assert await Tab(watch, 3).until("end") == []
 
 
 async def test_progress_of_a_run_that_nobody_looked_at_any_more_is_told_to_nobody() -> None:
@@ -222,19 +226,6 @@ async def test_a_defect_in_following_is_logged_and_told_to_tabs_and_it_begins_ag
     monkeypatch.setattr(page_stream, "BEAT_S", 0.0)
     assert (await tab.next("beat"))["state"] == "live"
     await tab.messages.aclose()
-
-
-async def test_after_its_end_a_run_has_no_progress() -> None:
-    run = CountedRun()
-    watch = watch_of(run)
-    tab = Tab(watch, 3)
-    waiting = asyncio.create_task(tab.next("progress"))
-    await run.go_on(3, step(48))
-    await waiting
-    await run.go_on(3, step(49), is_over=True)
-    await tab.next("end")
-    assert (watch.progress, watch._timer) == (b"", None)
-    assert await Tab(watch, 3).until("end") == []
 
 
 async def test_another_run_of_the_name_is_told_from_where_it_is() -> None:

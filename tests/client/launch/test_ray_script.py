@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.launch.ray_script import ray_script, submit
+from stratagem.client.launch.ray_script import ray_script
 from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
-from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import RunId
 from tests.jobs import document, job
 
@@ -44,21 +43,6 @@ def test_threads_that_are_said_stay() -> None:
     assert command["COMMAND"][-5:-2] == ["--threads=2", "--max-readers", "1"]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [("echo no head >&2; exit 1", "ray: no head"), (None, "there is no ray here")],
-)
-def test_what_ray_refuses_is_said(
-    text: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if text is not None:
-        (tmp_path / "ray").write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / "ray").chmod(0o755)
-    with pytest.raises(UnavailableError, match=problem):
-        submit(tmp_path / "r-1.ray.py", launched(), ())
-
-
 @pytest.mark.parametrize("option", ["head", "-", "--address=a\n--x"])
 def test_what_is_no_option_is_refused_before_the_run_is_submitted(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,14 +53,4 @@ def test_what_is_no_option_is_refused_before_the_run_is_submitted(
     done = CliRunner().invoke(app, [*command, "--run-id", "r", "--", option])
     assert done.exit_code == 1
     assert "is no option of ray job submit" in done.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]
-
-
-def test_printing_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("job.json").write_text(json.dumps(document()))
-    command = ["launch", "ray", "job.json", "-n", "2", "--coordinator", "nowhere:1", "--print"]
-    done = CliRunner().invoke(app, [*command, "--run-id", "r", "--", "--address=http://head:8265"])
-    assert done.exit_code == 0, done.output
-    assert constants(done.output)["NUM_WORKERS"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]

@@ -1,20 +1,17 @@
 """What `stratagem launch slurm` hands to sbatch."""
 
-import json
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
-from stratagem.client.launch.slurm_script import slurm_script, submit
+from stratagem.client.launch.slurm_script import slurm_script
 from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
-from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
-from tests.jobs import document, job, user_data
+from tests.jobs import job, user_data
 
 RUN = RunId("digits-1")
 
@@ -85,28 +82,3 @@ def test_only_a_preempted_job_goes_back_into_the_queue(
     )
     assert done.returncode == ended, done.stderr
     assert done.stdout == ("requeue 77\n" if status == 75 else "")
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [("echo no such partition >&2; exit 1", "sbatch: no such partition"), (None, "no sbatch here")],
-)
-def test_what_sbatch_refuses_is_said(
-    text: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if text is not None:
-        (tmp_path / "sbatch").write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / "sbatch").chmod(0o755)
-    with pytest.raises(UnavailableError, match=problem):
-        submit(tmp_path / "script")
-
-
-def test_printing_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("job.json").write_text(json.dumps(document()))
-    command = ["launch", "slurm", "job.json", "-n", "2", "--coordinator", "nowhere:1", "--print"]
-    done = CliRunner().invoke(app, [*command, "--run-id", "r", "--", "--nodes=2"])
-    assert done.exit_code == 0, done.output
-    assert "#SBATCH --nodes=2" in done.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]

@@ -43,25 +43,24 @@ def test_threads_depend_on_neither_cores_nor_workers(
     assert threads_each(asked, environment).each == threads
 
 
-def test_a_cluster_gives_its_workers_the_threads_of_its_environment(tmp_path: Path) -> None:
-    with make_cluster(tmp_path, workers=1, environment={"OMP_NUM_THREADS": "3"}):
-        argv = facts(tmp_path, "worker-0")["argv"]
-    assert isinstance(argv, list)
-    assert argv[argv.index("--threads") + 1] == "3"
-
-
-def facts(folder: Path, name: str) -> dict[str, object]:
-    loaded: dict[str, object] = json.loads((folder / name / "facts.json").read_text())
+def facts(folder: Path, name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / name / "facts.json").read_text())
     return loaded
 
 
 def test_all_processes_are_ready_inside_the_block_and_gone_after_it(tmp_path: Path) -> None:
-    with make_cluster(tmp_path, workers=2) as cluster:
+    """With the threads of the environment, where nobody says how many."""
+    with make_cluster(tmp_path, workers=2, environment={"OMP_NUM_THREADS": "3"}) as cluster:
         views = cluster.processes
         assert list(views) == ["coordinator", "worker-0", "worker-1"]
         assert all(view.is_ready and view.pid is not None for view in views.values())
         assert cluster.address == views["coordinator"].address
         pids = [view.pid for view in views.values() if view.pid is not None]
+        told = facts(tmp_path, "worker-0")
+        with pytest.raises(NotFoundError, match="no process 'worker-9'; there are coordinator"):
+            cluster.kill("worker-9")
+    assert told["argv"][told["argv"].index("--threads") + 1] == "3"
+    assert told["failpoints"] is None
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(NotFoundError, match="not running"):
         _ = cluster.address
@@ -74,17 +73,18 @@ def test_processes_are_told_where_to_find_each_other(tmp_path: Path) -> None:
         "import_path": (Path("/modules"),),
         "threads": 3,
         "worker_arguments": {"worker-1": ("--tag", "gpu")},
+        "failpoints": True,
     }
     with make_cluster(tmp_path, **options) as cluster:
         coordinator = facts(tmp_path, "coordinator")["argv"]
-        worker = facts(tmp_path, "worker-1")["argv"]
-        address = cluster.address
+        worker, address = facts(tmp_path, "worker-1"), cluster.address
+        armed = cluster.failpoint_file("worker-1", "worker.step.before_backward")
     assert coordinator == [
         *("--listen", "127.0.0.1:0", "--health-port", "0"),
         *("--data-dir", str(tmp_path / "coordinator")),
         *("--ready-file", str(tmp_path / "ready" / "coordinator")),
     ]
-    assert worker == [
+    assert worker["argv"] == [
         *("--coordinator", address, "--name", "worker-1", "--listen", "127.0.0.1:0"),
         *("--data-dir", str(tmp_path / "worker-1")),
         *("--allow", "jobs.a:build", "--allow", "jobs.a:load"),
@@ -93,6 +93,8 @@ def test_processes_are_told_where_to_find_each_other(tmp_path: Path) -> None:
         *("--threads", "3", "--ready-file", str(tmp_path / "ready" / "worker-1")),
         *("--tag", "gpu"),
     ]
+    assert worker["failpoints"] == str(armed.parent) == str(tmp_path / "failpoints" / "worker-1")
+    assert armed.parent.is_dir()
 
 
 def test_a_killed_process_comes_back_where_it_was(tmp_path: Path) -> None:
@@ -107,29 +109,13 @@ def test_a_killed_process_comes_back_where_it_was(tmp_path: Path) -> None:
             assert after[name].num_starts == 2
             assert after[name].last_exit == -signal.SIGKILL
             assert after[name].pid != before[name].pid
-    assert f"--listen {address}" in " ".join(facts(tmp_path, "coordinator")["argv"])  # type: ignore[arg-type]
+    assert f"--listen {address}" in " ".join(facts(tmp_path, "coordinator")["argv"])
 
 
 def test_a_process_that_ends_by_itself_comes_back(tmp_path: Path) -> None:
     with make_cluster(tmp_path, workers=1) as cluster:
         cluster.kill("worker-0", signal.SIGTERM)
-        with cluster._running()._changed:
-            came_back = cluster._running()._changed.wait_for(
-                lambda: cluster._running()._children["worker-0"].num_starts == 2, timeout=PATIENCE_S
-            )
-        assert came_back
-        cluster.wait_ready(PATIENCE_S)
-
-
-def test_failpoint_folders_are_named_only_when_asked_for(tmp_path: Path) -> None:
-    with make_cluster(tmp_path / "with", workers=1, failpoints=True) as cluster:
-        named = facts(tmp_path / "with", "worker-0")["failpoints"]
-        assert named == str(tmp_path / "with" / "failpoints" / "worker-0")
-        armed = cluster.failpoint_file("worker-0", "worker.step.before_backward")
-        assert armed.parent.is_dir()
-        assert str(armed.parent) == named
-    with make_cluster(tmp_path / "without", workers=1):
-        assert facts(tmp_path / "without", "worker-0")["failpoints"] is None
+        cluster.wait_restarted("worker-0", 1)
 
 
 def test_a_process_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
@@ -145,9 +131,11 @@ def test_a_process_that_cannot_start_is_reported_with_its_log(tmp_path: Path) ->
     )
 
 
-def test_an_address_that_is_none_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_wrong_addresses_and_counts_are_refused_before_anything_is_started(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="listen: 'nowhere' is not HOST:PORT"):
         make_cluster(tmp_path / "new", listen="nowhere")
+    with pytest.raises(InvalidInputError, match="workers: -1 is not 0 or more"):
+        make_cluster(tmp_path / "new", workers=-1)
     assert not (tmp_path / "new").exists()
 
 
@@ -236,14 +224,6 @@ def test_a_supervisor_that_fails_ends_its_processes_and_says_so(
         for ask in (lambda: cluster.address, lambda: cluster.kill("worker-0"), cluster.wait_ready):
             with pytest.raises(UnavailableError, match="MemoryError: no room"):
                 ask()
-
-
-def test_wrong_names_and_counts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="workers: -1 is not 0 or more"):
-        make_cluster(tmp_path, workers=-1)
-    unknown = pytest.raises(NotFoundError, match="no process 'worker-9'; there are coordinator")
-    with make_cluster(tmp_path, workers=0) as cluster, unknown:
-        cluster.kill("worker-9")
 
 
 def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ RUNS = ("golden-local", "golden-killed", "golden-resumed", "golden-fedavg", "gol
         "golden-silos", "golden-population", "golden-pipeline")  # fmt: skip
 
 
-@pytest.mark.parametrize("num_whole", [KEPT_WHOLE, 1])
-@pytest.mark.parametrize("run_id", RUNS)
+@pytest.mark.parametrize(
+    ("run_id", "num_whole"),
+    [*((run, KEPT_WHOLE) for run in RUNS), ("golden-quorum", 1), ("golden-silos", 1)],
+)
 def test_a_run_that_is_looked_at_after_each_event_is_what_all_events_say(
     run_id: str, num_whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,48 +129,46 @@ def test_workers_that_are_not_there() -> None:
     assert "--advertise" in said
 
 
-def test_workers_must_reach_each_other() -> None:
-    probes = [
-        types_pb2.PeerProbe(worker_id="w1", address="h:2", round_trip_s=0.01),
-        types_pb2.PeerProbe(worker_id="w2", address="h:3", problem="DEADLINE_EXCEEDED: late"),
-    ]
-    check, about, level, said = trouble(measured(worker(probes=probes)))
-    assert (check, about, level) == ("peers", "w0", "fail")
-    assert "does not reach w2 at h:3" in said
+PROBES = [
+    types_pb2.PeerProbe(worker_id="w1", address="h:2", round_trip_s=0.01),
+    types_pb2.PeerProbe(worker_id="w2", address="h:3", problem="DEADLINE_EXCEEDED: late"),
+]
+OLDER = {"stratagem": "0.9", "grpcio": "1.84", "torch": "2.6"}
+NEWER = {"stratagem": "1.0", "grpcio": "1.84", "torch": "2.7"}
+IDLE = environment(backends=["gloo"], cuda_devices=["H100"])
 
 
-def test_numerics_and_versions_are_compared() -> None:
-    check, _, level, said = trouble(measured(worker("w0"), worker("w1", numerics="xyz")))
-    assert (check, level) == ("numerics", "warn")
-    assert "w1: torch on xyz" in said
-    older = environment(packages={"stratagem": "0.9", "grpcio": "1.84", "torch": "2.6"})
-    found = trouble(measured(worker("w0"), worker("w1", environment=older)))
-    assert found[:3] == ("versions", "stratagem", "fail")
-    assert "1.0: client, coordinator, w0; 0.9: w1" in found[3]
-    other = environment(packages={"stratagem": "1.0", "grpcio": "1.84", "torch": "2.7"})
-    found = trouble(measured(worker("w0"), worker("w1", environment=other)))
-    assert found[:3] == ("versions", "torch", "warn")
+def beside(**changes: Any) -> Measured:
+    """A worker that is well, and w1 with another environment."""
+    return measured(worker("w0"), worker("w1", environment=environment(**changes)))
 
 
-def test_clocks_and_latency() -> None:
-    found = trouble(measured(worker(clock_offset_s=-30.0)))
-    assert found[:3] == ("clock", "w0", "warn")
-    assert "30.000 s ahead of the coordinator's" in found[3]
-    found = trouble(measured(worker(), clock_offset_s=-7.0))
-    assert found[:3] == ("clock", "client", "warn")
-    assert "7.000 s behind" in trouble(measured(worker(), clock_offset_s=7.0))[3]
-    assert trouble(measured(worker(), round_trip_s=0.9))[:3] == ("connection", "h:7070", "warn")
+def alone(**changes: Any) -> Measured:
+    return measured(worker(environment=environment(**changes)))
 
 
-def test_devices_and_backends() -> None:
-    idle = environment(cuda_devices=["H100"])
-    assert trouble(measured(worker(environment=idle)))[:3] == ("device", "w0", "warn")
-    without = environment(backends=["gloo"], cuda_devices=["H100"])
-    found = trouble(measured(worker(device="cuda:0", environment=without)))
-    assert found[:3] == ("torch", "w0", "warn")
-    assert "without nccl" in found[3]
-    small = environment(shared_memory_bytes=2**20)
-    assert trouble(measured(worker(environment=small)))[:3] == ("shared memory", "w0", "warn")
+@pytest.mark.parametrize(
+    ("what", "found", "words"),
+    [
+        (measured(worker(probes=PROBES)), "peers w0 fail", "does not reach w2 at h:3"),
+        (measured(worker("w0"), worker("w1", numerics="x")), "numerics workers warn", "torch on x"),
+        (beside(packages=OLDER), "versions stratagem fail", "1.0: client, coordinator, w0; 0.9: w"),
+        (beside(packages=NEWER), "versions torch warn", ""),
+        (measured(worker(clock_offset_s=-30.0)), "clock w0 warn", "30.000 s ahead of the coord"),
+        (measured(worker(), clock_offset_s=-7.0), "clock client warn", "7.000 s ahead"),
+        (measured(worker(), clock_offset_s=7.0), "clock client warn", "7.000 s behind"),
+        (measured(worker(), round_trip_s=0.9), "connection h:7070 warn", ""),
+        (alone(cuda_devices=["H100"]), "device w0 warn", ""),
+        (measured(worker(device="cuda:0", environment=IDLE)), "torch w0 warn", "without nccl"),
+        (alone(shared_memory_bytes=2**20), "shared memory w0 warn", ""),
+    ],
+)
+def test_what_differs_between_workers_or_is_missing_on_one_is_named(
+    what: Measured, found: str, words: str
+) -> None:
+    *about, said = trouble(what)
+    assert " ".join(about) == found
+    assert words in said
 
 
 @pytest.mark.parametrize(

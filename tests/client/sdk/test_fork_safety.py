@@ -3,19 +3,18 @@
 import json
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 from stratagem.common.base.errors import WrongStateError
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = """
 import asyncio, json, os, sys
-from stratagem.client import AsyncClient, Client, LocalCluster
+from pathlib import Path
+from stratagem.client import AsyncClient, Client
 from stratagem.common.base.errors import StratagemError
+from tests.client.local.stand_in_cluster import make_cluster
 
 async def ask(address):
     async with AsyncClient(address) as own:
@@ -23,9 +22,9 @@ async def ask(address):
 
 # Forks of a template would need one, which loads torch.
 alone = {"PYTHONNODEBUGRANGES": "1"}
-with LocalCluster(workers=0, environment=alone) as cluster, cluster.client() as client:
-    assert client.workers() == ()
-    address = cluster.address
+address, folder = sys.argv[1], Path(sys.argv[2])
+with make_cluster(folder, workers=0, environment=alone) as cluster, Client(address) as client:
+    assert len(client.workers()) == 2
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -49,18 +48,17 @@ with LocalCluster(workers=0, environment=alone) as cluster, cluster.client() as 
     with open(reader) as told:
         said = json.loads(told.read())
     _, status = os.waitpid(pid, 0)
-    alive = [client.workers(), cluster.folder.is_dir()]
+    alive = [len(client.workers()), cluster.folder.is_dir()]
 print(json.dumps([os.getpid(), os.waitstatus_to_exitcode(status), alive, said]))
 """
 
 
-def test_a_fork_with_an_open_client_says_what_it_cannot_do() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, stdout=subprocess.PIPE, timeout=PATIENCE_S
-    )
+def test_a_fork_with_an_open_client_says_what_it_cannot_do(address: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, address, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=PATIENCE_S)
     parent, status, alive, said = json.loads(done.stdout)
     assert (done.returncode, status) == (0, 3)
-    assert alive == [[], True]
+    assert alive == [2, True]
     assert [kind for kind, _ in said] == [WrongStateError.__name__] * 5
     begin = f"this process is a fork of process {parent}, in which a client of Stratagem was open"
     assert all(text.startswith(begin) for _, text in said[:3])

@@ -127,32 +127,10 @@ async def test_who_follows_a_run_is_told_once_that_nobody_answers(told: Told) ->
     assert text.endswith("; trying again until one does")
 
 
-async def test_two_outages_of_a_stream_without_news_are_told_twice(
-    told: Told, answers: asyncio.Event
-) -> None:
-    fake = FakeCoordinator()
-    fake.ending = "never"
-    server, address = await serve(fake, free_port())
-    port = int(address.rpartition(":")[2])
-    async with AsyncClient(address) as client:
-        run = await client.submit(JOB, "mine")
-        following = asyncio.create_task(run.watch(from_index=3).__anext__())
-        for _ in range(2):
-            answers.clear()
-            await server.stop(None)
-            assert (await told.next()).startswith(f"no coordinator answers at {address}: ")
-            server, _ = await serve(fake, port)
-            async with asyncio.timeout(PATIENCE_S):
-                await answers.wait()
-        fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
-        await following
-    await server.stop(None)
-    assert len(told.texts) == 2
-
-
-async def test_a_stream_that_has_begun_is_asked_for_again_at_once_after_the_next_outage(
+async def test_two_outages_of_a_stream_without_news_are_told_twice_and_asked_about_at_once(
     told: Told, answers: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The stream has begun between them: its pauses begin with the shortest one again."""
     limits: list[float] = []
 
     class Pauses(Backoff):
@@ -172,7 +150,7 @@ async def test_a_stream_that_has_begun_is_asked_for_again_at_once_after_the_next
             before = len(limits)
             answers.clear()
             await server.stop(None)
-            await told.next()
+            assert (await told.next()).startswith(f"no coordinator answers at {address}: ")
             server, _ = await serve(fake, port)
             async with asyncio.timeout(PATIENCE_S):
                 await answers.wait()
@@ -180,6 +158,7 @@ async def test_a_stream_that_has_begun_is_asked_for_again_at_once_after_the_next
         fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
         await following
     await server.stop(None)
+    assert len(told.texts) == 2
 
 
 async def test_an_answer_that_is_an_error_ends_an_outage(told: Told) -> None:
@@ -217,16 +196,6 @@ def test_calls_that_are_refused_tell_it_once_whatever_others_are_answered(told: 
             call.__exit__(None, None, None)
 
 
-def test_a_second_outage_is_told_though_who_told_the_first_waits_still(told: Told) -> None:
-    outage = ToldOutage()
-    still, other = (OutageNotice("here", outage) for _ in range(2))
-    still.failed(NOBODY, "a while")
-    other.answered()
-    for call in (still, other):
-        call.failed(NOBODY, "a while")
-    assert len(told.texts) == 2
-
-
 async def test_what_a_coordinator_works_at_takes_none_of_the_patience(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -247,7 +216,9 @@ async def test_what_a_coordinator_works_at_takes_none_of_the_patience(
     assert answer == "done"
 
 
-def test_an_error_that_came_before_an_answer_to_others_is_told_as_no_new_outage(told: Told) -> None:
+def test_an_outage_is_told_once_more_after_an_answer_and_not_for_an_error_from_before_it(
+    told: Told,
+) -> None:
     outage = ToldOutage()
     late, other = (OutageNotice("here", outage) for _ in range(2))
     for call in (late, other):
@@ -257,8 +228,9 @@ def test_an_error_that_came_before_an_answer_to_others_is_told_as_no_new_outage(
     late.failed(NOBODY, "a while")  # it was found out only now that nobody answered it
     assert len(told.texts) == 1
     late.met()
-    late.failed(NOBODY, "a while")
-    assert len(told.texts) == 2, "nobody answers again"
+    for call in (late, other):
+        call.failed(NOBODY, "a while")
+    assert len(told.texts) == 2, "nobody answers again, though who has told of it waits still"
 
 
 def test_calls_that_are_refused_for_two_reasons_at_a_time_tell_both_once(told: Told) -> None:

@@ -2,21 +2,38 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
 from stratagem.client.sdk import planning, torch_process
-from stratagem.common.base.errors import UnavailableError, UserCodeError
+from stratagem.common.base.errors import StratagemError, UnavailableError, UserCodeError
 from stratagem.common.job import load_job
+from stratagem.tools.questions.__main__ import _told as told
+from stratagem.tools.questions.__main__ import answer
 from tests.jobs import job
 from tests.repository import ROOT
 
 EXAMPLE = ROOT / "examples" / "digits_local.yaml"
 
 
-def test_the_command_estimates_in_a_process_of_its_own(tmp_path: Path) -> None:
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions are answered in this process; others are asked by `stratagem check`."""
+
+    def exchange(request: str, *_: object) -> tuple[dict[str, Any], int, str]:
+        try:
+            return {"answer": answer(json.loads(request))}, 0, ""
+        except StratagemError as error:
+            return {"error": told(error)}, 0, ""
+
+    monkeypatch.setattr(torch_process, "_exchange", exchange)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_command_estimates_and_tells_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(job().canonical_json())
     ended = CliRunner().invoke(app, ["estimate", str(tmp_path / "job.json"), "--format", "json"])
     assert ended.exit_code == 0, ended.output
@@ -29,8 +46,13 @@ def test_the_command_estimates_in_a_process_of_its_own(tmp_path: Path) -> None:
         )
     )
     assert found["rows"] == 16
+    override = ["--set", "model.entrypoint=examples.digits:no_such_model"]
+    ended = CliRunner().invoke(app, ["recommend", str(EXAMPLE), "--memory", "1GB", *override])
+    assert ended.exit_code == 1
+    assert "model.entrypoint" in ended.stderr
 
 
+@pytest.mark.usefixtures("here")
 def test_code_that_would_travel_is_what_is_looked_at(tmp_path: Path) -> None:
     """As on a worker: what is left out of it is not there."""
     (tmp_path / "brought.py").write_text("import there\nimport ignored\n")
@@ -41,14 +63,6 @@ def test_code_that_would_travel_is_what_is_looked_at(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="No module named 'ignored'") as caught:
         planning.estimate_memory(spec, import_path=[ROOT])
     assert "brought.py" in caught.value.traceback
-
-
-@pytest.mark.sweep
-def test_a_refusal_there_is_a_refusal_here() -> None:
-    override = ["--set", "model.entrypoint=examples.digits:no_such_model"]
-    ended = CliRunner().invoke(app, ["recommend", str(EXAMPLE), "--memory", "1GB", *override])
-    assert ended.exit_code == 1
-    assert "model.entrypoint" in ended.stderr
 
 
 def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

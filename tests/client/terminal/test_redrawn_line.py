@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
@@ -100,6 +100,7 @@ def line_of(text: str) -> Callable[[int], Text]:
     return lambda width: Text(text[:width])
 
 
+@settings(max_examples=40)
 @given(
     widths=st.lists(st.integers(20, 120), min_size=1, max_size=8),
     lengths=st.lists(st.integers(0, 130), min_size=8, max_size=8),

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -269,6 +269,7 @@ def test_fields_go_from_the_right_and_what_matters_stays() -> None:
     }
 
 
+@settings(max_examples=40)
 @given(
     width=st.integers(19, 300),
     name=st.text("abc-漢\n\x1b", min_size=1, max_size=64),

@@ -87,3 +87,5 @@ def test_a_stall_outlives_facts_and_ends_with_its_word() -> None:
     feed.set_progress(RUN, SegmentProgress(step=4))  # of another member
     feed.set_stall(RUN, "")
     assert feed.progress(RUN) == SegmentProgress(step=4)
+    feed.set_stall(RUN, "a stays")
+    assert feed.progress(RUN) == SegmentProgress(step=4, reason="a stays")

@@ -13,6 +13,7 @@ import pytest
 
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
 from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.stream_begin import has_begun
 from stratagem.common.rpc.tensor_transfer import push
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
@@ -20,11 +21,13 @@ from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
+from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.coordinator.open_gate import entrance, leading
-from tests.coordinator.service.serving import coordinator, first_of, refused, submit, worker
+from tests.coordinator.service.serving import coordinator, first_of, refused, served, submit, worker
 from tests.coordinator.store.places import put
 from tests.patience import PATIENCE_S
 from tests.settings import coordinator_settings
@@ -179,6 +182,27 @@ async def test_who_follows_a_run_without_news_learns_that_it_is_followed(tmp_pat
             async with asyncio.timeout(PATIENCE_S):
                 assert has_begun(await stream.initial_metadata())
             stream.cancel()
+
+
+async def test_the_status_and_the_watchers_of_a_run_count_the_same_steps(tmp_path: Path) -> None:
+    """Also while a worker stays at the step after them."""
+    async with served(tmp_path) as (app, address), open_channel(address) as channel:
+        stub = CoordinatorServiceStub(channel)
+        await stub.SubmitRun(submit())
+        app.feed.set_progress(RunId("r-1"), SegmentProgress(step=3))
+        app.feed.set_stall(RunId("r-1"), "w has been at training step 4")
+        for run in (
+            (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run,
+            *(await stub.ListRuns(pb.ListRunsRequest())).runs,
+        ):
+            assert (run.step, run.reason) == (3, "w has been at training step 4")
+        stream = stub.WatchRun(pb.WatchRunRequest(run_id="r-1", from_index=1))
+        async with asyncio.timeout(PATIENCE_S):
+            async for item in stream:
+                if item.HasField("progress"):
+                    break
+        assert (item.progress.step, item.progress.reason) == (3, run.reason)
+        stream.cancel()
 
 
 async def test_events_are_asked_for_by_kind_and_by_the_page(tmp_path: Path) -> None:

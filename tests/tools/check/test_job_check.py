@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from stratagem.client.cli import check_command
@@ -15,15 +18,18 @@ from stratagem.client.sdk import torch_process
 from stratagem.client.sdk.job_check import check_job as check_file
 from stratagem.client.sdk.views import Worker
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Digest
 from stratagem.common.diagnostics.findings import Finding, Level
-from stratagem.common.job import JobSpec
+from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.questions.__main__ import answer
+from stratagem.worker.plans.build_plan import _begin_from
 from tests.jobs import LOSSES, NOT_TRAINED, document, job, user_data, user_model
 from tests.odd_kinds import BUILT, TRAINED, Kind
 from tests.repository import ROOT
 from tests.stream_jobs import streamed
 from tests.tools.planning.support import SITE, federation, kind_job, replicas
+from tests.userland.models import mlp
 
 NOT_HERE = {"digest": "0" * 64}
 FEDERATED = federation({"method": "FedAvg"})
@@ -291,6 +297,54 @@ def test_the_command_ends_with_1_at_faults(tmp_path: Path, monkeypatch: pytest.M
     assert bad.exit_code == 1
     assert "batch_size" in bad.stdout
     assert "loss.name" in bad.stdout
+
+
+def test_what_is_converted_of_given_weights_is_said_before_and_when_the_run_begins(
+    tmp_path: Path,
+) -> None:
+    spec, path = job(), tmp_path / "half.safetensors"
+    model = mlp()
+    given = {name: tensor.half() for name, tensor in model.state_dict().items()}
+    given["0.bias"] = given["0.bias"].float()
+    save_file(given, path)
+    begun = spec.with_changes(initial=InitialSpec(file=str(path)))
+    (told,) = (each for each in found(begun) if each.about == "initial.file")
+    names = "0.weight, 2.bias, 2.weight"
+    assert told.found == f"is converted to the model's dtypes: {names} from float16 to float32"
+    assert told.level is Level.WARN
+    said: list[str] = []
+    work = SimpleNamespace(job=spec, blob=lambda _: (given, {}), warn=said.extend)
+    _begin_from(cast("Any", work), InitialSpec(digest=Digest("0" * 64)), model)
+    assert said == [f"initial: {told.found}"]
+    save_file({name: tensor.float() for name, tensor in given.items()}, path)
+    assert not [each for each in found(begun) if each.about == "initial.file"]
+    path.unlink()
+    assert faults(begun) == {"initial.file": f"{path}: No such file or directory"}
+
+
+def test_each_row_is_printed_when_it_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        Finding("document", "name", Level.OK, "all fields are valid"),
+        Finding("step", "strategy.options.partition_state", Level.WARN, "slow", "wait"),
+    ]
+    printed: list[list[str]] = []
+
+    def check_rows(_load: object, *, tell: Callable[[Finding], None], **_: object) -> list[Finding]:
+        for row in rows:
+            tell(row)
+            printed.append(
+                [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+            )
+        return rows
+
+    monkeypatch.setattr(check_command, "check_job", check_rows)
+    check_command.check(EXAMPLE)
+    assert printed == [
+        ["check of found, and what to do", "document name ok all fields are valid"],
+        ["step strategy.options.partition_state warn slow", "-> wait"],
+    ]
 
 
 HANGING = """

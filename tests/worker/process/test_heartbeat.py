@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -190,6 +191,31 @@ async def test_a_silent_coordinator_is_left_for_the_next(
         await other.wait(lambda: any(len(beats) >= 2 for beats in other.streams))
     assert silent.num_registered == 1
     assert other.num_registered == 0
+
+
+async def test_a_failure_that_lasts_is_told_again_after_pauses_that_double(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    identity = Identity("w", "one", "10.0.0.9:1", types_pb2.Capability(device="cpu"))
+    agent = Agent(Coordinators(("127.0.0.1:1",)), identity, lambda _term: None, CoordinatorClock())
+    said, now_s = list[tuple[str, float]](), 0.0
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(heartbeat, "name_of", lambda _error: "FailedPreconditionError")
+    for level in ("warning", "debug"):
+
+        def note(_what: str, level: str = level, **_about: object) -> None:
+            said.append((level, now_s))
+
+        monkeypatch.setattr(heartbeat.log, level, note)
+    details = "nobody answers at 10.0.0.9:1 as worker w"
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.FAILED_PRECONDITION, grpc.aio.Metadata(), grpc.aio.Metadata(), details
+    )
+    for attempt in range(2000):
+        now_s = 5.0 * attempt
+        await agent._report(attempt, "cannot register", error, "127.0.0.1:1")
+    told = [at_s for level, at_s in said if level == "warning"]
+    assert told == [0, 60, 180, 420, 900, 1860, 3780, 7380]
 
 
 class Readings(CoordinatorClock):

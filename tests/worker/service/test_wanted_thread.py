@@ -2,7 +2,8 @@
 
 import faulthandler
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event, Thread, get_ident
 from types import SimpleNamespace
@@ -24,13 +25,17 @@ class Plan(PlanExecution):
 
     is_attended, is_deserted, is_ended = True, False, False
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, submitted_by: str = "", admission: Any = None) -> None:
         self.stalls: list[pb.Stall] = []
         outbox = SimpleNamespace(activity="training", step=0, stall=self.stalls.append)
         control = SimpleNamespace(view=SimpleNamespace(members=()))
         key = SimpleNamespace(run_id=run_id, party="")
         self.key = cast("Any", SimpleNamespace(kind="train"))
-        self._work = cast("Any", SimpleNamespace(key=key, outbox=outbox, control=control))
+        request = SimpleNamespace(submitted_by=submitted_by)
+        work = SimpleNamespace(
+            key=key, outbox=outbox, control=control, request=request, admission=admission
+        )
+        self._work = cast("Any", work)
 
 
 @dataclass
@@ -58,8 +63,8 @@ class Scene:
         self.plans.append(plan)
         return plan
 
-    def waits(self, run_id: str = "b") -> Plan:
-        self.plans.append(Plan(run_id))
+    def waits(self, run_id: str = "b", **changes: Any) -> Plan:
+        self.plans.append(Plan(run_id, **changes))
         return self.plans[-1]
 
     def lost_at(self, *times_s: float) -> list[float]:
@@ -70,6 +75,20 @@ class Scene:
             if self.lost:
                 found.append(now_s)
         return found[:1]
+
+
+@contextmanager
+def in_code(scene: Scene, file: str) -> Iterator[None]:
+    """The torch thread is in a line of the user's, whose module has an odd name."""
+    code: dict[str, Any] = {"__name__": object()}
+    exec(compile("def forward(told, wait): told(); wait()", file, "exec"), code)
+    is_there, opened = Event(), Event()
+    thread = Thread(target=code["forward"], args=(is_there.set, opened.wait), daemon=True)
+    thread.start()
+    is_there.wait()
+    scene.thread.ident = thread.ident
+    yield
+    opened.set()
 
 
 def ended(plan: Plan) -> None:
@@ -116,6 +135,43 @@ def test_a_plan_that_moves_on_is_waited_for() -> None:
     assert scene.lost_at(1019.0, 1020.0) == [1020.0]
 
 
+def test_a_plan_that_waits_for_an_ended_one_is_told_soon_what_has_the_thread() -> None:
+    scene = Scene()
+    first = scene.runs_now()
+    scene.thread.activity.text = "training step 3"
+    with in_code(scene, "/home/me/m.py"):
+        scene.dog.look(0.0)
+        scene.dog.look(70.0)
+        ended(first)
+        waiting, foreign = scene.waits(), scene.waits("c", submitted_by="eve")
+        scene.dog.look(100.0)
+        scene.dog.look(103.0)
+        assert not waiting.stalls
+        scene.dog.look(104.0)
+        (told,) = waiting.stalls
+        where = "training step 3 (m.py, line 1, in forward)"
+        assert (told.seconds, told.awaits) == (4.0, f"its torch thread: run a is still at {where}")
+        late = scene.waits("d")
+        scene.dog.look(104.5)
+    assert [plan.stalls[-1].awaits for plan in (foreign, late)] == [
+        "another plan that keeps its torch thread",
+        told.awaits,
+    ]
+    assert [len(plan.stalls) for plan in (first, waiting, foreign)] == [1, 1, 1]
+
+
+def test_what_a_site_has_in_its_thread_is_told_to_nobody() -> None:
+    scene = Scene()
+    site = Plan("a", admission=object())
+    scene.thread.owner = site
+    ended(site)
+    scene.dog.look(0.0)
+    waiting = scene.waits()
+    scene.dog.look(1.0)
+    scene.dog.look(10.0)
+    assert waiting.stalls[-1].awaits == "another plan that keeps its torch thread"
+
+
 def test_what_is_usual_for_a_run_is_known_to_its_later_plans() -> None:
     scene = Scene()
     scene.runs_now()
@@ -138,17 +194,10 @@ def test_odd_code_of_the_users_does_not_end_the_watchdog(
 
     scene = Scene()
     plan = scene.runs_now()
-    code: dict[str, Any] = {"__name__": object()}
-    exec(compile("def forward(told, wait): told(); wait()", "/home/me/\udcff\x1b.py", "exec"), code)
-    is_there, opened = Event(), Event()
-    thread = Thread(target=code["forward"], args=(is_there.set, opened.wait), daemon=True)
-    thread.start()
-    is_there.wait()
-    scene.thread.ident = thread.ident
     monkeypatch.setattr(traceback, "format_stack", odd)
-    scene.dog.look(0.0)
-    scene.dog._try_to_look(70.0)
-    opened.set()
+    with in_code(scene, "/home/me/\udcff\x1b.py"):
+        scene.dog.look(0.0)
+        scene.dog._try_to_look(70.0)
     (stall,) = plan.stalls
     assert stall.place == "\\xdcff\\x1b.py, line 1, in forward"
     assert scene.dog._has_failed

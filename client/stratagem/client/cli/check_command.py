@@ -1,7 +1,5 @@
 """The command that looks for faults of a job before it is submitted."""
 
-from collections.abc import Sequence
-
 import typer
 
 from stratagem.client.cli.options import Format, FormatOption, OptionalCoordinatorOption
@@ -32,32 +30,31 @@ def check(
     saved state, the metrics, and how much memory is needed. What other rows or later steps lead
     into is found by the run alone. Submits nothing.
 
-    What takes long is told with its place; at Ctrl-C all that was found until then is shown.
+    Each row is printed as it is found, as JSON all together. What takes long is told with its
+    place, at Ctrl-C too.
 
     Exit code: 0 without a fault (there may be warnings), else 1.
     """
-    so_far: list[Finding] = []
+    so_far, console = list[Finding](), make_console()
+
+    def tell(finding: Finding) -> None:
+        so_far.append(finding)
+        if form is Format.TEXT:
+            tables.print_finding(console, finding, is_first=len(so_far) == 1)
+
     with reporting():
         workers = workers_of(coordinator, proof)
         try:
-            findings = check_job(
+            check_job(
                 lambda: load_job(job_path, overrides or []),
                 workers=workers,
                 device=device,
                 import_path=import_folders(job_path),
-                tell=so_far.append,
+                tell=tell,
                 complain=complain,
             )
-        except KeyboardInterrupt:
-            _show(so_far, form)
-            raise
-    _show(findings, form)
-    if any(finding.level is Level.FAIL for finding in findings):
+        finally:
+            if form is Format.JSON:
+                print(tables.many_to_json(so_far))
+    if any(finding.level is Level.FAIL for finding in so_far):
         raise typer.Exit(FAILED)
-
-
-def _show(findings: Sequence[Finding], form: Format) -> None:
-    if form is Format.JSON:
-        print(tables.many_to_json(findings))
-    else:
-        make_console().print(tables.findings_table(findings))

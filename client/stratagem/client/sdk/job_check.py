@@ -32,30 +32,41 @@ def check_job(
 
     job: as for `Client.submit`, or what reads it. workers: of the coordinator that it is meant for.
     device: cpu or cuda, if it is here; unless given, what is here. import_path: folders of the
-    user's modules; unless given, this folder and that of the job file. tell: is given the findings
-    about code, model and data as they are made. complain: is told what takes long.
+    user's modules; unless given, this folder and that of the job file. tell: is given each finding
+    as it is made. complain: is told what takes long.
     """
+    findings: list[Finding] = []
+
+    def add(finding: Finding) -> None:
+        findings.append(finding)
+        tell(finding)
+
+    def add_all(found: Iterable[Finding]) -> None:
+        for finding in found:
+            add(finding)
+
     try:
         spec = job() if callable(job) else parse_job(job)
     except InvalidInputError as error:
-        return list(_document_faults(error))
-    findings = [*_refused(check_submitted(spec))]
-    findings = findings or [Finding("document", spec.name, Level.OK, "all fields are valid")]
+        add_all(_document_faults(error))
+        return findings
+    add_all(_refused(check_submitted(spec)))
+    if not findings:
+        add(Finding("document", spec.name, Level.OK, "all fields are valid"))
     try:
-        answer = ask(
+        ask(
             _CHECK,
             spec,
             import_path=import_path,
             device=device,
-            tell=lambda found: tell(_finding(found)),
+            tell=lambda found: add(_finding(found)),
             complain=complain,
         )
-        findings += [_finding(found) for found in answer["findings"]]
     except UnavailableError as error:
         found = "code, model and data are not checked"
-        findings.append(Finding("code", "", Level.WARN, found, str(error)))
+        add(Finding("code", "", Level.WARN, found, str(error)))
     if workers is not None:
-        findings += _of_cluster(spec, workers)
+        add_all(_of_cluster(spec, workers))
     return findings
 
 

@@ -52,6 +52,8 @@ SIDE_METRICS: Final = frozenset((
 ))  # fmt: skip
 """Left out where states are listed: the newest stand with the run, and JSON has all."""
 _LOSS: Final = "train.loss"
+_FINDING_CELLS: Final = (len("evaluation"), len("execution.precision"), len("warn"))
+"""Widths of the columns of a table whose rows are printed before the next ones are known."""
 LABEL_CELLS: Final = 10
 MAX_CHANGES: Final = 8
 """Of a member's hyperparameters, that are shown; JSON has all."""
@@ -329,17 +331,31 @@ def _time_text(time_s: float) -> str:
     return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S") if time_s else ""
 
 
+def print_finding(console: Console, finding: Finding, *, is_first: bool) -> None:
+    """Print what a check has found as the next row of a table that is printed as its rows come.
+    is_first: below the names of its columns."""
+    names = ("check", "of", "", "found, and what to do")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for width in _FINDING_CELLS:
+        table.add_column(min_width=width, overflow="fold")
+    table.add_column(overflow="fold")
+    if is_first:
+        table.add_row(*(Text(name, style="bold") for name in names))
+    table.add_row(*_finding_cells(finding))
+    console.print(table)
+
+
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Return what checks have found as a table for people."""
     table = Table("check", "of", "", "found, and what to do", box=box.SIMPLE)
     for finding in findings:
-        told = Text(finding.found)
-        if finding.advice:
-            told.append(f"\n-> {finding.advice}", style="bold")
-        table.add_row(
-            finding.check,
-            finding.about,
-            Text(finding.level, style=LEVEL_COLOURS[finding.level]),
-            told,
-        )
+        table.add_row(*_finding_cells(finding))
     return table
+
+
+def _finding_cells(finding: Finding) -> tuple[Text, Text, Text, Text]:
+    told = Text(finding.found)
+    if finding.advice:
+        told.append(f"\n-> {finding.advice}", style="bold")
+    level = Text(finding.level, style=LEVEL_COLOURS[finding.level])
+    return Text(finding.check), Text(finding.about), level, told

@@ -54,7 +54,7 @@ class SegmentProgress:
     """Of a pipeline: the share of its latest steps in which its ranks did not compute."""
     reason: str = ""
     """Why a run without workers waits, why its work keeps failing, or which worker stays at one
-    thing; no other field is set then."""
+    thing; no other field is set then but step."""
 
 
 MAX_EVENTS: Final = 1024
@@ -85,6 +85,10 @@ class _Run:
     is_closed: bool = False
     changed: asyncio.Event | None = None
     """Set at the next change; made by the watcher that waits for it."""
+
+    def said(self, reason: str) -> SegmentProgress:
+        """Return the progress that says a reason; the steps that are made stay so."""
+        return SegmentProgress(step=self.progress.step if self.progress else 0, reason=reason)
 
 
 class Feed:
@@ -121,9 +125,10 @@ class Feed:
         """Set what keeps failing, until the next event; watchers see it until there is progress.
         is_news: they are told, who would else read the same sentence with other numbers."""
         if run_id in self._runs:
-            self._runs[run_id].trouble = reason
+            run = self._runs[run_id]
+            run.trouble = reason
             if is_news:
-                self.set_progress(run_id, SegmentProgress(reason=reason))
+                self.set_progress(run_id, run.said(reason))
 
     def set_stall(self, run_id: RunId, reason: str) -> None:
         """Set which worker stays at one thing; "" where none does any more. Watchers see it until
@@ -134,7 +139,7 @@ class Feed:
         before, run.stall = run.stall, reason
         shown = run.progress.reason if run.progress is not None else ""
         if reason or (before and shown == before):
-            self.set_progress(run_id, SegmentProgress(reason=reason))
+            self.set_progress(run_id, run.said(reason))
 
     def trouble(self, run_id: RunId) -> str:
         """Return what keeps failing, and why, or which worker stays at one thing; "" where all is

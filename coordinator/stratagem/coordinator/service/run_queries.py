@@ -131,7 +131,9 @@ class Runs:
         refused = self.app.refusals.sentence() if is_waiting else ""
         said = with_refused(view.reason, refused)
         reason = trouble or said or (shown.reason if shown else "")
-        return view.model_copy(update={"reason": reason})
+        # As its watchers see it: the open segment's steps that are made count, too.
+        step = max(view.step, shown.step if shown else 0)
+        return view.model_copy(update={"reason": reason, "step": step})
 
 
 def _place_in(page_token: str) -> tuple[float, RunId]:

@@ -6,15 +6,17 @@ Every check that can be made is made, whatever the others have found. Must not k
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
 from torch import nn
 
-from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec, entry_points_by_field
 from stratagem.common.strategy import Federated, partitions_state
+from stratagem.common.tensors.safetensors_file import read_header
 from stratagem.tools.check.check_report import CheckReport
 from stratagem.tools.check.local_steps import local_steps
 from stratagem.tools.check.tried_step import (
@@ -35,6 +37,7 @@ from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.data.same_rows import check_same_rows, described_rows
 from stratagem.worker.data.stream_dataset import FetchedRows, StreamDataset
 from stratagem.worker.engine.privacy.row_checks import check_rows_apart
+from stratagem.worker.engine.step.state_format import conversions_of
 from stratagem.worker.models.model_builder import build_model, build_shapes
 from stratagem.worker.models.model_dtypes import converted_dtype, rows_dtype
 from stratagem.worker.plans.built_job_checks import check_built
@@ -126,9 +129,20 @@ class _JobChecks:
             if trained != sum(sizes):
                 found += f", {trained:,} of them trained"
             self.report.ok("model", "model", found)
+            self._initial(model)
         for sentence in changes:
             self.report.ok("model", "execution.precision", sentence)
         return model
+
+    def _initial(self, model: nn.Module) -> None:
+        """Whether the file that the model begins from is there, and what is converted of it."""
+        if self.job.initial is None or (file := self.job.initial.file) is None:
+            return
+        given = self.report.attempt("model", "initial.file", lambda: _dtypes_in(Path(file)))
+        if given is None:
+            return
+        if converted := conversions_of(given, model):
+            self.report.warn("model", "initial.file", converted)
 
     def _build_shapes(self) -> nn.Module:
         meta = torch.device("meta")
@@ -288,6 +302,15 @@ class _JobChecks:
             first, *_ = str(error).splitlines()
             why = "needs what has failed above" if self.report.has_failed(first) else first
             self.report.warn("memory", "", f"cannot be estimated: {why}")
+
+
+def _dtypes_in(path: Path) -> dict[str, str]:
+    """Return the dtypes of the tensors in a file, by name."""
+    try:
+        manifest, _ = read_header(path)
+    except OSError as error:
+        raise InvalidInputError.at("initial.file", f"{path}: {error.strerror}") from error
+    return {spec.name: spec.dtype for spec in manifest.tensors}
 
 
 def _is_divided(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> bool:

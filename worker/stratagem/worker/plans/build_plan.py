@@ -19,6 +19,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import rows_to_compare
 from stratagem.worker.engine.privacy.row_checks import check_rows_apart
 from stratagem.worker.engine.step.state_format import (
+    conversions_of,
     given_model_state,
     load_model_state,
     model_state,
@@ -90,6 +91,9 @@ def _begin_from(
     """Load the model of the state that the job begins from; return the metadata of the state."""
     assert initial.digest is not None  # the client has found it
     tensors, metadata = work.blob(initial.digest)
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    if converted := conversions_of(dtypes, model):
+        work.warn([f"initial: {converted}"])
     given = given_model_state(tensors, model)
     if lacking := personal(work.job, model_state(model)):
         given = {**lacking, **given}  # the result of such a run has none of them

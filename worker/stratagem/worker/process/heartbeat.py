@@ -38,6 +38,10 @@ LONGEST_TIMEOUT_S: Final = 60.0
 """A registration waits longer each time: where thousands begin together it may have to wait for the
 others, and one that is given up has to be begun anew."""
 LEAVE_TIMEOUT_S: Final = 2.0
+REMIND_S: Final = 60.0
+"""A failure that lasts is told again after so long, and then after twice as long each time."""
+SELDOM_S: Final = 3600.0
+"""But so often at least."""
 LOOK_AGAIN_EVERY: Final = 10
 """Failures of a row, one of which is asked whether identity is its reason."""
 
@@ -77,6 +81,10 @@ class Agent:
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     heard_s: float = field(default_factory=time.monotonic)
     """When the coordinator last answered; at first, the start."""
+    _told_s: float = 0.0
+    """When a failure of the present row was last told."""
+    _silent_s: float = REMIND_S
+    """For how long it is not told again."""
     _has_known_run: bool = False
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -266,13 +274,14 @@ class Agent:
             return
 
     async def _report(self, num_before: int, what: str, error: Exception, asked: str) -> None:
-        """Log the first failure of a row as a warning, the others at level debug; after a timeout,
-        try the next coordinator, if any: a frozen one answers no calls.
+        """Log the first failure of a row as a warning, and one more now and then while it lasts,
+        the others at level debug; after a timeout, try the next coordinator, if any: a frozen one
+        answers no calls.
 
         When identity is the reason it is logged as a warning as long as it lasts.
         """
         if not isinstance(error, grpc.aio.AioRpcError):
-            level = log.debug if num_before else log.warning
+            level = log.warning if self._is_told(num_before) else log.debug
             level(what, reason=str(error) or "no answer in time")
             if isinstance(error, TimeoutError):
                 self.coordinators.move_on(asked)
@@ -280,8 +289,18 @@ class Agent:
         details = error.details()
         if num_before % LOOK_AGAIN_EVERY == 0 and not name_of(error):
             details = await identity_problem(error, asked, self.proof, proxy=self.proxy) or details
-        is_news = num_before == 0 or details != error.details()
+        is_news = self._is_told(num_before) or details != error.details()
         level = log.warning if is_news else log.debug
         level(what, code=error.code().name, details=details)
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.coordinators.move_on(asked)
+
+    def _is_told(self, num_before: int) -> bool:
+        """Return whether a failure of a row is told: the first one, and later ones after pauses
+        that double."""
+        now_s = time.monotonic()
+        if num_before and now_s - self._told_s < self._silent_s:
+            return False
+        self._silent_s = min(2 * self._silent_s, SELDOM_S) if num_before else REMIND_S
+        self._told_s = now_s
+        return True

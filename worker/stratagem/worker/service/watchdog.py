@@ -125,8 +125,8 @@ class Watchdog:
             return
         if self._must_end(now_s):
             self._end(now_s)
-        elif self._stay.is_long(now_s, self.limits.report_s):
-            self._report(now_s - self._stay.since_s)
+        elif self._waited_s(now_s) or self._stay.is_long(now_s, self.limits.report_s):
+            self._report(now_s)
 
     def _take_over(self, owner: object, now_s: float) -> float:
         """Take in that another plan has the thread; return the longest stay of its run so far."""
@@ -161,6 +161,14 @@ class Watchdog:
         waiting = self.sessions.awaiting_thread()
         return any(plan.is_attended and not plan.is_ended for plan in waiting if plan is not owner)
 
+    def _waited_s(self, now_s: float) -> float:
+        """Return how long others have waited for a thread that is at what nobody wants; 0 unless
+        it is a while."""
+        wanted_s, while_s = self._wanted_s, self.limits.grace_s / LOOKS
+        if wanted_s is None or not self._stay.is_hopeless(now_s, while_s, wanted_s=wanted_s):
+            return 0.0
+        return now_s - wanted_s
+
     def _end(self, now_s: float) -> None:
         self._is_stuck = True
         cause, seconds = self._cause(), now_s - self._stay.since_s
@@ -169,20 +177,39 @@ class Watchdog:
         if not self._told_s:
             self._log(cause, seconds)
 
-    def _report(self, seconds: float) -> None:
-        self.host.stats.stalled_s = seconds
-        if not is_due_again(seconds, self._told_s):
+    def _report(self, now_s: float) -> None:
+        """Tell the plans that have the thread or wait for it, and those that have come since."""
+        seconds = self.host.stats.stalled_s = now_s - self._stay.since_s
+        plans, is_again = list(self.sessions.awaiting_thread()), is_due_again(seconds, self._told_s)
+        waited_s = self._waited_s(now_s)
+        late = [plan for plan in plans if plan not in self._told] if waited_s else []
+        told = plans if is_again else late
+        if not told:
             return
-        cause, is_new = self._cause(), not self._told_s
-        self._told_s = seconds
-        activity = self._activity()
+        cause, activity, is_new = self._cause(), self._activity(), not self._told_s
+        if is_again:
+            self._told, self._told_s = [], seconds
         own = pb.Stall(seconds=seconds, activity=activity, place=cause.place, awaits=cause.awaits)
-        behind = pb.Stall(seconds=seconds, awaits="another plan that keeps its torch thread")
-        self._told = list(self.sessions.awaiting_thread())
-        for plan in self._told:
-            plan.work.outbox.stall(own if plan is self._owner else behind)
+        behind_s = waited_s or seconds
+        for plan in told:
+            plan.work.outbox.stall(
+                own if plan is self._owner else self._behind(plan, own, behind_s)
+            )
+        self._told += told
         if is_new:
             self._log(cause, seconds)
+
+    def _behind(self, plan: PlanExecution, own: pb.Stall, seconds: float) -> pb.Stall:
+        """Return what is told to a plan that waits for the thread: what has it, if its owner may
+        read that."""
+        owner, awaits = self._owner, "another plan that keeps its torch thread"
+        if isinstance(owner, PlanExecution) and owner.work.admission is None:
+            work = owner.work
+            if work.request.submitted_by == plan.work.request.submitted_by:
+                place = f" ({own.place})" if own.place else ""
+                at = f"{own.activity}{place}"
+                awaits = f"its torch thread: run {work.key.run_id} is still at {at}"
+        return pb.Stall(seconds=seconds, awaits=awaits)
 
     def _clear(self) -> None:
         """Take back what was said: the thread has moved on."""

@@ -21,6 +21,8 @@ MODEL: Final = "model/"
 OPTIMIZER: Final = "optimizer/"
 _FORMAT: Final = "1"
 _CRC_BYTES: Final = 1 << 20
+_NUM_NAMES: Final = 5
+"""How many names a sentence lists."""
 _CPU_KEYS: Final = frozenset({"step", "mu_product"})
 NOTHING: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
@@ -105,6 +107,27 @@ def given_model_state(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[s
         casts = own is not None and own.is_floating_point() and tensor.is_floating_point()
         given[name] = tensor.to(own.dtype) if own is not None and casts else tensor
     return given
+
+
+def conversions_of(given: Mapping[str, str], model: nn.Module) -> str:
+    """Return which tensors `given_model_state` converts, as a sentence; "" if none.
+
+    given: the dtypes by name, as "float16"; the names as there.
+    """
+    own, found = model.state_dict(), dict[str, list[str]]()
+    for full, dtype in sorted(given.items()):
+        name = full.removeprefix(MODEL)
+        target = own.get(name)
+        if target is None or not (target.is_floating_point() and "float" in dtype):
+            continue
+        wanted = str(target.dtype).removeprefix("torch.")
+        if dtype != wanted:
+            found.setdefault(f"{dtype} to {wanted}", []).append(name)
+    parts = []
+    for change, names in found.items():
+        more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+        parts.append(f"{', '.join(names[:_NUM_NAMES])}{more} from {change}")
+    return f"is converted to the model's dtypes: {'; '.join(parts)}" if parts else ""
 
 
 def load_optimizer_state(
