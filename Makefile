@@ -63,7 +63,7 @@ check: setup  ## format, lint, types, protos
 # Three processes on two cores: a test that waits, for a process or a deadline, leaves its core idle.
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
 	$(BIN)/python -m pytest -q -m "not sweep and not soak and not docker and not interop and not browser and not launch" \
-		--numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+		--numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore=tests/interop $(ARGS)
 
 # ARGS="--write" records what was measured; TESTS has options of `make test`.
 budget: setup  ## all tests, their CPU seconds by folder, and whether that is more than it may be
@@ -116,7 +116,7 @@ matrix:  ## tests that need no torch, with each Python of PYTHONS that is here
 	done
 
 sweep: setup  ## the longer tests: kill processes at each failpoint and compare the bits
-	$(BIN)/python -m pytest -q -m "sweep and not soak" --numprocesses 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "sweep and not soak" --numprocesses 3 --dist worksteal --ignore=tests/interop $(ARGS)
 
 soak: setup  ## what needs minutes for its verdict, such as random faults; before a release
 	$(BIN)/python -m pytest -v -m soak $(ARGS)

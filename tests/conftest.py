@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.cpu_seconds import CpuSeconds
 from tests.left_behind import LeftBehind
@@ -41,6 +43,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # The process that hands tests to others; one that runs them has its folders until it ends.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(LeftBehind(), "left_behind")
+
+
+class WithItsCluster(LoadFileScheduling):
+    """Gives the tests of a file to one process, and those of a folder that share a cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        folder = file.rpartition("/")[0]
+        return folder if folder in ("tests/cluster", "tests/crash") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """By `--dist loadfile`."""
+    return WithItsCluster(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

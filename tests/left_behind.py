@@ -5,6 +5,7 @@ also the mark by which its processes are known.
 """
 
 import contextlib
+import getpass
 import os
 import shutil
 import tempfile
@@ -29,6 +30,9 @@ class LeftBehind:
         before = tempfile.gettempdir()
         # What pytest keeps of failed tests is looked at afterwards.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", before)
+        # What torch has compiled is there for the next tests, as it is without these.
+        cache = os.path.join(before, f"torchinductor_{getpass.getuser()}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         self._folder = Path(tempfile.mkdtemp(prefix="tests-", dir=before))
         self._shared = set(_names(SHARED_MEMORY))
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)

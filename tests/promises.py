@@ -38,9 +38,14 @@ class Collected:
         for item in session.items:
             promise = item.get_closest_marker("promise")
             if promise is not None and not any(map(item.get_closest_marker, ELSEWHERE)):
-                sentence = promise.args[0][:1].upper() + promise.args[0][1:].rstrip(".")
-                tiers = self.found.setdefault(sentence, {each: Counter() for each in TIERS})
+                row = sentence(promise.args[0])
+                tiers = self.found.setdefault(row, {each: Counter() for each in TIERS})
                 tiers[tier_of(item)][item.path.name] += 1
+
+
+def sentence(promise: str) -> str:
+    """How a promise stands in the table."""
+    return promise[:1].upper() + promise[1:].rstrip(".")
 
 
 def tier_of(item: pytest.Item) -> str:

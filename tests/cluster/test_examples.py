@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from docs.generate import pages
-from examples import own_codes
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
@@ -157,6 +156,7 @@ def test_fairness_is_drawn_from_what_clients_measure() -> None:
 
 @pytest.mark.sweep
 def test_the_worst_of_sites_that_differ_gains_most_by_a_layer_of_its_own() -> None:
+    own_codes = importlib.import_module("examples.own_codes")
     with own_codes.sites() as client:
         fewer = ["strategy.rounds=8"]
         ways = own_codes.VARIANTS.items()

@@ -16,6 +16,7 @@ from tests.repository import ROOT
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.sweep,
     pytest.mark.promise("the model of a run becomes a program of its own"),
 ]
 

@@ -59,6 +59,7 @@ def sites_of(folder: Path, files: list[Path]) -> LocalCluster:
     return cluster_of(folder, arguments, allow=[], allow_code="none")
 
 
+@pytest.mark.sweep
 def test_three_sites_train_digits_and_write_down_what_left(tmp_path: Path) -> None:
     files = site_files(tmp_path)
     job = load_job(EXAMPLE / "digits.yaml")

@@ -219,6 +219,7 @@ def deployments() -> Iterator[Scene]:
     yield Scene("nothing scraped", nothing, [Asked(4), Asked(6, alarm)])
 
 
+@pytest.mark.sweep
 def test_each_rule_sees_its_first_event_and_no_other(tmp_path: Path) -> None:
     assert set(CASES) == set(ALERTS)
     check(RULES, [*first_events(), *begun_counts(), *deployments()], tmp_path)

@@ -37,6 +37,7 @@ class Asked(HTMLParser):
         self.from_elsewhere += found + IN_STYLE.findall(told.get("style", ""))
 
 
+@pytest.mark.sweep
 def test_the_site_has_every_page_once(site: Path) -> None:
     named = [path for part in navigation() for path in paths_of(part)]
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
@@ -45,6 +46,7 @@ def test_the_site_has_every_page_once(site: Path) -> None:
         assert (site / built).exists(), path
 
 
+@pytest.mark.sweep
 def test_no_page_asks_another_host_for_anything(site: Path) -> None:
     pages = {path: Asked(path.read_text()) for path in site.rglob("*.html")}
     assert len(pages) > 50
@@ -56,6 +58,7 @@ def test_no_page_asks_another_host_for_anything(site: Path) -> None:
         assert not IN_STYLE.findall(path.read_text()), path
 
 
+@pytest.mark.sweep
 def test_what_the_theme_could_fetch_is_known(site: Path) -> None:
     """A new version that fetches more is to be looked at."""
     (script,) = site.glob("assets/javascripts/bundle.*.js")

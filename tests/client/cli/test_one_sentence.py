@@ -151,6 +151,7 @@ def test_a_cluster_that_a_script_starts_in_the_background_hears_sigint(tmp_path:
     assert (process.returncode, errors) == (130, "")
 
 
+@pytest.mark.sweep
 def test_a_local_run_of_what_a_package_offers(tmp_path: Path) -> None:
     """A model that another module defines, tied weights, and a batch larger than the data."""
     (tmp_path / "brought").mkdir()

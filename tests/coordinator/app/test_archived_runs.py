@@ -257,17 +257,14 @@ async def test_what_an_absent_strategy_left_is_read_again(tmp_path: Path) -> Non
     async with twins(tmp_path, "a") as both:
         await both.tell(SubmitRun(RUN, JOBS["inline"], 1.0))
         await both.work(2)
-        both.simulation.strategies = Strategies({})
-        await both.restart()
+        await both.restart(Strategies({}))
         await both.tell(register("b"))
         assert both.loop.state.runs[RUN].ended is RunPhase.FAILED, "not at rest"
-        both.simulation.strategies = BUILT_IN
-        await both.restart()
+        await both.restart(BUILT_IN)
         await both.work()
         await both.agree()
         assert both.loop.state.ended[RUN].ended is RunPhase.FAILED
-        both.simulation.strategies = Strategies({})
-        await both.restart()
+        await both.restart(Strategies({}))
         assert RUN in both.loop.state.ended, "what was summed up with it stays"
 
 
@@ -277,8 +274,7 @@ async def test_what_a_strategy_raised_about_is_read_again_by_a_mended_one(tmp_pa
         await complete(both, "inline")
         assert both.loop.state.runs[RUN].ended is RunPhase.FAILED
         await both.agree()
-        both.simulation.strategies = BUILT_IN
-        await both.restart()
+        await both.restart(BUILT_IN)
         assert both.loop.state.runs[RUN].ended is None
         await both.work()
         await both.agree()

@@ -45,12 +45,16 @@ class Twins:
         await asyncio.gather(self._running, return_exceptions=True)
         await self.loop.close()
 
-    async def restart(self) -> None:
-        """Both forget what they have in memory, and then have the simulation's `strategies`; the
-        loop does so with its facts of the cluster summed up."""
+    async def restart(self, strategies: Strategies | None = None) -> None:
+        """Both forget what they have in memory; the loop with its facts of the cluster summed up.
+
+        strategies: what both have from then on, unless those of before.
+        """
+        if strategies is not None:
+            self.simulation.strategies = strategies
         await self.loop.sum_up_cluster()
         await self.close()
-        self.simulation.crash()
+        self.simulation.crash(is_twin=strategies is None)
         await self.open()
 
     async def tell(self, command: Command) -> None:

@@ -37,6 +37,7 @@ def test_replicas_with_local_steps_are_measured_the_same(num_workers: int, optio
     assert estimate(spec, num_workers=num_workers).total == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.sweep
 def test_local_steps_keep_models_optimizers_and_what_joins_them() -> None:
     """Adam: 8 bytes of moments of each parameter of a replica, 4 of outer momentum."""
     found = estimate(apart(3), num_workers=2)  # the first worker has two of three replicas
@@ -56,6 +57,7 @@ def test_local_steps_keep_models_optimizers_and_what_joins_them() -> None:
     assert "momentum" not in mean.notes[0]
 
 
+@pytest.mark.sweep
 def test_a_commit_of_fragments_has_the_replicas_and_what_is_under_way() -> None:
     plain = estimate(apart(3), num_workers=3)
     kept = estimate(apart(3, mix=0.5), num_workers=3)

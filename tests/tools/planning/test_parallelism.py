@@ -116,6 +116,7 @@ def test_automatic_weighs_computing_against_exchanging() -> None:
     assert reason.startswith("DataParallel over 4 of 4 workers:")
 
 
+@pytest.mark.sweep
 def test_automatic_makes_a_pipeline_of_what_fits_no_worker() -> None:
     whole = estimate(kind_job("mlp", kwargs={"depth": 2}, batch_size=4)).needed
     workers = fleet(4, memory_bytes=whole * 4 // 5)
@@ -128,6 +129,7 @@ def test_automatic_makes_a_pipeline_of_what_fits_no_worker() -> None:
         resolved("Automatic", fleet(2, memory_bytes=1000), "rnn", batch_size=4)
 
 
+@pytest.mark.sweep
 def test_what_fits_is_left_as_it_is_and_what_fits_nowhere_is_told() -> None:
     spec = kind_job("mlp", kwargs=SHALLOW, batch_size=256)
     found = recommend(spec, SITE, GB)
