@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from tests.cpu_seconds import CpuSeconds
 from tests.left_behind import LeftBehind
@@ -45,11 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(LeftBehind(), "left_behind")
 
 
-class WithItsCluster(LoadFileScheduling):
+class WithItsCluster(LoadFileScheduling):  # type: ignore[misc]
     """Gives the tests of a file to one process, and those of a folder that share a cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
+        file: str = super()._split_scope(nodeid)
         folder = file.rpartition("/")[0]
         return folder if folder in ("tests/cluster", "tests/crash") else file
 

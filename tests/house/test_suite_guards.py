@@ -65,4 +65,7 @@ def test_only_what_is_above_its_budget_is_named() -> None:
     ]
     assert excesses(rows, {"a/b": 18.0}, long | {rows[1].name: "it compiles too"}, 1.0) == []
     assert excesses(rows, {"a/b": 4.5}, long, 4.0) == []
-    assert excesses(rows[1:], {"a/b": 9.0}, long, 9.0) == [f"{rows[0].name} is listed and not run"]
+    gone = f"{rows[0].name} is listed and there is none"
+    assert excesses(rows[1:], {"a/b": 9.0}, long, 9.0) == [gone]
+    assert excesses(rows[2:], {}, long, 9.0) == [], "its file is not run"
+    assert excesses(rows, {"a/b": 18.0}, {"tests/a/b/": "they compile"}, 1.0) == []
