@@ -29,12 +29,12 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def test_an_assertion_on_the_device_is_the_jobs_error_and_the_next_job_gets_a_new_process(
-    cluster: LocalCluster, tmp_path: Path
+    cluster: LocalCluster,
 ) -> None:
     pid = cluster.processes["worker-0"].pid
     with cluster.client() as client:
         with pytest.raises(UserCodeError, match=r"device-side assert triggered\. An index was"):
-            client.submit(losing("device-side assert triggered", tmp_path / "lost")).result()
+            client.submit(losing("device-side assert triggered")).result()
         done = train(client, job())
     assert done.status.step == 10
     assert cluster.processes["worker-0"].pid != pid
@@ -53,6 +53,7 @@ def test_what_a_failing_device_has_stopped_is_done_again(
     assert cluster.processes["worker-0"].num_starts == num_starts + 1
 
 
-def losing(reason: str, file: Path) -> JobSpec:
-    """A job whose third batch loses the device unless this file is there."""
-    return job(user_model("acting_models:losing_device", reason=reason, file=str(file)))
+def losing(reason: str, file: Path | None = None) -> JobSpec:
+    """A job whose third batch loses the device unless this file is there, or each time."""
+    options = {} if file is None else {"file": str(file)}
+    return job(user_model("acting_models:losing_device", reason=reason, **options))

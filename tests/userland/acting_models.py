@@ -41,13 +41,14 @@ def paced(pace_s: float, hidden: int = 16, dropout: float = 0.4) -> nn.Module:
     return Hooked(lambda _num: time.sleep(pace_s), hidden, dropout)
 
 
-def losing_device(reason: str, file: str) -> nn.Module:
-    """Raises at the third batch what torch raises of a lost CUDA device, unless this file is there,
-    which it makes before."""
+def losing_device(reason: str, file: str | None = None) -> nn.Module:
+    """Raises at the third batch what torch raises of a lost CUDA device; with a file only unless it
+    is there, and makes it before."""
 
     def act(num: int) -> None:
-        if num == 3 and not Path(file).exists():
-            Path(file).touch()
+        if num == 3 and not (file and Path(file).exists()):
+            if file:
+                Path(file).touch()
             raise torch.AcceleratorError(f"CUDA error: {reason}")
 
     return Hooked(act)
