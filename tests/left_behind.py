@@ -18,6 +18,8 @@ import pytest
 from tests.patience import AT_ONCE_S
 
 SHARED_MEMORY = Path("/dev/shm")
+CACHES = ("torchinductor_",)
+"""Of processes that were not told of the cache for all."""
 TRACKERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """End with the process that has started them, which may be this one."""
 
@@ -66,7 +68,8 @@ class LeftBehind:
 
     def _files(self) -> Iterator[str]:
         for name in _names(self._folder):
-            yield f"in the temporary folder: {name}"
+            if not name.startswith(CACHES):
+                yield f"in the temporary folder: {name}"
 
     def _shared_memory(self) -> Iterator[str]:
         """That nobody uses: others work on this machine as well."""
