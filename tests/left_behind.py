@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stratagem.common.process.own_folder import remove_temporary
 from tests.patience import AT_ONCE_S
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -67,6 +68,7 @@ class LeftBehind:
                     yield process
 
     def _files(self) -> Iterator[str]:
+        remove_temporary(self._folder)  # of workers that a test killed last: the next would do it
         for name in _names(self._folder):
             if not name.startswith(CACHES):
                 yield f"in the temporary folder: {name}"
