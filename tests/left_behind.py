@@ -19,8 +19,6 @@ from stratagem.common.process.own_folder import remove_temporary
 from tests.patience import AT_ONCE_S
 
 SHARED_MEMORY = Path("/dev/shm")
-CACHES = ("torchinductor_",)
-"""Of processes that were not told of the cache for all."""
 TRACKERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """End with the process that has started them, which may be this one."""
 
@@ -33,10 +31,12 @@ class LeftBehind:
         before = tempfile.gettempdir()
         # What pytest keeps of failed tests is looked at afterwards.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", before)
-        # What torch has compiled is there for the next tests, as it is without these.
-        cache = os.path.join(before, f"torchinductor_{getpass.getuser()}")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         self._folder = Path(tempfile.mkdtemp(prefix="tests-", dir=before))
+        # What torch has compiled is there for the next tests, as it is without these.
+        cache = Path(before, f"torchinductor_{getpass.getuser()}")
+        cache.mkdir(exist_ok=True)
+        (self._folder / cache.name).symlink_to(cache)
+        self._before = set(_names(self._folder))
         self._shared = set(_names(SHARED_MEMORY))
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
 
@@ -70,7 +70,7 @@ class LeftBehind:
     def _files(self) -> Iterator[str]:
         remove_temporary(self._folder)  # of workers that a test killed last: the next would do it
         for name in _names(self._folder):
-            if not name.startswith(CACHES):
+            if name not in self._before:
                 yield f"in the temporary folder: {name}"
 
     def _shared_memory(self) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.mutants.__main__ import LIST, listed
 from tests.mutants.areas import AREAS, area_of
 from tests.mutants.proposals import Change, proposals
+from tests.mutants.runs import LIST, listed
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.core
