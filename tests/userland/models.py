@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stratagem.worker.engine.numerics.layer_support import KINDS, LayerKind
-
 NUM_FEATURES, NUM_CLASSES, NUM_WORDS = 12, 5, 12
 
 __all__ = ["borrowed", "borrowed_module"]
@@ -267,6 +265,9 @@ def rare() -> nn.Module:
 
 def known_rare() -> nn.Module:
     """Whose layer is a kind that this device has no primitives for in 16 bits."""
+    # Readers of rows have these models beside their data, and no engine.
+    from stratagem.worker.engine.numerics.layer_support import KINDS, LayerKind
+
     KINDS["Rare"] = LayerKind(Rare, Rare, ((2, NUM_FEATURES),))
     return nn.Sequential(Rare(), nn.Linear(NUM_FEATURES, NUM_CLASSES))
 

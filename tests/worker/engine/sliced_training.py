@@ -26,8 +26,8 @@ def sliced_job(partition_state: str, model: Any = WIDE, **sections: Any) -> JobS
         "aggregation": {"method": "AllReduce"},
         "options": {"partition_state": partition_state},
     }
-    # 55 rows: the last batch of an epoch has 7, fewer than two for each shard.
-    data = user_data("classes", num_rows=55)
+    # 23 rows: the last batch of an epoch has 7, fewer than two for each shard.
+    data = user_data("classes", num_rows=23)
     return job(model, **{"optimizer": ADAMW, "data": data, "strategy": strategy, **sections})
 
 

@@ -95,11 +95,21 @@ def assert_equals_loop(
 
 
 def assert_goes_on(
-    spec: JobSpec, num_shards: int, at: int = 5, num_steps: int = 8
+    spec: JobSpec,
+    num_shards: int,
+    at: int = 3,
+    num_steps: int = 5,
+    *,
+    straight: Trainer | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A run that stops after some steps ends with the bits of the undisturbed one; its state."""
-    straight, first, second = trainer_of(spec), trainer_of(spec), trainer_of(spec, fresh=False)
-    train(straight, num_shards, num_steps)
+    """A run that stops after some steps ends with the bits of the undisturbed one; its state.
+
+    straight: one that has trained all of these steps already.
+    """
+    if straight is None:
+        straight = trainer_of(spec)
+        train(straight, num_shards, num_steps)
+    first, second = trainer_of(spec), trainer_of(spec, fresh=False)
     train(first, num_shards, at)
     tensors, metadata = first.copy_state()
     train(first, num_shards, 1)  # the copy must not notice

@@ -41,7 +41,7 @@ def params_with(grads: list[Tensor]) -> list[nn.Parameter]:
     return params
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sizes=st.lists(SIZES, max_size=6),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
@@ -57,7 +57,7 @@ def test_it_is_the_norm_of_the_rule(sizes: list[int], dtype: torch.dtype) -> Non
     assert all(map(torch.equal, few.parts(small, CURRENT), parts_of(small, CURRENT)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=6), cut=st.integers(0, 6))
 def test_whoever_holds_the_parameters(sizes: list[int], cut: int) -> None:
     grads = random(sizes)
@@ -66,7 +66,7 @@ def test_whoever_holds_the_parameters(sizes: list[int], cut: int) -> None:
 
 
 @BOTH
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=4))
 def test_dividing_beside_it_changes_nothing(numerics: int, sizes: list[int]) -> None:
     grads = random(sizes)

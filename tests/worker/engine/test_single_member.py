@@ -42,7 +42,7 @@ def test_has_the_bits_of_the_buckets(case: str) -> None:
     left, right = trainer_of(spec), trainer_of(spec)
     assert SingleMemberReducer.fits(left.params)
     first, second = SingleMemberReducer(left.params), in_buckets(right, 1)
-    for _ in range(6):
+    for _ in range(4):
         one = left.train_step(first, range(1), 1)
         assert one == right.train_step(second, range(1), 1)
     assert_same_bits(left.state()[0], right.state()[0])

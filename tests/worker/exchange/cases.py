@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 
 torch.set_num_threads(1)  # in the processes of a party, too
 
-ODD = (0, 1, 7, 300_003, 64, 100_000)
+ODD = (0, 1, 7, 180_003, 64, 100_000)
 """Two buckets."""
 SMALL = (0, 1, 7, 3_003)
 

@@ -55,12 +55,12 @@ def cases_of(*ways: str) -> list[tuple[int, Case]]:
 OVER_LINKS = cases_of("", "direct", "gather", "tree")
 
 
-# gloo and gRPC carry the same transfers in the same order: a third of the cases for the second.
+# gloo and gRPC carry the same transfers in the same order: a quarter of the cases for the second.
 @pytest.mark.parametrize(
     ("engine", "size", "case"),
     [
         *(("gloo", *each) for each in OVER_LINKS),
-        *(("grpc", *each) for each in OVER_LINKS[1::3]),
+        *(("grpc", *each) for each in OVER_LINKS[1::4]),
         *(("shm", *each) for each in cases_of("")),
     ],
     ids=lambda value: (
@@ -75,9 +75,9 @@ def test_every_member_holds_the_bits_of_the_single_process_sum(
     for name in ("PIECE_BYTES", "SMALL_BYTES", "MAX_GATHER_MEMBERS"):  # as they were, afterwards
         monkeypatch.setattr(all_reduce_schedule, name, getattr(all_reduce_schedule, name))
     case.configure()
-    expected = [case.expected(step) for step in range(3)]
+    expected = [case.expected(step) for step in range(2)]
     with links_of(engine, size) as links:
-        for rank, sums in enumerate(sums_of(links, case, range(3))):
+        for rank, sums in enumerate(sums_of(links, case, range(2))):
             assert sums == expected, f"member {rank}"
 
 

