@@ -37,8 +37,11 @@ def leaf_bucket(bucket: Bucket) -> LeafBucket:
     return LeafBucket(bucket.root, bucket.environ)
 
 
-@pytest.fixture(params=["folder", "leaves", "bucket", "leaf_bucket"])
+@pytest.fixture(
+    params=["folder", "leaves", "bucket", pytest.param("leaf_bucket", marks=pytest.mark.sweep)]
+)
 def blob_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Leaves in a bucket in the sweep, as they have whole blobs as leaves in a folder do."""
     if request.param == "folder":
         return Folder(tmp_path)
     if request.param == "leaves":

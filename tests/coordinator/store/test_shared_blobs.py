@@ -27,8 +27,8 @@ from stratagem.coordinator.store.blobs.blob_cache import BlobCache
 from stratagem.coordinator.store.blobs.s3 import open_s3
 cache = BlobCache(Path(sys.argv[2]), 1 << 30)
 store = SharedBlobs(open_s3(sys.argv[1], os.environ), cache, 1)
-writer = store.writer(20 << 20)
-for _ in range(20):
+writer = store.writer(17 << 20)  # three parts of an upload
+for _ in range(17):
     writer.write(bytes(1 << 20))
 writer.commit()
 """
@@ -239,7 +239,7 @@ def test_a_writer_that_is_killed_leaves_all_or_nothing(
     (tmp_path / failpoint).write_text("1")  # let the trial, or the first part, pass
     status, _ = run(WRITE, bucket.url, tmp_path / "cache", failpoints=tmp_path)
     assert status == 137
-    digest = digest_of(bytes(20 * MIB))
+    digest = digest_of(bytes(17 * MIB))
     store = bucket.blobs()
     assert store.exists(digest) == is_there
     assert bool(bucket.names()) == is_there

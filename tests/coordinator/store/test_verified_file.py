@@ -26,7 +26,7 @@ from stratagem.v1.coordinator_pb2 import DownloadStateResponse
 from tests.coordinator.store.places import Bucket, put, read
 from tests.coordinator.updates.updates import flip_bit
 
-SIZE = 2 * CHUNK_BYTES + 4096
+SIZE = CHUNK_BYTES + 4096
 DATA = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8).tobytes()
 SPEC = TensorSpec("weight", "uint8", (SIZE,), 0, SIZE)
 MANIFEST = Manifest((SPEC,), SIZE, Purpose.STATE)
@@ -133,7 +133,7 @@ def test_windows_are_those_of_the_content(tmp_path: Path) -> None:
     with store.open(digest) as file:
         manifest, start = header_of(file, digest)
         assert (replace(manifest, digest=""), start) == (MANIFEST, HEAD)
-        for _ in range(200):
+        for _ in range(100):
             begin = drawn.randrange(len(CONTENT))
             size = drawn.choice([0, 1, 7, 4096, CHUNK_BYTES, SIZE])
             window = bytearray(min(size, len(CONTENT) - begin))
