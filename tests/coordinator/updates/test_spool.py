@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import (
@@ -210,6 +210,7 @@ def test_one_value_that_is_not_finite_rejects_the_update_by_name(
     writer.close()
 
 
+@settings(max_examples=40)
 @given(cuts=st.lists(st.integers(0, len(DATA)), max_size=20), bad=st.booleans())
 def test_how_the_data_are_cut_does_not_matter(cuts: list[int], bad: bool) -> None:
     spec = MANIFEST.tensors[2]
@@ -289,6 +290,8 @@ def test_the_quota_counts_what_is_announced_also_after_a_restart(tmp_path: Path)
         spool.open(key(4), MANIFEST)
     spool.delete_round(OF_RUN, ROOT, 1)
     accept(spool, 4, MANIFEST, DATA)
+    spool.delete_updates([key(4)])
+    assert (spool.used_bytes, files(tmp_path)) == (0, [])
 
 
 def test_names_that_are_no_names_never_reach_the_disk(spool: Spool) -> None:
