@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import obstore
+from obstore.store import MemoryStore
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
@@ -102,16 +103,20 @@ def environ_of(endpoint: str) -> dict[str, str]:
 
 @dataclass
 class Bucket:
-    """A prefix of its own in a bucket; its environment must be that of this process."""
+    """A prefix of its own in a bucket of an S3 server, whose environment must be that of this
+    process, or a store in memory."""
 
     root: Path
     environ: Mapping[str, str]
+    memory: MemoryStore | None = None
     url: str = field(default_factory=lambda: f"s3://{BUCKET}/{secrets.token_hex(4)}")
     num_coordinators: int = 0
     _opened: dict[str, Objects] = field(default_factory=dict)
 
     def objects(self) -> Objects:
         """One for each endpoint, without the trial of it, which is that of test_s3.py."""
+        if self.memory is not None:
+            return Objects(self.memory, self.url)
         endpoint = os.environ["AWS_ENDPOINT_URL"]
         if endpoint not in self._opened:
             self._opened[endpoint] = Objects(s3._store(self.url, self.environ), self.url)

@@ -155,9 +155,9 @@ def test_what_is_no_state_is_checked_too(tmp_path: Path) -> None:
                 read(store, digest)
 
 
-def test_a_copy_of_an_object_that_rots_is_fetched_again(bucket: Bucket) -> None:
-    cache = bucket.cache()
-    store = bucket.blobs(cache=cache)
+def test_a_copy_of_an_object_that_rots_is_fetched_again(memory: Bucket) -> None:
+    cache = memory.cache()
+    store = memory.blobs(cache=cache)
     digest = put(store, CONTENT, step=300_000)
     for at in PLACES:
         assert read(store, digest) == CONTENT
