@@ -103,11 +103,14 @@ def test_what_is_no_journal_is_refused(path: Path) -> None:
         Journal.open(path)
 
 
+@pytest.mark.parametrize(
+    ("patience_s", "pauses_s"), [(0.0, []), (3.0, [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0])]
+)
 def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, pauses_s: list[float]
 ) -> None:
     monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._PATIENCE_S", 3.0)
+    monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._PATIENCE_S", patience_s)
     time = FakeTime()
     monkeypatch.setattr(database, "time", time)
     log = Journal.open(path)
@@ -116,7 +119,7 @@ def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(UnavailableError, match="locked"):
         log.append(term, [record(A, 0)])
-    assert time.sleeps == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert time.sleeps == pauses_s
     other.execute("ROLLBACK")
     other.close()
     log.append(term, [record(A, 0)])
