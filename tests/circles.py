@@ -38,7 +38,6 @@ class Watched:
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Nothing that a circle keeps is freed inside the context."""
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -56,7 +56,8 @@ def _copied(to: Path) -> Path:
     package = _installed()
     for part in (Path(package.name, PROGRAMS), Path(f"{package.name}.libs")):
         if (package.parent / part).exists():
-            shutil.copytree(package.parent / part, to / part, symlinks=True)
+            unused = shutil.ignore_patterns("include", "pkgconfig", "*.a")  # the half of all files
+            shutil.copytree(package.parent / part, to / part, symlinks=True, ignore=unused)
     nobody = pwd.getpwnam("nobody").pw_uid
     for folder, _, files in os.walk(to):
         for name in ("", *files):

@@ -27,6 +27,7 @@ AREAS = {
         (COORDINATOR + "updates/",),
         (
             "tests/coordinator/updates",
+            "tests/coordinator/store/test_spool_contract.py",
             "tests/coordinator/effects",
             "tests/coordinator/test_spooled.py",
         ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from stratagem.common.base.errors import LimitError
 from stratagem.common.base.ids import Digest
 from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.state_leaves import SMALL_BYTES, state_digest
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.leaf_signing import MAX_ASKED, MAX_SIGNED, LeafSigning
 from stratagem.coordinator.effects.execution.state_writing import reads_by_itself
@@ -32,11 +35,16 @@ from tests.coordinator.effects.leaf_writers import (
 )
 
 
+@cache
 def state(rows: int = 4) -> Frozen:
     """Of `rows` leaves and one that small tensors share."""
     generator = torch.Generator().manual_seed(1)
-    named = {f"t{n}": torch.randn(300_000 + n, generator=generator) for n in range(rows)}
+    named = {f"t{n}": torch.randn(SMALL_BYTES // 4 + n, generator=generator) for n in range(rows)}
     return freeze({**named, "small": torch.ones(3)}, {"step": "3"})
+
+
+def whole() -> Digest:
+    return state_digest(replace(state().manifest, is_in_leaves=True), state().buffers)
 
 
 async def lazy(
@@ -89,9 +97,8 @@ class Party(LeafWriters):
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 7])
 async def test_any_number_of_members_writes_one_state(tmp_path: Path, num_members: int) -> None:
-    alone = await Party(tmp_path / "alone", honest).written()
-    party = Party(tmp_path / "party", *[honest] * num_members)
-    assert await party.written() == alone is not None
+    party = Party(tmp_path, *[honest] * num_members)
+    assert await party.written() == whole()
     assert len(party.asked) == num_members
     assert len(party.files()) == 5
     assert not party.has_claims()
@@ -99,9 +106,8 @@ async def test_any_number_of_members_writes_one_state(tmp_path: Path, num_member
 
 @pytest.mark.parametrize("bad", [dying, lazy, meddling], ids=lambda each: each.__name__)
 async def test_the_others_write_what_one_has_not(tmp_path: Path, bad: Answer) -> None:
-    expected = await Party(tmp_path / "alone", honest).written()
-    party = Party(tmp_path / "party", honest, bad, honest)
-    assert await party.written() == expected
+    party = Party(tmp_path, honest, bad, honest)
+    assert await party.written() == whole()
     assert party.asked == ["w0 0/3", "w1 1/3", "w2 2/3", "w0 0/2", "w2 1/2"]
     assert len(party.files()) == 5, "nothing is written twice"
 
@@ -112,9 +118,8 @@ async def test_what_a_liar_has_written_is_written_again_and_what_is_too_short_wi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Answer, choice: Any
 ) -> None:
     monkeypatch.setattr(secrets, "choice", choice)
-    expected = await Party(tmp_path / "alone", honest).written()
-    party = Party(tmp_path / "party", bad, honest)
-    assert await party.written() == expected
+    party = Party(tmp_path, bad, honest)
+    assert await party.written() == whole()
     assert party.asked == ["w0 0/2", "w1 1/2", "w1 0/1"]
 
 

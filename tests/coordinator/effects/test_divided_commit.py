@@ -17,6 +17,7 @@ from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, WorkerId
 from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.tensors.manifest import Purpose
+from stratagem.common.tensors.state_leaves import SMALL_BYTES, state_digest
 from stratagem.common.tensors.state_slices import SliceName
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.core.facts import Capability, Member
@@ -37,7 +38,7 @@ from tests.coordinator.effects.leaf_writers import (
 )
 from tests.worker.session.piece_server import serving
 
-NUMEL = 700_001
+NUMEL = SMALL_BYTES // 4 + 65_537  # a leaf of its own
 GENERATOR = torch.Generator().manual_seed(1)
 MODEL = {name: torch.randn(NUMEL, generator=GENERATOR) for name in ("model/a", "model/b")}
 MOMENTS = {
@@ -45,6 +46,9 @@ MOMENTS = {
 }
 WHOLE = {**MODEL, **MOMENTS}
 METADATA = {"format": "1", "step": "3"}
+UNDIVIDED, BUFFERS = manifest_of(WHOLE, Purpose.STATE, metadata=METADATA)
+DATA = b"".join(BUFFERS)
+DIGEST = state_digest(replace(UNDIVIDED, is_in_leaves=True), BUFFERS)
 
 
 def parts(num: int) -> list[Frozen]:
@@ -105,24 +109,16 @@ class Owners(LeafWriters):
             found = await written_by_owners(self.env, held, 3)
         if found is None:
             return None
-        manifest, buffers = manifest_of(WHOLE, Purpose.STATE, metadata=METADATA)
-        assert found[1] == manifest.total_bytes
+        assert found[1] == UNDIVIDED.total_bytes
         with self.blobs.open(found[0]) as file:
-            assert file.read().endswith(b"".join(buffers))
+            assert file.read().endswith(DATA)
         return found[0]
-
-
-async def undivided(root: Path) -> Digest:
-    whole = freeze(WHOLE, METADATA)
-    digest = await Owners(root / "undivided", [whole], [honest]).written()
-    assert digest is not None
-    return digest
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 7])
 async def test_any_number_of_owners_writes_one_state(tmp_path: Path, num: int) -> None:
     owners = Owners(tmp_path, parts(num), [honest] * num)
-    assert await owners.written() == await undivided(tmp_path)
+    assert await owners.written() == DIGEST
     assert len(owners.files()) == 4
     assert len(owners.asked) == min(num, 4)
 
@@ -132,7 +128,7 @@ async def test_any_holder_of_a_part_will_do(tmp_path: Path) -> None:
     first, second = parts(2)
     held, answers = [first, first, second, second], [blind, honest, honest, honest]
     owners = Owners(tmp_path, held, answers)
-    assert await owners.written([[0, 1], [2, 3]]) == await undivided(tmp_path)
+    assert await owners.written([[0, 1], [2, 3]]) == DIGEST
     assert sorted(owners.asked) == ["w1", "w2", "w3"]
 
 
@@ -154,7 +150,7 @@ async def test_a_mirror_stands_in_for_its_owner_but_not_for_two_neighbours(
     if len(gone) == 2:
         assert written is None
         return
-    assert written == await undivided(tmp_path)
+    assert written == DIGEST
     assert sorted({*owners.asked}) == [f"w{rank}" for rank in range(3) if rank not in gone]
 
 
@@ -162,7 +158,7 @@ async def test_a_mirror_with_other_tensors_is_left_out(tmp_path: Path) -> None:
     held = with_mirrors(parts(3))
     held[1] = replace(held[1], mirror=parts(3)[2])
     owners = Owners(tmp_path, held, [honest] * 3)
-    assert await owners.written(MIRRORED) == await undivided(tmp_path)
+    assert await owners.written(MIRRORED) == DIGEST
     owners = Owners(tmp_path / "gone", held, [blind, honest, honest])
     with pytest.raises(ContradictionError):
         await owners.written(MIRRORED)
@@ -172,7 +168,7 @@ async def test_a_mirror_with_other_tensors_is_left_out(tmp_path: Path) -> None:
 async def test_the_others_write_what_one_has_not(tmp_path: Path, bad: Answer) -> None:
     """And have what it holds from it."""
     owners = Owners(tmp_path, parts(3), [honest, bad, honest])
-    assert await owners.written() == await undivided(tmp_path)
+    assert await owners.written() == DIGEST
     assert owners.asked[:3] == ["w0", "w1", "w2"]
     assert "w1" not in owners.asked[3:]
     assert len(owners.files()) == 4, "nothing is written twice"
@@ -183,7 +179,7 @@ async def test_what_a_liar_has_written_is_written_again(
 ) -> None:
     monkeypatch.setattr(secrets, "choice", min)  # one leaf of all is read
     owners = Owners(tmp_path, parts(2), [lying, honest])
-    assert await owners.written() == await undivided(tmp_path)
+    assert await owners.written() == DIGEST
     assert owners.asked == ["w0", "w1", "w1"]
 
 

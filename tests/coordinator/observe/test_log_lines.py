@@ -45,7 +45,7 @@ def any_fact(kind: type[Fact]) -> st.SearchStrategy[Fact]:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_every_fact_has_a_line_with_ids_that_are_json(kind: type[Fact]) -> None:
     @given(any_fact(kind))
-    @settings(max_examples=5, database=None)
+    @settings(max_examples=3, database=None)
     def check(fact: Fact) -> None:
         assert isinstance(sentence(fact), str)
         ids = ids_of(RUN, fact)

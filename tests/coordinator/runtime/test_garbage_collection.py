@@ -38,13 +38,13 @@ def test_what_is_new_is_collected_with_the_next_portion() -> None:
     assert circle() is None
 
 
-@pytest.mark.parametrize("at_first", [0, 2 * LEAST_BLOCKS])
+@pytest.mark.parametrize(("at_first", "num_times"), [(0, 1), (2 * LEAST_BLOCKS, 2)])
 def test_what_was_set_aside_is_collected_each_time_the_process_has_grown_by_half(
-    at_first: int,
+    at_first: int, num_times: int
 ) -> None:
     num_blocks = at_first
     portions = Portions(lambda: num_blocks)
-    for times in (1, 2):
+    for times in range(1, num_times + 1):
         held = Circle()
         portions.collect()
         circle = weakref.ref(held)

@@ -98,18 +98,6 @@ async def test_a_stream_whose_call_breaks_ends_its_connection() -> None:
         assert hub.counts() == {"parked": 0, "live": 0}
 
 
-async def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with hubs() as hub:
-        streams = [await Stream(hub, W).parked() for _ in range(relay_hub.MAX_PARKED)]
-        with pytest.raises(LimitError, match="4 streams of worker w are parked, the limit is 4"):
-            await (await Stream(hub, W).parked()).ended()
-        monkeypatch.setattr(relay_hub, "MAX_STREAMS", 4)
-        other = Member(worker_id=WorkerId("v"), incarnation=Incarnation("one"))
-        with pytest.raises(LimitError, match="4 streams are open, the limit is 4"):
-            await (await Stream(hub, other).parked()).ended()
-        assert not any(stream.is_over for stream in streams)
-
-
 async def test_a_frame_that_is_too_large_ends_the_connection() -> None:
     async with hubs() as hub:
         stream = await Stream(hub, W).parked()

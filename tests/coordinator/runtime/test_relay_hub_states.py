@@ -332,4 +332,4 @@ def has_ended(connection: socket.socket) -> bool:
 
 
 TestHub = HubMachine.TestCase
-TestHub.settings = settings(max_examples=20, stateful_step_count=40)
+TestHub.settings = settings(max_examples=10, stateful_step_count=40)

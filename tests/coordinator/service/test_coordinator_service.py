@@ -22,6 +22,7 @@ from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
 from stratagem.coordinator.observe.event_feed import SegmentProgress
+from stratagem.coordinator.service import run_queries
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
@@ -273,31 +274,34 @@ async def test_a_pinned_run_says_so_and_is_not_deleted(tmp_path: Path) -> None:
         await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-1"))
 
 
-async def test_one_subscription_follows_all_runs(tmp_path: Path) -> None:
+async def test_one_subscription_follows_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_queries, "READ_AT_ONCE", 3)
     async with coordinator(tmp_path) as stub:
-        for number in range(20):
+        for number in range(7):
             await stub.SubmitRun(submit(f"r-{number}"))
-        for number in range(18):  # these are read from the journal
+        for number in range(5):  # these are read from the journal
             await stub.CancelRun(pb.CancelRunRequest(run_id=f"r-{number}"))
         stream = stub.WatchRuns(pb.WatchRunsRequest())
         named: list[Any] = []
         while not (change := await stream.read()).is_complete:
             named += change.runs
-        assert [run.run_id for run in named] == [f"r-{n}" for n in reversed(range(20))]
-        assert (named[0].phase, named[5].phase) == (pb.RUN_PHASE_PLACING, pb.RUN_PHASE_CANCELLED)
+        assert [run.run_id for run in named] == [f"r-{n}" for n in reversed(range(7))]
+        assert (named[0].phase, named[2].phase) == (pb.RUN_PHASE_PLACING, pb.RUN_PHASE_CANCELLED)
         assert named[0].progress.reason == named[0].reason != ""
-        await stub.CancelRun(pb.CancelRunRequest(run_id="r-19"))
+        await stub.CancelRun(pb.CancelRunRequest(run_id="r-6"))
         await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-3"))
         await stub.SubmitRun(submit("new"))
         runs: dict[str, Any] = {}
         deleted: set[str] = set()
-        while "new" not in runs or not deleted or runs["r-19"].ended_at_s == 0:
+        while "new" not in runs or not deleted or runs["r-6"].ended_at_s == 0:
             change = await stream.read()
             runs.update({run.run_id: run for run in change.runs})
             deleted.update(change.deleted)
         assert deleted == {"r-3"}
-        assert set(runs) == {"r-19", "new"}, "no other run has changed"
-        assert runs["r-19"].phase == pb.RUN_PHASE_CANCELLED
+        assert set(runs) == {"r-6", "new"}, "no other run has changed"
+        assert runs["r-6"].phase == pb.RUN_PHASE_CANCELLED
         assert runs["new"].strategy == "Local"
         stream.cancel()
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from obstore.store import MemoryStore
 
 from tests.coordinator.store.journals import OVER_BOTH
 from tests.coordinator.store.places import (
@@ -33,11 +35,24 @@ def bucket(tmp_path: Path, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
+def memory(tmp_path: Path) -> Bucket:
+    """For what no server is needed."""
+    return Bucket(tmp_path, {}, MemoryStore())
+
+
+@pytest.fixture
 def leaf_bucket(bucket: Bucket) -> LeafBucket:
     return LeafBucket(bucket.root, bucket.environ)
 
 
-@pytest.fixture(params=["folder", "leaves", "bucket", "leaf_bucket"])
+def of_server(name: str) -> Any:
+    """An S3 server takes 10 ms for a request: what it must do of all this, test_s3 tries."""
+    return pytest.param(name, marks=pytest.mark.sweep)
+
+
+@pytest.fixture(
+    params=["folder", "leaves", "memory", of_server("bucket"), of_server("leaf_bucket")]
+)
 def blob_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "folder":
         return Folder(tmp_path)
@@ -47,7 +62,7 @@ def blob_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return found
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", "memory", of_server("bucket")])
 def spool_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Where states lie in leaves, updates lie as they do without."""
     if request.param == "folder":

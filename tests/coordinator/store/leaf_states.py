@@ -1,6 +1,7 @@
 """States of several leaves, and who writes and reads them, for the tests of where they are."""
 
 import random
+from functools import cache
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
@@ -8,10 +9,11 @@ from stratagem.common.tensors.state_leaves import SMALL_BYTES, leaves_of, pieces
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from tests.coordinator.store.places import digest_of, read
 
-SIZES = (SMALL_BYTES + 5, 3, 2 * SMALL_BYTES, 0, 7)
+SIZES = (SMALL_BYTES + 5, 3, SMALL_BYTES, 0, 7)
 State = tuple[Manifest, bytes]
 
 
+@cache
 def state(seed: int, changed: int = 0) -> State:
     """Two large tensors and three small ones; `changed` alone makes the second large one."""
     named = [(f"t{number}", "uint8", (size,)) for number, size in enumerate(SIZES)]

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Protocol
 
 import obstore
+from obstore.store import MemoryStore
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
+from stratagem.coordinator.store.blobs import s3
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.object_store import Objects
-from stratagem.coordinator.store.blobs.s3 import open_s3
 from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.store.leaves.state_places import in_folder, in_objects
@@ -102,19 +103,23 @@ def environ_of(endpoint: str) -> dict[str, str]:
 
 @dataclass
 class Bucket:
-    """A prefix of its own in a bucket; its environment must be that of this process."""
+    """A prefix of its own in a bucket of an S3 server, whose environment must be that of this
+    process, or a store in memory."""
 
     root: Path
     environ: Mapping[str, str]
+    memory: MemoryStore | None = None
     url: str = field(default_factory=lambda: f"s3://{BUCKET}/{secrets.token_hex(4)}")
     num_coordinators: int = 0
     _opened: dict[str, Objects] = field(default_factory=dict)
 
     def objects(self) -> Objects:
-        """Tried once for each endpoint."""
+        """One for each endpoint, without the trial of it, which is that of test_s3.py."""
+        if self.memory is not None:
+            return Objects(self.memory, self.url)
         endpoint = os.environ["AWS_ENDPOINT_URL"]
         if endpoint not in self._opened:
-            self._opened[endpoint] = open_s3(self.url, self.environ)
+            self._opened[endpoint] = Objects(s3._store(self.url, self.environ), self.url)
         return self._opened[endpoint]
 
     def names(self, folder: str = "blobs") -> list[str]:

@@ -131,7 +131,7 @@ def test_many_threads_write_and_read_at_once(blob_place: Place) -> None:
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(9)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,6 @@ from stratagem.common.base.errors import ConflictError
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series, joined
 from stratagem.common.history.packing import pack, unpack
-from stratagem.coordinator.store.journal import journal
 from stratagem.coordinator.store.journal.history_rows import HistoryRow, one_row
 from stratagem.coordinator.store.journal.journal import DuplicateKeyError, Journal
 from stratagem.coordinator.store.journal.lead import FencedError
@@ -35,10 +35,7 @@ def log(place: str) -> Iterator[Journal]:
     opened.close()
 
 
-def test_events_come_back_in_the_order_of_all_runs(
-    log: Journal, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal, "_PAGE_ROWS", 2)
+def test_events_come_back_in_the_order_of_all_runs(log: Journal, place: str) -> None:
     term = lead(log)
     written = [record(A, 0), record(B, 0), record(RunId(""), 0), record(A, 1, "k"), record(A, 2)]
     positions = [p for r in written[:3] for p in log.append(term, [r])]
@@ -48,6 +45,8 @@ def test_events_come_back_in_the_order_of_all_runs(
     assert [each.record for each in events(reopened)] == written
     assert [(each.position, each.term) for each in events(reopened)] == [(p, 1) for p in positions]
     assert [each.record.seq for each in reopened.read(A)] == [0, 1, 2]
+    by_two = islice(reopened.read(A, page_rows=2), 9)
+    assert [each.record.seq for each in by_two] == [0, 1, 2]
     assert [each.record.seq for each in reopened.read(A, 2)] == [2]
     assert list(reopened.read(RunId("c"))) == []
     assert log.append(term, []) == []

@@ -152,18 +152,18 @@ def test_tables_are_made_again_when_the_server_has_lost_patience(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy machine may stand still inside the transaction that makes them."""
-    upgrade, num_begun = schema._upgrade, 0
+    make, num_begun = schema._make, 0
 
-    def slowly(connection: Any, found: str) -> None:
+    def slowly(connection: Any) -> None:
         nonlocal num_begun
         num_begun += 1
         if num_begun == 1:
             threading.Event().wait(2 * QUICK_S)
-        upgrade(connection, found)
+        make(connection)
 
     monkeypatch.undo()
     monkeypatch.setattr(postgres, "_SESSION", session(QUICK_S))
-    monkeypatch.setattr(schema, "_upgrade", slowly)
+    monkeypatch.setattr(schema, "_make", slowly)
     log = Journal.open(url)
     assert num_begun > 1
     assert lead(log) == 1

@@ -10,6 +10,7 @@ from sqlalchemy.event import listen
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Party
+from stratagem.coordinator.store.journal import database
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.store.journal.journal import Journal
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, events, lead, record
@@ -102,17 +103,23 @@ def test_what_is_no_journal_is_refused(path: Path) -> None:
         Journal.open(path)
 
 
+@pytest.mark.parametrize(
+    ("patience_s", "pauses_s"), [(0.0, []), (3.0, [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0])]
+)
 def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, pauses_s: list[float]
 ) -> None:
     monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._PATIENCE_S", 0.01)
+    monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._PATIENCE_S", patience_s)
+    time = FakeTime()
+    monkeypatch.setattr(database, "time", time)
     log = Journal.open(path)
     term = lead(log)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(UnavailableError, match="locked"):
         log.append(term, [record(A, 0)])
+    assert time.sleeps == pauses_s
     other.execute("ROLLBACK")
     other.close()
     log.append(term, [record(A, 0)])

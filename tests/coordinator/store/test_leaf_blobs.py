@@ -108,7 +108,7 @@ def test_leaves_of_kept_states_are_not_written_again(opened: Open, folder: State
     store = opened()
     first = direct(store, folder, state(1))
     before = set(names(folder))
-    assert len(before) == 3  # of 1 MiB and a bit, of 2 MiB, and the small ones together
+    assert len(before) == 3  # of 1 MiB and a bit, of 1 MiB, and the small ones together
     second = direct(store, folder, state(1, changed=1), (first, Digest("0" * 64)))
     third = relayed(store, state(1, changed=2), (first, second))
     assert len(set(names(folder)) - before) == 2

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from hatchling.builders.wheel import WheelBuilder
-from sqlalchemy import Connection
+from sqlalchemy import Connection, inspect
 
 from stratagem.common.base.errors import ConflictError
+from stratagem.coordinator.store.journal import schema
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.schema import FOLDER
@@ -38,9 +40,42 @@ def differences(connection: Connection) -> list[Any]:
     return list(compare_metadata(MigrationContext.configure(connection), metadata))
 
 
-def test_the_migrations_lead_to_the_tables_of_the_code(place: str) -> None:
+def content(connection: Connection) -> dict[str, Any]:
+    """All that there is, as the database says it."""
+    found, inspector = {}, inspect(connection)
+    for name in sorted(inspector.get_table_names()):
+        columns = [{**each, "type": repr(each["type"])} for each in inspector.get_columns(name)]
+        found[name] = (
+            columns,
+            inspector.get_pk_constraint(name),
+            sorted(repr(each) for each in inspector.get_unique_constraints(name)),
+            inspector.get_check_constraints(name),
+            inspector.get_indexes(name),
+            sorted(connection.exec_driver_sql(f"SELECT * FROM {name}").all()),
+        )
+    return found
+
+
+def migrated_from_nothing(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(FOLDER))
+    config.attributes["connection"] = connection
+    command.upgrade(config, REVISION)
+
+
+def test_a_new_journal_is_what_all_migrations_make_of_nothing(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with transaction(place) as connection:
+        made = content(connection)
+        assert differences(connection) == []
+        for table in made:
+            connection.exec_driver_sql(f"DROP TABLE {table}")
+    monkeypatch.setattr(schema, "_make", migrated_from_nothing)
     with transaction(place) as connection:
         assert differences(connection) == []
+        migrated = content(connection)
+    assert migrated == made
 
 
 def test_there_is_one_newest_migration_and_the_code_expects_it() -> None:

@@ -1,4 +1,4 @@
-"""The server that the tests use leaves nothing behind, however they end."""
+"""The server that the tests use leaves nothing behind when they are killed."""
 
 import json
 import os
@@ -25,8 +25,8 @@ with Postgres() as server:
 """
 
 
-@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "orderly"])
-def test_it_ends_with_who_has_started_it(is_killed: bool) -> None:
+def test_it_ends_with_who_has_started_it() -> None:
+    """In order it ends after all tests, which look for what is left behind (left_behind.py)."""
     command = [sys.executable, "-c", STARTS]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
@@ -34,8 +34,7 @@ def test_it_ends_with_who_has_started_it(is_killed: bool) -> None:
         assert starter.stdout is not None
         pid, folder = json.loads(starter.stdout.readline())
         server = os.pidfd_open(pid)
-        if is_killed:
-            starter.kill()
+        starter.kill()
         starter.communicate()
     ended = select.poll()
     ended.register(server)

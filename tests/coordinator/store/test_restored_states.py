@@ -55,7 +55,7 @@ def spoil(data_dir: Path, bucket: Bucket | None, *, removes: bool) -> None:
         ("folder", False),
         pytest.param("folder", True, marks=pytest.mark.sweep),
         pytest.param("bucket", False, marks=pytest.mark.sweep),
-        ("bucket", True),
+        pytest.param("bucket", True, marks=pytest.mark.sweep),
     ],
 )
 async def test_what_is_damaged_where_a_backup_is_restored_is_written_again(

@@ -26,7 +26,7 @@ from stratagem.v1.coordinator_pb2 import DownloadStateResponse
 from tests.coordinator.store.places import Bucket, put, read
 from tests.coordinator.updates.updates import flip_bit
 
-SIZE = 2 * CHUNK_BYTES + 4096
+SIZE = CHUNK_BYTES + 4096
 DATA = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8).tobytes()
 SPEC = TensorSpec("weight", "uint8", (SIZE,), 0, SIZE)
 MANIFEST = Manifest((SPEC,), SIZE, Purpose.STATE)
@@ -133,7 +133,7 @@ def test_windows_are_those_of_the_content(tmp_path: Path) -> None:
     with store.open(digest) as file:
         manifest, start = header_of(file, digest)
         assert (replace(manifest, digest=""), start) == (MANIFEST, HEAD)
-        for _ in range(200):
+        for _ in range(100):
             begin = drawn.randrange(len(CONTENT))
             size = drawn.choice([0, 1, 7, 4096, CHUNK_BYTES, SIZE])
             window = bytearray(min(size, len(CONTENT) - begin))
@@ -155,9 +155,9 @@ def test_what_is_no_state_is_checked_too(tmp_path: Path) -> None:
                 read(store, digest)
 
 
-def test_a_copy_of_an_object_that_rots_is_fetched_again(bucket: Bucket) -> None:
-    cache = bucket.cache()
-    store = bucket.blobs(cache=cache)
+def test_a_copy_of_an_object_that_rots_is_fetched_again(memory: Bucket) -> None:
+    cache = memory.cache()
+    store = memory.blobs(cache=cache)
     digest = put(store, CONTENT, step=300_000)
     for at in PLACES:
         assert read(store, digest) == CONTENT

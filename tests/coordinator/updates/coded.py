@@ -36,7 +36,7 @@ MODEL = manifest_of(
     [
         ("model/count", "int64", ()),
         ("model/wide", "float64", (3,)),
-        ("model/a", "float32", (40, 60)),
+        ("model/a", "float32", (24, 41)),
         ("model/bias", "float32", (7,)),
         ("model/empty", "float32", (0, 3)),
         ("model/mean", "float32", (5,)),

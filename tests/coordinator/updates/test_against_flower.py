@@ -122,27 +122,6 @@ def test_the_next_state_is_the_same_for_the_same_losses() -> None:
             np.testing.assert_allclose(found, rows.mean(axis=0), rtol=1e-12)
 
 
-def test_their_loss_is_that_of_training_and_makes_another_step() -> None:
-    """train_loss is what the client has averaged while it trained, when the model was better
-    already; the paper's F_k(w) is that of the state that was sent. Who has learned fast counts
-    less by theirs."""
-    base, rows, before = a_round(3)
-    while_training = [loss * share for loss, share in zip(before, (0.2, 0.9, 0.9), strict=True)]
-    by_paper = fair(base, rows, before, 1.0) - base
-    by_flower = fair_by_flower(base, rows, while_training, 1.0) - base
-    theirs, ours = (
-        each @ (rows[0] - base) / np.linalg.norm(each) for each in (by_flower, by_paper)
-    )
-    assert theirs < ours
-
-
-def test_losses_beyond_the_range_of_their_powers_are_no_obstacle() -> None:
-    base, rows, _ = a_round(2)
-    with np.errstate(all="ignore"):
-        assert not np.isfinite(fair_by_flower(base, rows, [1e-9, 1e-9], 40.0)).all()
-    assert np.isfinite(fair(base, rows, [1e-9, 1e-9], 40.0)).all()
-
-
 # ---- FedNova ----
 
 ROWS, STEPS, RATIOS = [10.0, 30.0, 60.0], [1, 7, 40], [0.1, 0.3, 0.6]

@@ -35,8 +35,6 @@ from tests.coordinator.updates.coded import (
     update_of,
 )
 from tests.coordinator.updates.updates import (
-    OF_RUN,
-    ROOT,
     arrays,
     data_of,
     flip_bit,
@@ -44,8 +42,6 @@ from tests.coordinator.updates.updates import (
     manifest_of,
     update_digest,
 )
-from tests.every_pair import every_value
-from tests.programs import run
 
 FEDERATED = {
     name: codec
@@ -67,13 +63,12 @@ def files(root: Path) -> list[Path]:
 # ---- every codec ----
 
 
-@pytest.mark.parametrize("window", [13, fold.WINDOW_ELEMENTS])
 @pytest.mark.parametrize("name", FEDERATED)
 def test_a_fold_of_coded_updates_has_the_bits_of_whole_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, window: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(fold, "WINDOW_ELEMENTS", window)
-    monkeypatch.setattr(update_decoding, "_WINDOW_BYTES", 4 * window)
+    monkeypatch.setattr(fold, "WINDOW_ELEMENTS", 13)
+    monkeypatch.setattr(update_decoding, "_WINDOW_BYTES", 4 * 13)
     a_round = CodedRound(tmp_path, job_with(FEDERATED[name]))
     updates = [update_of(a_round.spec, client) for client in range(3)]
     entries = [a_round.enter(client, update) for client, update in enumerate(updates)]
@@ -102,7 +97,8 @@ def test_an_update_is_spooled_as_it_was_sent_or_decoded_if_it_has_no_windows(
 def test_a_round_that_an_earlier_version_began_ends_with_the_same_bits(
     tmp_path: Path, name: str
 ) -> None:
-    """It has spooled updates decoded; those that come later are spooled as they come."""
+    """It has spooled updates decoded; those that come later are spooled as they come. The windows
+    are as large as the tensors."""
     a_round = CodedRound(tmp_path, job_with(FEDERATED[name]))
     updates = [update_of(a_round.spec, client) for client in range(4)]
     for client in (0, 2):
@@ -166,7 +162,7 @@ def test_memory_does_not_grow_with_the_model(
 ) -> None:
     monkeypatch.setattr(fold, "WINDOW_ELEMENTS", 1 << 12)
     monkeypatch.setattr(update_decoding, "_WINDOW_BYTES", 4 << 12)
-    model = manifest_of([("model/a", "float32", (3 << 20,))])
+    model = manifest_of([("model/a", "float32", (3 << 18,))])
     a_round = CodedRound(tmp_path, TERNARY, model=model)
     updates = [update_of(TERNARY, client, model=model) for client in range(2)]
     writer = a_round.store.writer(len(header_bytes(model)) + model.total_bytes)
@@ -309,9 +305,7 @@ def test_without_what_decodes_it_a_coded_update_is_not_folded(a_round: CodedRoun
 # ---- damage ----
 
 
-@pytest.mark.parametrize(
-    ("codec", "at"), every_value(["ternary", "low_rank", "top_k-bitmap"], [9, 100, -1, -70, -400])
-)
+@pytest.mark.parametrize(("codec", "at"), [("ternary", 9), ("low_rank", -1), ("top_k", -400)])
 def test_a_file_that_the_disk_has_damaged_is_named(tmp_path: Path, codec: str, at: int) -> None:
     """In its header, in a tensor that is there as it is, and in the payload."""
     a_round = CodedRound(tmp_path, job_with(FEDERATED[codec]))
@@ -333,56 +327,3 @@ def test_bits_that_change_after_the_file_was_checked_are_found(a_round: CodedRou
     flip_bit(entry.path, -1)
     with pytest.raises(IntegrityError, match=f"{entry.path.name} is damaged: it has changed"):
         data.read(entry.data_bytes - 5, 5, "u1")
-
-
-# ---- crashes ----
-
-CRASH = """
-from tests.coordinator.updates.coded import TERNARY, CodedRound, update_of
-from stratagem.coordinator.updates import spool_upload
-from stratagem.coordinator.updates.folding import fold
-spool_upload.CHECKPOINT_BYTES = 1000
-fold.WINDOW_ELEMENTS = 64
-a_round = CodedRound(Path(sys.argv[1]), TERNARY)
-entries = [a_round.enter(client, update_of(TERNARY, client)) for client in range(2)]
-a_round.fold(entries, [2, 1])
-"""
-
-
-@pytest.mark.parametrize(
-    ("failpoint", "num_passed"),
-    [
-        ("coordinator.spool.before_rename", 0),
-        ("coordinator.spool.after_rename", 1),
-        ("coordinator.fold.after_window", 1),
-    ],
-)
-def test_after_a_crash_the_round_ends_with_the_same_bits(
-    tmp_path: Path, failpoint: str, num_passed: int
-) -> None:
-    (tmp_path / failpoint).write_text(str(num_passed))
-    assert run(CRASH, tmp_path, failpoints=tmp_path)[0] == 137
-    again = CodedRound(tmp_path, TERNARY)
-    updates = [update_of(TERNARY, client) for client in range(2)]
-    entries = []
-    for client, update in enumerate(updates):
-        found, offset = again.spool.look(key(client), "worker-0/a")
-        assert offset <= len(update.data)
-        entries.append(found or again.enter(client, update))
-    expected = mean(MODEL, [update.whole for update in updates], [2, 1])
-    assert again.fold(entries, [2, 1]) == expected
-    again.spool.delete_round(OF_RUN, ROOT, 1)
-    assert files(tmp_path) == []
-
-
-def test_a_coded_upload_goes_on_where_it_was_cut(tmp_path: Path, a_round: CodedRound) -> None:
-    update = update_of(TERNARY, 0)
-    writer = a_round.spool.open(key(0), update.manifest, source="worker-0/a")
-    writer.write(update.data[:300])
-    writer.close()
-    again = CodedRound(tmp_path, TERNARY)
-    assert again.spool.look(key(0), "worker-0/a") == (None, 300)
-    assert again.spool.look(key(0), "worker-0/b") == (None, 0)
-    entry = again.enter(0, update)
-    assert entry.digest == update_digest(update.data)
-    assert again.fold([entry], [1]) == update.whole

@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.common.base.errors import DivergedError
 from stratagem.coordinator.updates.folding import fold
 from stratagem.coordinator.updates.weighing.controlled_mean import ControlledMean
 from tests.coordinator.updates.fold_round import BASE, Round
-from tests.coordinator.updates.updates import Layout, accept, arrays, elements, manifest_of
+from tests.coordinator.updates.updates import Layout, arrays, elements, manifest_of
 
 LAYOUT: Layout = (
     ("model/w64", "float64", (5,)),
@@ -72,14 +71,3 @@ def test_the_common_variate_begins_anew_and_the_models_do_not(tmp_path: Path) ->
     for name, value in anew.items():
         expected = np.zeros_like(value) if name.startswith("control/") else usual[name]
         assert value.tobytes() == expected.tobytes(), name
-
-
-def test_a_variate_beyond_its_type_is_refused(tmp_path: Path) -> None:
-    a_round = ControlledRound(tmp_path)
-    largest = dict(arrays(MANIFEST, 0))
-    largest["control/w32"] = np.full_like(largest["control/w32"], np.finfo("f4").max)
-    data = b"".join(raw.tobytes() for raw in largest.values())
-    for client in range(13):
-        accept(a_round.spool, client, MANIFEST, data)
-    with pytest.raises(DivergedError, match="beyond the range of float32"):
-        a_round.controlled([1] * 13, [0])

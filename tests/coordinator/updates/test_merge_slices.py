@@ -178,6 +178,7 @@ def test_names_of_slices_have_the_order_of_an_undivided_state() -> None:
     assert slice_name("optimizer/a/step") is None
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3))
 def test_slices_of_parameters_are_told_by_their_names(
     place: int, first: int, shape: list[int]

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from stratagem.coordinator.updates.stream_offload import MAX_PIECES_BEHIND, Offload
+from tests.patience import AT_ONCE_S
 
 
 def note(seen: list[tuple[int, bytes]], offset: int, data: bytes) -> None:
@@ -26,11 +27,11 @@ async def test_pieces_arrive_in_order() -> None:
         assert seen == pieces
 
 
-async def test_the_stream_waits_for_a_slow_sink() -> None:
-    gate = threading.Event()
+async def test_the_stream_waits_until_a_slow_sink_has_half_of_the_pieces() -> None:
+    ready = threading.Semaphore(0)
 
     def wait(_offset: int, _data: object) -> None:
-        gate.wait()
+        ready.acquire()
 
     offload = Offload(wait)
     for number in range(MAX_PIECES_BEHIND):
@@ -40,8 +41,12 @@ async def test_the_stream_waits_for_a_slow_sink() -> None:
     held_up = asyncio.create_task(offload.keep_up())
     await asyncio.sleep(0)
     assert not held_up.done()
-    gate.set()
-    await held_up
+    try:
+        ready.release(MAX_PIECES_BEHIND + 1 - MAX_PIECES_BEHIND // 2)
+        async with asyncio.timeout(AT_ONCE_S):
+            await held_up
+    finally:
+        ready.release(MAX_PIECES_BEHIND // 2)
     await offload.finish()
 
 

@@ -1,20 +1,17 @@
 """Folds in which updates count otherwise than by rows, against plain numpy."""
 
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.base.errors import DivergedError
 from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.updates.folding import fold
 from stratagem.coordinator.updates.folding.fold import mean_factors
-from stratagem.coordinator.updates.numpy_floats import Raw
 from stratagem.coordinator.updates.robust import changes
 from stratagem.coordinator.updates.robust.verdict import Verdict
 from stratagem.coordinator.updates.update_sources import WholeSource
@@ -27,7 +24,6 @@ from tests.coordinator.updates.updates import (
     arrays,
     data_of,
     elements,
-    key,
     manifest_of,
     wide,
 )
@@ -105,9 +101,7 @@ def clients(num: int) -> tuple[np.ndarray, np.ndarray]:
     return whole(tensors(data_of(MANIFEST, BASE))), np.stack(rows)
 
 
-@pytest.mark.parametrize(
-    ("num", "q"), [(1, 0.2), (1, 5.0), (2, 0.0), (2, 1.0), (7, 0.0), (7, 0.2), (7, 1.0), (7, 5.0)]
-)
+@pytest.mark.parametrize(("num", "q"), [(1, 0.2), (2, 0.0), (2, 1.0), (7, 0.2), (7, 5.0)])
 def test_fair_shares_make_what_the_paper_says(tmp_path: Path, num: int, q: float) -> None:
     losses = [0.3 * (client + 1) for client in range(num)]
     found = WeighedRound(tmp_path).fair(q, losses)
@@ -154,25 +148,7 @@ def test_factors_of_zero_leave_the_parameters_where_they_are(tmp_path: Path) -> 
     assert np.array_equal(found["model/mean"], (first + 3 * second) / 4)
 
 
-def test_what_is_infinite_stays_so_and_what_becomes_so_is_refused(tmp_path: Path) -> None:
-    manifest = manifest_of([("model/w", "float16", (3,)), ("model/n", "int64", ())])
-    base, own = np.array([-np.inf, 1.0, 2.0], "<f2"), np.array([-np.inf, 5.0, 2.0], "<f2")
-    number = np.zeros(1, "<i8").tobytes()
-    a_round = WeighedRound(tmp_path, manifest, base.tobytes() + number)
-    whole_base = np.frombuffer(base.tobytes() + number, np.uint8)
-
-    def before(spec: TensorSpec, offset: int, num_bytes: int) -> Raw:
-        return whole_base[spec.offset + offset :][:num_bytes]
-
-    with closing(a_round.spool.open(key(0), manifest, before=before)) as writer:
-        writer.write(own.tobytes() + number)
-        writer.commit(manifest, 1)
-    moved = np.frombuffer(a_round.moved([2.0], [1.0])[:6], "<f2")
-    assert moved.tolist() == [-np.inf, 9.0, 2.0]
-    with pytest.raises(DivergedError, match="beyond the range of float16"):
-        a_round.moved([1e5], [1.0])
-
-
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(0, 1e300), min_size=1, max_size=8),
     st.floats(0, 1e4),
@@ -221,6 +197,7 @@ def test_clients_count_by_their_rows_where_they_have_gone_at_all() -> None:
     assert nova_factors([2.0], [0.0]) == [0.0]
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=8))
 def test_the_mean_goes_as_far_as_the_clients_do_on_average(each: list[tuple[int, int]]) -> None:
     """Where all have gone in one direction, by their steps."""

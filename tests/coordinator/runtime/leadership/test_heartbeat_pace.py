@@ -1,6 +1,6 @@
 """The pace of heartbeats, as a function of the number of workers."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.process.settings_rules import HEARTBEATS_PER_TTL
@@ -26,6 +26,7 @@ def test_the_pace_of_the_default_settings() -> None:
     assert rule.of(5000) == rule.of(100_000) == HeartbeatPace(10.0, 10.0 + HEARTBEATS_PER_TTL * 8)
 
 
+@settings(max_examples=50)
 @given(RULES, NUMBERS)
 def test_a_lease_outlives_late_beats_as_that_of_a_few_workers_does(
     rule: PaceRule, num_alive: int
@@ -37,6 +38,7 @@ def test_a_lease_outlives_late_beats_as_that_of_a_few_workers_does(
     assert pace.ttl_s - pace.interval_s >= (few.ttl_s - few.interval_s) * (1 - 1e-12)
 
 
+@settings(max_examples=50)
 @given(RULES, NUMBERS, NUMBERS)
 def test_more_workers_never_beat_more_often_and_within_bounds(
     rule: PaceRule, one: int, other: int

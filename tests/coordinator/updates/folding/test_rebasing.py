@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from stratagem.common.base.errors import DivergedError
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
@@ -123,16 +122,6 @@ def test_a_client_that_has_changed_nothing_changes_nothing(tmp_path: Path) -> No
 
 def floats(*values: float) -> bytes:
     return np.array(values, "<f4").tobytes()
-
-
-def test_a_change_beyond_the_range_of_the_type_is_refused(tmp_path: Path) -> None:
-    a_round = Round(tmp_path, manifest_of([("w", "float32", (1,))]))
-    for client in range(2):
-        accept(a_round.spool, client, a_round.manifest, floats(3e38))
-    present, base = (a_round.stored(floats(value)) for value in (3e38, -3e38))
-    rebasing = Rebasing(a_round.store, present, {0: base})
-    with pytest.raises(DivergedError, match="beyond the range of float32"):
-        a_round.folded(a_round.entries(), [1, 1], rebasing=rebasing)
 
 
 @pytest.mark.parametrize("is_buffer", [False, True])

@@ -1,15 +1,13 @@
 """Server optimizers inside the fold against whole tensors in plain numpy, over several rounds."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from stratagem.common.base.errors import DivergedError, IntegrityError
+from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.dtypes import dtype_named
@@ -81,8 +79,7 @@ class Server(Round):
         return elements(self.manifest, found)
 
 
-@pytest.mark.parametrize("window", [3, 1 << 18])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "window"), [*((case, 3) for case in CASES), ("yogi", 1 << 18)])
 def test_bits_of_the_reference_over_rounds(
     tmp_path: Path, case: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,15 +134,4 @@ def test_damaged_slots_are_found_and_nothing_is_left(tmp_path: Path) -> None:
     again = DirectoryBlobs(tmp_path / "blobs")
     with pytest.raises(IntegrityError, match="damaged"):
         ServerStep(server.optimizer, again, server.base, server.slots, {})
-    assert not list((tmp_path / "blobs" / "tmp").iterdir())
-
-
-def test_a_step_beyond_the_range_is_refused(tmp_path: Path) -> None:
-    manifest = manifest_of([("w", "float64", (1,))])
-    server = Server(tmp_path, "momentum", manifest)
-    server.optimizer = replace(
-        server.optimizer, step=lambda slots, delta: (slots, np.full_like(delta, np.inf))
-    )
-    with pytest.raises(DivergedError, match="server optimizer"):
-        server.round(1)
     assert not list((tmp_path / "blobs" / "tmp").iterdir())
