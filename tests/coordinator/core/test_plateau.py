@@ -5,7 +5,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.metric_course import num_lr_reductions, with_course
@@ -29,8 +28,10 @@ def optimizer(**plateau: object) -> dict[str, Any]:
     return {"name": "sgd", "lr": 0.1, "schedule": {"name": "plateau", **plateau}}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_course_gives_the_rates_of_torch(seed: int) -> None:
+    import torch
+
     drawn = random.Random(seed)
     plateau: dict[str, Any] = {
         "mode": drawn.choice(["min", "max"]),

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
@@ -197,6 +197,7 @@ def streams(num: int, seed: int = 0) -> list[Random]:
     return [stream(seed, member, 1) for member in range(num)]
 
 
+@settings(max_examples=50)
 @given(SCORES, st.floats(0.01, 1.0), st.integers(0, 1000))
 def test_truncation(scores: list[float | None], fraction: float, seed: int) -> None:
     copies = donors(Truncation(fraction), scores, streams(len(scores), seed))
@@ -224,6 +225,7 @@ def test_truncation_counts_binary_is_strict_and_nobody_copies_where_nobody_is_va
         assert donors(exploit, [None, None, None], streams(3)) == {}
 
 
+@settings(max_examples=50)
 @given(SCORES, st.floats(0.0, 50.0), st.integers(0, 1000))
 def test_binary(scores: list[float | None], threshold: float, seed: int) -> None:
     copies = donors(Binary(threshold), scores, streams(len(scores), seed))
@@ -252,6 +254,7 @@ def is_inside(params: dict[str, JSON]) -> bool:
     return params.keys() == numbers.keys() and all(f(params[name]) for name, f in numbers.items())
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 10_000))
 def test_draws_lie_inside(seed: int) -> None:
     drawn = draw(SPACE, stream(seed, 3, 0))
@@ -260,6 +263,7 @@ def test_draws_lie_inside(seed: int) -> None:
     assert is_inside(explored(Resample(), SPACE, drawn, stream(seed, 3, 1)))
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 10_000), st.floats(0.0, 1.0))
 def test_perturbation(seed: int, factor: float) -> None:
     before = draw(SPACE, stream(seed, 0, 0))

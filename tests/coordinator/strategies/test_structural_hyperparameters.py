@@ -78,6 +78,7 @@ def test_the_optimizer_is_structural_by_definition_and_others_by_declaration() -
     assert parents == {"model.kwargs.gate", KIND}, "what decides whether it is there"
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.sampled_from(EXPLORE), st.sets(st.sampled_from(sorted(SPACE))))
 def test_exploring_leaves_the_kept_alone_and_draws_the_others_as_ever(
     seed: int, explore: ExploreStrategy, names: set[str]
