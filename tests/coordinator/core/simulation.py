@@ -37,7 +37,6 @@ from tests.coordinator.core.jobs import job_text
 
 E = TypeVar("E")
 F = TypeVar("F", bound=f.Fact)
-
 RUN = RunId("run-1")
 ROWS = {"train": 100, "test": 20}
 
@@ -101,15 +100,17 @@ class Simulation:
         followed = Counter[RunId]()
 
         def add(entry: JournalEntry) -> CoordinatorState:
-            assert entry == next_entry(self.state, self.now_s, followed), "in other order"
+            expected = next_entry(self.state, world_of(self.state), self.now_s, followed)
+            assert entry == expected, "the agenda asks in other order"
             followed[entry.run_id] += 1
             return self._add(entry)
 
         self.agenda.settle(self.state, self.now_s, add)
-        left_out = next_entry(self.state, self.now_s, followed)
+        world = world_of(self.state)
+        left_out = next_entry(self.state, world, self.now_s, followed)
         assert left_out is None, "the agenda has forgotten to ask a run"
-        assert self.agenda.world.usable() == world_of(self.state).usable()
-        assert self.agenda.next_deadline == next_deadline(self.state)
+        assert self.agenda.world.usable() == world.usable()
+        assert self.agenda.next_deadline == next_deadline(self.state, world)
         self._start()
         return decision
 

@@ -105,7 +105,7 @@ def test_losses_of_workers_after_any_command_change_nothing(name: str) -> None:
 
 
 def test_members_that_do_not_wait_for_each_other_end_after_a_crash_as_well() -> None:
-    for after in range(0, 60, 12):
+    for after in range(0, 60, 20):
         text = job_text(population(asynchronous=True), **POPULATION_SECTIONS)
         simulation = start(text, "a", "b")
         simulation.go_on(after)

@@ -103,11 +103,7 @@ def test_an_order_is_a_sorted_list_that_never_changes(
 # ---- what is known of many archived runs ----
 
 DIGESTS = [digest(name) for name in "abcd"]
-
-
 OWNERS = ("alice", "bob")
-
-
 _blobs = st.sets(st.sampled_from(DIGESTS), max_size=3)
 
 
@@ -135,13 +131,11 @@ _run_of = st.builds(
     st.sampled_from(OWNERS),
     st.integers(0, 5).map(float),
 )
-
-
 _change = _run_of | st.integers(0, 9) | st.lists(_run_of, max_size=3)
 
 
 @settings(max_examples=50)
-@given(changes=st.lists(_change, max_size=40))
+@given(changes=st.lists(_change, max_size=25))
 def test_every_question_is_answered_as_by_looking_at_all(changes: Sequence[Any]) -> None:
     expected: dict[RunId, EndedRun] = {}
     made = EndedRuns()
@@ -210,8 +204,6 @@ def test_many_at_once_take_the_places_of_those_of_the_same_names() -> None:
 # ---- the summary of the cluster leads to the state that the facts have led to ----
 
 EMPTY = CoordinatorState(BUILT_IN)
-
-
 _at = st.integers(0, 5)
 
 

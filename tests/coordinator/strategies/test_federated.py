@@ -204,12 +204,6 @@ def test_accepted_updates_stand_in_client_order(order: tuple[int, ...]) -> None:
     assert [a.num_samples for a in simulation.fact(f.RoundClosed).accepted] == [10, 11, 12, 13]
 
 
-def test_random_rounds_select_from_the_roster() -> None:
-    simulation = start(job_text(drawn(4, 0.5)), "a", "b")
-    simulation.run()
-    assert [len(fact.clients) for fact in simulation.facts(f.ClientsSelected)] == [2, 2, 2]
-
-
 def test_what_no_round_waits_for_is_refused() -> None:
     simulation = opened(FEDERATED, "a")
     answer = simulation.refusal(f.PartyFailed(party=Party("client9"), reason="E: m"))

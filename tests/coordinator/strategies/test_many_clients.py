@@ -21,11 +21,7 @@ pytestmark = pytest.mark.core
 
 
 NUM_CLIENTS, NUM_ASKED, NUM_ROUNDS = 3_000, 50, 2
-
-
 DRAWN = {"method": "Random", "fraction": NUM_ASKED / NUM_CLIENTS}
-
-
 STRATEGY = {
     **FEDERATED,
     "num_clients": NUM_CLIENTS,
@@ -84,11 +80,7 @@ def test_workers_are_looked_through_once_until_some_are_others(
 
 
 EIGHT: dict[str, Any] = {**FEDERATED, "num_clients": 8, "rounds": 4}
-
-
 WORKERS = ("a", "b", "c", "d")
-
-
 PRIVACY = {"clip": {"norm": 8.0}, "noise_multiplier": 1.0, "target": {"delta": 1e-5}}
 
 

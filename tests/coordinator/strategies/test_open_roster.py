@@ -9,9 +9,7 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase
-from tests.coordinator.core.jobs import (
-    job_text,
-)
+from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import do, start, trained
 from tests.coordinator.strategies.open_rosters import (
     GPU,
@@ -65,17 +63,6 @@ def test_numbers_are_the_order_of_joining_and_stay() -> None:
     assert simulation.record.ended is RunPhase.COMPLETED
     assert not simulation.record.is_reproducible, "who was there when has decided"
     simulation.crash()
-
-
-def test_no_more_than_num_clients_join_and_numbers_are_not_given_twice() -> None:
-    simulation = begun("ab", federation(num_clients=3, rounds=9))
-    simulation.sites("cd")
-    answer(simulation, 0, 1)
-    assert roster(simulation) == {0: "a", 1: "b", 2: "c"}
-    leave(simulation, "c")
-    answer(simulation, 0, 1)
-    answer(simulation, 0, 1)
-    assert roster(simulation) == {0: "a", 1: "b", 2: "c"}, "the place of c is kept for it"
 
 
 def test_many_join_at_once_with_few_facts() -> None:

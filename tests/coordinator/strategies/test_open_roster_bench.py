@@ -173,10 +173,7 @@ def test_a_resumption_asks_whoever_is_here() -> None:
             "belongs to an open roster",
         ),
         (federation(quorum=3), "a round could not close"),
-        (
-            federation(robust={"name": "median"}),
-            "roster.min_clients: 2 is less than the 3 updates that robust needs",
-        ),
+        (federation(robust={"name": "median"}), "roster.min_clients: 2 is less than the 3 updates"),
         (federation(strikes={"limit": 2}, on_client_error="fail"), "no client fails twice"),
         (population(inner=federation(rounds=5)), "roster.open: inside another strategy"),
     ],

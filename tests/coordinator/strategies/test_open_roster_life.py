@@ -21,15 +21,9 @@ pytestmark = pytest.mark.core
 
 
 NAMES = "abcdef"
-
-
 NUM_CLIENTS = 4
 """Fewer than there are workers: not everybody can join."""
-
-
 CAUSES = (Cause.EXCEPTION, Cause.NOT_FINITE, Cause.OUTSIDE_WINDOW, Cause.REFUSED_BY_SITE)
-
-
 options = st.fixed_dictionaries(
     {
         "roster": st.fixed_dictionaries(
@@ -52,11 +46,7 @@ options = st.fixed_dictionaries(
     },
 )
 ALL = {"method": "All"}
-
-
 RANDOM = {"method": "Random", "fraction": 0.6}
-
-
 moves = st.lists(
     st.tuples(
         st.sampled_from(["come", "lose", "stop", "drain", "work", "fail", "late", "time", "crash"]),
@@ -168,7 +158,7 @@ class Life:
                 if self.simulation.record.ended or not effects:
                     break
                 self.simulation.tell(c.Report(RUN, do(effects[0])))
-                self.check()
+            self.check()
             self.later(30.0)
             self.check()
 

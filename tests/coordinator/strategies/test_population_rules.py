@@ -74,14 +74,8 @@ def refusal(sections: dict[str, Any]) -> str:
         ({"epochs": 3}, "epochs: has no meaning under PopulationBased; steps_per_generation"),
         ({"checkpoint": {"every": "1 generation"}}, "checkpoint.every: is not allowed"),
         (space({"lr": LENGTH}), "search_space.lr: is not a hyperparameter"),
-        (
-            space({"optimizer.lr": {"low": -0.5, "high": 1.0}}),
-            "search_space.optimizer.lr: -0.5 is not allowed; must be > 0",
-        ),
-        (
-            space(SLOPE | OF_STEP),
-            "search_space.optimizer.schedule.name: 'slope' is not one of constant, linear, cosine",
-        ),
+        (space({"optimizer.lr": {"low": -0.5, "high": 1.0}}), "search_space.optimizer.lr: -0.5 is"),
+        (space(SLOPE | OF_STEP), "search_space.optimizer.schedule.name: 'slope' is not one of con"),
         (space(LR | CLIP), "search_space.optimizer.clip_norm: 0.0 is not allowed; must be > 0"),
         (space(PLATEAU), "search_space.optimizer.schedule.name: plateau is not allowed in a popul"),
         (space({"optimizer.lr": {"low": 1.0}}), "search_space.optimizer.lr.high: missing"),
@@ -176,8 +170,6 @@ def test_a_keyword_is_not_blamed_for_what_else_is_wrong_with_an_optimizer() -> N
 
 
 SCORES = st.lists(st.none() | st.floats(-100, 100), min_size=1, max_size=9)
-
-
 SPACE = SearchSpace(
     (
         Float("lr", 1e-4, 1.0, Scale.LOG),
