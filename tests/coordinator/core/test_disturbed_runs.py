@@ -46,7 +46,7 @@ JOBS: dict[str, tuple[str, str]] = {
     "Federated that stops": (stopping(FEDERATED), "abcd"),
     "silos that stop": (stopping(silos(2)), "abcd"),
 }
-NUM_LOSSES = 12
+NUM_LOSSES = 8
 """Points of a run, evenly apart, at which workers are lost."""
 
 

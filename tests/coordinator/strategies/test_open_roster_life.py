@@ -170,7 +170,7 @@ def joins(simulation: Simulation) -> Iterator[tuple[int, str]]:
 
 
 @given(options, st.sampled_from([ALL, RANDOM]), moves)
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 def test_any_life_replays_and_ends(
     chosen: dict[str, Any], selection: dict[str, Any], played: list[tuple[str, int]]
 ) -> None:

@@ -242,7 +242,9 @@ def test_asynchronous_members_do_not_wait_and_say_what_their_state_was_trained_w
 
 
 def test_rejected_clients_of_all_members_are_named_in_the_last_sentence() -> None:
-    simulation = start(job_text(population(inner=INNER["Federated"]), **BY_LOSS), "a", "b")
+    half = {"method": "Truncation", "fraction": 0.5}
+    strategy = population(2, 2, INNER["Federated"], half)
+    simulation = start(job_text(strategy, **BY_LOSS), "a", "b")
     while simulation.queue:  # whatever the client of any member sends is rejected
         fact = simulation.queue.popleft().fact
         if isinstance(fact, f.UpdateReceived) and fact.client == 1:
@@ -252,8 +254,8 @@ def test_rejected_clients_of_all_members_are_named_in_the_last_sentence() -> Non
     run = simulation.record
     assert run.ended is RunPhase.COMPLETED
     assert any(fact.copied for fact in closed(simulation))  # what a copy leaves behind counts, too
-    # 4 members, 3 generations, 2 rounds each
-    assert run.reason.endswith("; rejected: client 1 in 24 rounds (KeyError: 'label')")
+    # 2 members, 2 generations, 2 rounds each
+    assert run.reason.endswith("; rejected: client 1 in 8 rounds (KeyError: 'label')")
     simulation.crash()
 
 

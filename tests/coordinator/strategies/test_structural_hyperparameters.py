@@ -169,7 +169,7 @@ def evolve(simulation: Simulation) -> list[tuple[dict[str, Any], dict[str, Any]]
     ("explore", "asynchronous"), [("Perturbation", False), ("Resample", False), ("Resample", True)]
 )
 def test_copies_have_the_donors_structure(explore: str, asynchronous: bool) -> None:
-    strategy = population(size=6, generations=4, asynchronous=asynchronous)
+    strategy = population(size=6, generations=3, asynchronous=asynchronous)
     strategy["exploit"] = {"method": "Truncation", "fraction": 0.5}
     strategy["explore"] = {"method": explore, **({"factor": 0.5} if explore[0] == "P" else {})}
     text = job_text(strategy, **{**POPULATION_SECTIONS, "search_space": SPACE})
