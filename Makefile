@@ -3,11 +3,10 @@ PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
 # What needs torch of what is beside it, such as a local cluster, whose fork server imports it.
 NEED_TORCH := tests/coordinator/core/test_plateau.py \
-	$(addprefix tests/common/,compression/test_coded_updates.py job/test_stream_rules.py \
-		observe/test_metric_definitions.py process/test_preloaded_programs.py rpc/test_tensor_transfer.py \
-		tensors/test_tensor_codec.py) \
-	$(addprefix tests/client/,test_real_cluster.py cli/test_one_sentence.py local \
-		sdk/test_cluster_doctor.py sdk/test_fork_safety.py sdk/test_planning.py)
+	$(addprefix tests/common/,job/test_stream_rules.py observe/test_metric_definitions.py \
+		process/test_preloaded_programs.py rpc/test_tensor_transfer.py tensors/test_tensor_codec.py) \
+	$(addprefix tests/client/,test_real_cluster.py cli/test_one_sentence.py dashboard local \
+		$(addprefix sdk/test_,client.py cluster_doctor.py model_shards.py planning.py))
 TORCH_FREE := tests/coordinator/core tests/coordinator/strategies tests/client tests/common \
 	$(addprefix --ignore=,$(NEED_TORCH))
 VENV := .venv

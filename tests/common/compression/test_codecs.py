@@ -162,7 +162,7 @@ def test_a_residual_does_not_grow_without_end(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8-stochastic", "ternary-stochastic"])
 def test_stochastic_codecs_are_unbiased(name: str) -> None:
     codec = codec_of(CODECS[name])
-    tensors, num_draws = values(ODD, 2), 400
+    tensors, num_draws = values(ODD, 2), 200
     draws = np.stack(
         [
             flat(codec.decode(codec.encode(tensors, {}, derive(1, k))[0], derive(1, k)))

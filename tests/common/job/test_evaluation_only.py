@@ -25,8 +25,6 @@ SERVER = DATA_PARALLEL | {"aggregation": {"method": "ParameterServer"}}
 GOSSIP = DATA_PARALLEL | {"aggregation": {"method": "Decentralized", "topology": "ring"}}
 PIPELINE = {"gradient": "None", "parallelism": {"PipelineParallel": 2}}
 TRAINING = {"execution": {}, "epochs": 1, "batch_size": 4, "optimizer": {"name": "sgd", "lr": 1}}
-
-
 PREDICTING: dict[str, Any] = {"evaluation": {"metrics": [], "predictions": True}}
 
 

@@ -76,7 +76,6 @@ GRAPH: dict[str, Any] = {
     },
     "strategy": {"type": "Custom", "coordinator": "mine", "config": KWARGS},
 }
-
 PLAIN: dict[str, Any] = {
     **GRAPH,
     "strategy": {"type": "Local"},
@@ -223,7 +222,7 @@ def test_a_job_goes_to_another_process_of_its_owners() -> None:
         assert isinstance(twin.model.kwargs["more"], FrozenDict)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.dictionaries(st.text(), json_values))
 def test_frozen_is_the_same_json(value: dict[str, Any]) -> None:
     made = frozen(value)

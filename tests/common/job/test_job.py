@@ -28,13 +28,7 @@ from stratagem.common.job import (
 )
 from stratagem.common.job.optimizer.optimizer_section import check_optimizer
 from stratagem.common.job.optimizer.search_section import read_short_form
-from stratagem.common.strategy import (
-    AllReduce,
-    DataParallel,
-    Federated,
-    Local,
-    PopulationBased,
-)
+from stratagem.common.strategy import AllReduce, DataParallel, Federated, Local, PopulationBased
 from stratagem.common.strategy.search_space import (
     Categorical,
     Conditional,
@@ -51,7 +45,13 @@ from tests.common.strategy.strategies import EXAMPLES, json_values, training_str
 pytestmark = pytest.mark.core
 
 RING = DATA_PARALLEL | {"options": {"all_reduce": "ring"}}
-FEDERATED_JOB: dict[str, Any] = {**MINIMAL, "epochs": None, "strategy": FEDERATED}
+
+
+def in_rounds(**sections: Any) -> dict[str, Any]:
+    return {"epochs": None, "strategy": FEDERATED, **sections}
+
+
+FEDERATED_JOB = {**MINIMAL, **in_rounds()}
 
 
 def wrong(document: object) -> list[str]:
@@ -200,7 +200,7 @@ def test_fields_are_set_by_path(fields: dict[str, Any], expected: dict[str, Any]
         with_fields(job, {"batch_size.x": 1})
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(training_strategies, st.dictionaries(st.text("abc", min_size=1), json_values))
 def test_any_strategy_and_kwargs_survive(strategy: Any, kwargs: dict[str, Any]) -> None:
     job = JobSpec(
@@ -245,8 +245,6 @@ STAGES: dict[str, Any] = {
     "partitions": [{"node_ids": ["0"], "target": {"Tag": "any"}}],
     "communication": {"protocol": "Pipeline", "micro_batch_size": 8},
 }
-
-
 ONE = {"name": "a", "max_dims": 1}
 
 
@@ -275,10 +273,7 @@ def scheduled(**keys: Any) -> dict[str, Any]:
         ({"seed": 1.0}, "seed: 1.0 is not a whole number"),
         ({"name": "two words"}, "name: 'two words' is not 1 to 64 of A-Z"),
         ({"model": {"entrypoint": "no colon"}}, "model.entrypoint: 'no colon' is not of the form"),
-        (
-            {"model": {"entrypoint": "a:b", "kwarg": {}}},
-            "model.kwarg: unknown key; did you mean kw",
-        ),
+        ({"model": {"entrypoint": "a:b", "kwarg": {}}}, "model.kwarg: unknown key; did you mean k"),
         ({"data": {"path": "data.pkl"}}, "data.path: 'data.pkl' is not a .safetensors file; other"),
         (sgd(lr="fast"), "optimizer.lr: 'fast' is not a number"),
         (scheduled(name="cosin"), "optimizer.schedule.name: 'cosin' is not one of constant, linea"),
@@ -310,10 +305,7 @@ def scheduled(**keys: Any) -> dict[str, Any]:
         (sgd(schedule="step"), "optimizer.schedule.step_size_steps: missing; the step schedule"),
         (sgd(schedule="exponential"), "optimizer.schedule.gamma: missing; the exponential schedul"),
         (scheduled(name="cosine", power=2.0), "optimizer.schedule.power: belongs to the polynomia"),
-        (
-            scheduled(name="multistep", milestones=[4, 3]),
-            "optimizer.schedule.milestones: [4, 3] do not ascend",
-        ),
+        (scheduled(name="multistep", milestones=[4, 3]), "optimizer.schedule.milestones: [4, 3] d"),
         (sgd(schedule=[]), "optimizer.schedule.parts: mis"),
         ({"model": {"entrypoint": "a:b", "freeze": "enc"}}, "model.freeze: 'enc' is not a list"),
         (grouped({"max_dims": 0, "lr": 0.1}), "optimizer.groups[0].name: missing"),
@@ -323,10 +315,7 @@ def scheduled(**keys: Any) -> dict[str, Any]:
         (grouped({**ONE, "clip_norm": 1.0}), "optimizer.groups[0].clip_norm: belongs to the optim"),
         (sgd(schedule=["cosine", "linear"]), "optimizer.schedule.parts[0].steps: missing; every"),
         (sgd(schedule=[["linear"], "linear"]), "optimizer.schedule.parts[0]: is a chain; a chain"),
-        (
-            scheduled(name="chain", parts=["linear"], warmup_steps=3),
-            "optimizer.schedule.warmup_steps: has no meaning in a chain",
-        ),
+        (scheduled(name="chain", parts=["linear"], warmup_steps=3), "optimizer.schedule.warmup_st"),
         ({"evaluation": {"every": "often"}}, "evaluation.every: 'often' is not like 1 epoch"),
         ({"evaluation": {"every": "0 steps"}}, "evaluation.every: '0 steps' is not like"),
         ({"evaluation": {"best": "f1"}}, "evaluation.best: 'f1' is not measured; one of loss"),
@@ -352,50 +341,29 @@ def scheduled(**keys: Any) -> dict[str, Any]:
         ({"recording": {"client_steps": True}}, "recording.client_steps: belongs to Federated onl"),
         ({"evaluation": {"every": "1 round"}}, "evaluation.every: '1 round' is not allowed; Loc"),
         ({"checkpoint": {"every": "2 rounds"}}, "checkpoint.every: '2 rounds' is not allowed"),
-    ],
-)
-def test_wrong_values_are_named(changes: dict[str, Any], expected: str) -> None:
-    assert wrong({**MINIMAL, **changes})[0].startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"evaluation": {"every": "1 epoch"}}, "evaluation.every: '1 epoch' is not allowed; Fed"),
-        ({"checkpoint": {"every": "9 steps"}}, "checkpoint.every: '9 steps' is not allowed; Fed"),
-        ({"steps": 3}, "steps: has no meaning under Federated"),
+        (in_rounds(evaluation={"every": "1 epoch"}), "evaluation.every: '1 epoch' is not allowed;"),
+        (in_rounds(checkpoint={"every": "9 steps"}), "checkpoint.every: '9 steps' is not allowed;"),
+        (in_rounds(steps=3), "steps: has no meaning under Federated"),
         (
-            {"recording": {"steps": False, "client_steps": True}},
-            "recording.client_steps: needs recording.steps",
+            in_rounds(recording={"steps": False, "client_steps": True}),
+            "recording.client_steps: needs re",
         ),
-        ({"partition": {"method": "dirichlet", "alpha": 0}}, "partition.alpha: 0 is not allowed"),
-        ({"partition": {"method": "contiguous", "alpha": 1}}, "partition.alpha: belongs to"),
+        (in_rounds(partition={"method": "dirichlet", "alpha": 0}), "partition.alpha: 0 is not all"),
+        (in_rounds(partition={"method": "contiguous", "alpha": 1}), "partition.alpha: belongs to"),
         (
-            {"partition": {"method": "dirichlet", "labels_per_client": 2}},
+            in_rounds(partition={"method": "dirichlet", "labels_per_client": 2}),
             "partition.labels_per_client: belongs to method by_label only",
         ),
         (
-            {"data": {"worker_local": "scans"}, "partition": {"method": "contiguous"}},
+            in_rounds(data={"worker_local": "scans"}, partition={"method": "contiguous"}),
             "partition: worker_local data is divided by where it is",
         ),
-    ],
-)
-def test_federated_jobs_count_in_rounds(changes: dict[str, Any], expected: str) -> None:
-    assert wrong({**FEDERATED_JOB, **changes})[0].startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
         ({"accumulation": {"micro_batch_size": 8, "steps": 2}}, "accumulation.steps: micro_batch_"),
         ({"accumulation": {"steps": 0}}, "accumulation.steps: 0 is not allowed; must be >= 1"),
         ({"accumulation": {"micro_batch_size": 65}}, "accumulation.micro_batch_size: 65 rows is m"),
         ({"accumulation": {"steps": 65}}, "accumulation.steps: 65 micro-batches is more than batc"),
         ({"accumulation": {"non_finite": "skip"}}, "accumulation.non_finite: 'skip' is not one of"),
-        (
-            {"optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0}},
-            "optimizer.clip_norm: 0 is not allowed; must be > 0",
-        ),
+        ({"optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0}}, "optimizer.clip_norm: 0 is no"),
         ({"strategy": STAGES, "accumulation": {"steps": 2}}, "accumulation.steps: has no meaning"),
         (
             {"strategy": STAGES, "accumulation": {"micro_batch_size": 4}},
@@ -406,11 +374,11 @@ def test_federated_jobs_count_in_rounds(changes: dict[str, Any], expected: str) 
                 "strategy": DATA_PARALLEL | {"options": {"inner": STAGES}},
                 "accumulation": {"micro_batch_size": 4},
             },
-            "accumulation.micro_batch_size: 4 contradicts the Pipeline's communication.micro_ba",
+            "accumulation.micro_batch_size: 4 contradicts the P",
         ),
     ],
 )
-def test_accumulation_that_cannot_be_is_refused(changes: dict[str, Any], expected: str) -> None:
+def test_wrong_values_are_named(changes: dict[str, Any], expected: str) -> None:
     assert wrong({**MINIMAL, **changes})[0].startswith(expected)
 
 

@@ -53,18 +53,12 @@ PIPELINE = {
         ({"strategy": strategy(all_reduce="ring")}, "strategy.options.partition_state: ring all-r"),
         ({"strategy": strategy(local_steps=2)}, "strategy.options.partition_state: replicas with"),
         ({"strategy": strategy(inner=PIPELINE)}, "strategy.options.partition_state: ModelParallel"),
-        (
-            {"strategy": strategy(partition_state="parameters")},
-            "strategy.options.partition_state: 'parameters' is not one of none, optimizer, full",
-        ),
+        ({"strategy": strategy(partition_state="parameters")}, "strategy.options.partition_state:"),
         ({"strategy": FULL, "weight_average": {}}, "weight_average: is not allowed with strategy."),
         ({"strategy": FULL, "execution": {"mode": "Lazy"}}, "execution.mode: is not allowed with"),
         ({"strategy": FULL, "execution": {"precision": "Half"}}, "execution.precision: is not all"),
         ({"compression": "int8"}, "compression: is not allowed with strategy.options.partition_s"),
-        (
-            {"strategy": strategy(partition_state="none", mirror=1)},
-            "strategy.options.mirror: each worker has the whole state already; belongs to",
-        ),
+        ({"strategy": strategy(partition_state="none", mirror=1)}, "strategy.options.mirror: each"),
         ({"phases": {}}, "phases: is not allowed with strategy.options.partition_state"),
         ({"turns": TURNS, "optimizer": None, "loss": None}, "turns: is not allowed with strategy."),
         (

@@ -80,7 +80,6 @@ def kinds(stub: Any) -> dict[str, Any]:
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
 METHODS = ["Describe", "GetState", "ApplyGradients", "SetState"]
-
 ERRORS: list[tuple[Exception, str]] = [
     (errors.InvalidInputError.at("job.lr", "-1 is negative"), "INVALID_ARGUMENT"),
     (errors.OutOfRangeError.at("offset", "7"), "OUT_OF_RANGE"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from typing import Any
@@ -36,6 +34,7 @@ from tests.common.rpc.rig import Store, fragile_wire, serving, stub_of
 from tests.common.rpc.tensor_store import EAGER, Download, download, filled
 from tests.common.tensors.strategies import make_tensor, same_bits
 from tests.patience import PATIENCE_S, growing
+from tests.programs import run
 
 NUM_CHUNKS = 6
 STATE_OF_TWO = {"x": torch.arange(7), "y": torch.zeros(2, 3)}
@@ -279,7 +278,7 @@ async def test_silent_caller_is_told_so() -> None:
 
 
 MEMORY = """
-import asyncio, resource, sys, threading
+import asyncio
 import numpy, torch
 from stratagem.common.process.malloc import tune_malloc
 from stratagem.common.tensors.chunks import CHUNK_BYTES
@@ -317,10 +316,7 @@ asyncio.run(main())
 
 def test_a_download_needs_its_tensor_and_little_more() -> None:
     """96 MiB are received in place: a second copy of them would be seen."""
-    run = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert run(MEMORY)[0] == 0
 
 
 class Taken:

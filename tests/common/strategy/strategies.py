@@ -11,7 +11,6 @@ from stratagem.common import strategy as s
 from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
 
 Made = TypeVar("Made")
-
 _counts = st.integers(1, 2**64 - 1)
 _texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 _shares = st.floats(0, 1, exclude_min=True)
@@ -41,7 +40,6 @@ json_values = st.recursive(
     ),
     max_leaves=8,
 )
-
 _topologies = st.sampled_from(
     ["ring", "complete", "star", "torus", "torus:2x3", "hypercube", "exponential", "random:3"]
 )
@@ -116,7 +114,6 @@ training_strategies: st.SearchStrategy[s.Strategy] = st.one_of(
     ),
     _made(s.Custom, _texts, json_values),
 )
-
 EXAMPLES: tuple[str, ...] = (
     '{"type":"Local"}',
     '{"type":"DataParallel","num_replicas":3,"aggregation":{"method":"AllReduce"}}',

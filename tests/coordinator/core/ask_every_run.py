@@ -8,31 +8,27 @@ from collections.abc import Iterator
 
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.commands import JournalEntry
-from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.core.state_machine.apply import apply
+from stratagem.coordinator.core.state import CoordinatorState, World
 from stratagem.coordinator.core.state_machine.decide import key_of, limited, world_of
 from stratagem.coordinator.core.state_machine.strategy_boundary import ask, deadline_of
 
 
-def settle(state: CoordinatorState, now_s: float) -> Iterator[JournalEntry]:
-    """Facts that follow from the state; each is applied before the next is asked for."""
-    counts = Counter[RunId]()
-    while (entry := next(_decisions(state, now_s), None)) is not None:
-        counts[entry.run_id] += 1
-        entry = limited(entry, counts[entry.run_id])
-        yield entry
-        state = apply(state, entry.run_id, entry.fact, now_s)
+def next_entry(
+    state: CoordinatorState, world: World, now_s: float, followed: Counter[RunId]
+) -> JournalEntry | None:
+    """The next fact that follows from the state, after so many of each run; None for none."""
+    entry = next(_decisions(state, world, now_s), None)
+    return entry and limited(entry, followed[entry.run_id] + 1)
 
 
-def next_deadline(state: CoordinatorState) -> float | None:
+def next_deadline(state: CoordinatorState, world: World | None = None) -> float | None:
     """Leader-clock time at which a Tick is due."""
-    world = world_of(state)
+    world = world or world_of(state)
     deadlines = [deadline_of(run, world) for run in state.runs.values() if run.ended is None]
     return min((d for d in deadlines if d is not None), default=None)
 
 
-def _decisions(state: CoordinatorState, now_s: float) -> Iterator[JournalEntry]:
-    world = world_of(state)
+def _decisions(state: CoordinatorState, world: World, now_s: float) -> Iterator[JournalEntry]:
     for run_id, run in state.runs.items():
         if run.ended is not None:
             continue

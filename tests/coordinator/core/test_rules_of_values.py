@@ -190,17 +190,6 @@ def test_no_slot_is_given_twice_and_nobody_is_overtaken(
         assert (request in granted) is not bool(request.slots & (taken | asked_before))
 
 
-@given(st.lists(SLOTS, max_size=6))
-def test_everybody_is_served_when_those_before_are_done(slots: list[frozenset[str]]) -> None:
-    left, served = waiting(*slots), 0
-    while left:
-        granted = grant(left, "")
-        assert left[0] in granted
-        left = [request for request in left if request not in granted]
-        served += len(granted)
-    assert served == len(slots)
-
-
 # ---- a span of events: what it takes, and what is left of it ----
 
 

@@ -50,8 +50,6 @@ JOBS = {
     "Population": job_text(population(generations=2), **POPULATION_SECTIONS),
     "Evaluation": evaluation_only(LOCAL),
 }
-
-
 PHASES = {
     "Local": ["WAITING", "BUILDING", "TRAINING", "COMMITTING", ""],
     "DataParallel": ["WAITING", "BUILDING", "TRAINING", "COMMITTING", ""],
@@ -248,11 +246,7 @@ def test_runs_that_count_rounds_show_what_a_fact_has_changed() -> None:
 
 
 PRIVACY = {"clip": {"norm": 8.0}, "noise_multiplier": 1.0, "target": {"delta": 1e-5}}
-
-
 TEN = {**FEDERATED, "num_clients": 10, "client_selection": {"method": "Random", "fraction": 0.5}}
-
-
 CLIENT = re.compile(r"\bclients? \d|\d of \d+ |(worker|client)_id.{0,5}\bb\b")
 
 

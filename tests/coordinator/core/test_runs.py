@@ -367,3 +367,11 @@ def test_what_the_next_process_tells_of_an_older_one_is_not_believed_of_this_one
     simulation.tell(register("a", 1, ending("a", 7, status=3, is_stopped=True)))
     fact = simulation.fact(f.ProcessDied)
     assert (fact.status, fact.at, fact.lines) == (None, None, ())
+
+
+def test_a_death_is_that_of_the_party_at_work_alone() -> None:
+    simulation = start(job_text(population(2), **POPULATION_SECTIONS), "a")
+    while len(simulation.due(RunSegment)) < 2:
+        simulation.step()
+    dies(simulation, 0, run_id=RUN, party="member1", status=3)
+    assert [fact.party for fact in simulation.facts(f.ProcessDied)] == ["member1"]

@@ -114,16 +114,16 @@ def test_own_metrics_are_weighted_by_rows() -> None:
     assert range_of(merged, "test.loss") == (1.0, 2.0)
 
 
-def local(rounds: int = 1, **evaluation: object) -> str:
+def local(rounds: int = 1, num_clients: int = 3, **evaluation: object) -> str:
     spec = {"split": "test", "metrics": ["accuracy"], **evaluation}
-    strategy = {**FEDERATED, "num_clients": 3, "rounds": rounds}
+    strategy = {**FEDERATED, "num_clients": num_clients, "rounds": rounds}
     return job_text(strategy, data={"worker_local": "ward"}, evaluation=spec)
 
 
-def evaluating(job: str | None = None) -> Simulation:
+def evaluating(job: str | None = None, sites: str = "abc") -> Simulation:
     """A federation whose clients are about to evaluate round 1."""
     simulation = start(job or local(metrics=NAMES))
-    simulation.sites("abc")
+    simulation.sites(sites)
     simulation.until_due(EvaluateState)
     simulation.queue.clear()
     return simulation
@@ -235,8 +235,8 @@ def test_a_value_over_some_rows_is_not_published_as_one_over_all(changes: Any) -
 
 
 def test_three_workers_are_asked_but_nobody_else_where_states_do_not_go_together() -> None:
-    simulation = said()
-    simulation.sites("d")
+    simulation = evaluating(local(1, 4, metrics=NAMES), "abcd")
+    simulation.report(*map(says, range(4)))
     for name in "abc":
         effect = simulation.due_one(MergeMetrics)
         assert effect.member == member(name)
@@ -246,7 +246,7 @@ def test_three_workers_are_asked_but_nobody_else_where_states_do_not_go_together
     assert f"{F1}.micro" not in found.metrics
     assert f"{F1}.micro.client_mean" in found.metrics
     failed = simulation.facts(MetricsMerged)[0]
-    assert "3 clients could not be merged: a: ValueError" in sentence(failed)
+    assert "4 clients could not be merged: a: ValueError" in sentence(failed)
     simulation = said()
     effect = simulation.due_one(MergeMetrics)
     simulation.report(merged(effect, metrics={}, worker_id="", reason="client 2 has others"))

@@ -1,136 +1,38 @@
-"""Open rosters in the pure core: clients join, leave, return, are awaited and sit on the bench."""
+"""Open rosters in the pure core: clients join, leave, return and are awaited."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from stratagem.common.job.evaluation.client_spread import without_spreads
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.effects import AggregateRound, EvaluateState
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import pending
-from tests.coordinator.core.ask_every_run import next_deadline
-from tests.coordinator.core.jobs import (
-    FEDERATED,
-    POPULATION_SECTIONS,
-    job_text,
-    population,
-    refusal,
+from tests.coordinator.core.jobs import job_text
+from tests.coordinator.core.simulation import do, start, trained
+from tests.coordinator.strategies.open_rosters import (
+    GPU,
+    WARD,
+    answer,
+    begun,
+    clients_due,
+    close_until,
+    closing,
+    deadline,
+    drain,
+    fail,
+    failure,
+    federation,
+    fold,
+    later,
+    leave,
+    left,
+    roster,
+    selected,
 )
-from tests.coordinator.core.simulation import RUN, Simulation, do, member, rejected, start, trained
 
 pytestmark = pytest.mark.core
-
-
-WARD = {"worker_local": "ward"}
-EVALUATION = {"split": "test", "metrics": []}
-GPU = {"method": "ByCapability", "required_tags": ["gpu"]}
-
-
-def federation(num_clients: int = 5, rounds: int = 3, **options: Any) -> dict[str, Any]:
-    roster = {"open": True, "min_clients": 2, "wait_s": 60.0} | options.pop("roster", {})
-    options = {"roster": roster, **options}
-    return {**FEDERATED, "num_clients": num_clients, "rounds": rounds, "options": options}
-
-
-def begun(
-    workers: Iterable[str], strategy: dict[str, Any] | None = None, **changes: Any
-) -> Simulation:
-    """A federation of sites whose first round is open where they are enough, and nobody has
-    answered."""
-    simulation = Simulation()
-    simulation.sites(workers)
-    sections = {name: each for name, each in ({"data": WARD} | changes).items() if each}
-    text = job_text(strategy or federation(), **sections)
-    simulation.tell(c.SubmitRun(RUN, text, 0.0))
-    while simulation.queue and not simulation.facts(f.ClientsSelected):
-        simulation.step()
-    simulation.queue.clear()
-    return simulation
-
-
-def answer(simulation: Simulation, *clients: int) -> None:
-    """These clients of the open round send their updates; the round is folded if it closes."""
-    for effect in trained(simulation):
-        if effect.client in clients:
-            simulation.report(do(effect))
-    fold(simulation)
-
-
-def fold(simulation: Simulation) -> None:
-    """Let the fold of a closed round happen, and its evaluation, and nothing else."""
-    simulation.seen = set()
-    simulation.queue.clear()
-    while simulation.record.value.accepted:
-        simulation.report(do(simulation.due_one(AggregateRound)))
-    simulation.queue.clear()
-
-
-def failure(simulation: Simulation, client: int, cause: Cause, **more: Any) -> f.UpdateRejected:
-    of_round = simulation.record.value.round_num
-    return rejected(client, more.pop("reason", cause.value), cause, round_num=of_round, **more)
-
-
-def fail(
-    simulation: Simulation, *clients: int, cause: Cause = Cause.EXCEPTION, **more: Any
-) -> None:
-    for client in clients:
-        simulation.report(failure(simulation, client, cause, **more))
-        fold(simulation)
-
-
-def close_until(simulation: Simulation, client: int, opens_in_s: float) -> None:
-    reason = f"site {client} is closed: opens Mon 19:00"
-    fail(simulation, client, cause=Cause.OUTSIDE_WINDOW, reason=reason, opens_in_s=opens_in_s)
-
-
-def leave(simulation: Simulation, names: str, why: str = "stopped") -> None:
-    for name in names:
-        simulation.tell(c.LeaveWorker(member(name), why))
-
-
-def drain(simulation: Simulation, names: str) -> None:
-    for name in names:
-        simulation.tell(c.DrainWorker(member(name)))
-
-
-def evaluate(simulation: Simulation) -> None:
-    simulation.report(*map(do, simulation.due(EvaluateState)))
-    simulation.queue.clear()
-
-
-def later(simulation: Simulation, seconds: float) -> None:
-    simulation.tick(simulation.now_s + seconds)
-
-
-def roster(simulation: Simulation) -> dict[int, str]:
-    return {b.client: b.worker_id for b in simulation.record.value.roster}
-
-
-def selected(simulation: Simulation) -> list[tuple[int, tuple[int, ...]]]:
-    return [(fact.round_num, fact.clients) for fact in simulation.facts(f.ClientsSelected)]
-
-
-def clients_due(simulation: Simulation) -> list[int]:
-    return [effect.client for effect in trained(simulation)]
-
-
-def deadline(simulation: Simulation) -> float | None:
-    return next_deadline(simulation.state)
-
-
-def closing(simulation: Simulation) -> tuple[list[int], str]:
-    """Who is in the only round that was closed, and why it was."""
-    closed = simulation.fact(f.RoundClosed)
-    return [accepted.client for accepted in closed.accepted], closed.reason
-
-
-def left(simulation: Simulation) -> list[tuple[int, str]]:
-    return [(fact.client, fact.reason) for fact in simulation.facts(f.ClientLeft)]
 
 
 # ---- who joins, and what is waited for ----
@@ -161,17 +63,6 @@ def test_numbers_are_the_order_of_joining_and_stay() -> None:
     assert simulation.record.ended is RunPhase.COMPLETED
     assert not simulation.record.is_reproducible, "who was there when has decided"
     simulation.crash()
-
-
-def test_no_more_than_num_clients_join_and_numbers_are_not_given_twice() -> None:
-    simulation = begun("ab", federation(num_clients=3, rounds=9))
-    simulation.sites("cd")
-    answer(simulation, 0, 1)
-    assert roster(simulation) == {0: "a", 1: "b", 2: "c"}
-    leave(simulation, "c")
-    answer(simulation, 0, 1)
-    answer(simulation, 0, 1)
-    assert roster(simulation) == {0: "a", 1: "b", 2: "c"}, "the place of c is kept for it"
 
 
 def test_many_join_at_once_with_few_facts() -> None:
@@ -506,154 +397,3 @@ def test_sites_without_the_tags_join_but_are_not_asked_and_are_no_round() -> Non
     leave(simulation, "ab")
     fold(simulation)
     assert simulation.reason == "round 2: 2 of 2 sites, none with the tags that are required"
-
-
-# ---- evaluation ----
-
-
-def test_an_evaluation_goes_on_without_a_client_that_has_left() -> None:
-    simulation = begun("abc", federation(rounds=2), evaluation=EVALUATION)
-    answer(simulation, 0, 1, 2)
-    leave(simulation, "c")
-    said = simulation.fact(f.ClientEvaluated)
-    assert (said.client, said.has_left) == (2, True)
-    assert said.reason == "it has left: its worker was stopped"
-    evaluate(simulation)
-    done = simulation.fact(f.Evaluated)
-    assert done.without == ()
-    assert without_spreads(done.metrics) == {"test.loss": 2.0}
-    answer(simulation, 0, 1)
-    simulation.lose("a")
-    evaluate(simulation)
-    assert simulation.record.ended is None
-    later(simulation, 60.0)
-    assert simulation.record.ended is RunPhase.COMPLETED
-    assert len(simulation.facts(f.Evaluated)) == 2
-
-
-def test_the_lost_are_awaited_to_evaluate_and_nobody_is_where_all_have_left() -> None:
-    simulation = begun("ab", federation(rounds=1), evaluation=EVALUATION)
-    answer(simulation, 0)
-    simulation.lose("a")
-    answer(simulation, 1)
-    evaluate(simulation)
-    assert deadline(simulation) == 60.0
-    simulation.sites("a", 1)
-    assert deadline(simulation) is None
-    evaluate(simulation)
-    assert simulation.record.ended is RunPhase.COMPLETED
-    simulation = begun("ab", federation(rounds=1), evaluation=EVALUATION)
-    answer(simulation, 0, 1)
-    leave(simulation, "ab")
-    done = simulation.fact(f.Evaluated)
-    assert (done.without, done.metrics) == ((0, 1), {})
-    assert sentence(done) == "segment 1 evaluated by nobody: all its clients have left"
-    assert simulation.record.ended is RunPhase.COMPLETED
-
-
-def test_early_stop_follows_the_evaluations_of_those_that_are_there() -> None:
-    evaluation = {**EVALUATION, "stop": {"metric": "loss", "mode": "min", "patience": 1}}
-    simulation = begun("ab", federation(rounds=9), evaluation=evaluation)
-    for _ in range(2):
-        answer(simulation, 0, 1)
-        evaluate(simulation)
-    reason = simulation.fact(f.StoppedEarly).reason
-    assert reason.startswith("stopped early after 2 rounds: test.loss has not improved")
-
-
-# ---- the bench ----
-
-
-def striking(num_clients: int = 2, limit: int = 2, **options: Any) -> dict[str, Any]:
-    strikes = {"strikes": {"limit": limit, "bench_rounds": 2}}
-    return {**FEDERATED, "num_clients": num_clients, "rounds": 8, "options": strikes | options}
-
-
-def test_failures_in_a_row_put_a_client_on_the_bench() -> None:
-    simulation = begun("ab", striking())
-    for _ in range(2):
-        answer(simulation, 0)
-        fail(simulation, 1)
-    benched = simulation.fact(f.ClientBenched)
-    assert (benched.client, benched.until_round) == (1, 5)
-    assert sentence(benched) == (
-        "client 1 takes no part until round 5: rejected in 2 rounds in a row: exception"
-    )
-    opened = simulation.facts(f.ClientsSelected)[-1]
-    assert opened.clients == (0,)
-    assert opened.excused == (f.Excused(reason="benched until round 5", clients=(1,)),)
-    assert simulation.record.is_reproducible, "the failures of the job's own decide it"
-    simulation.crash()
-    simulation.queue.clear()
-    back = simulation.fork()
-    answer(simulation, 0)
-    answer(simulation, 0)
-    assert selected(simulation)[-1] == (5, (0, 1))
-    fail(simulation, 1)
-    answer(simulation, 0)
-    answer(simulation, 0, 1)  # which ends the row
-    fail(simulation, 1)
-    answer(simulation, 0)
-    assert len(simulation.facts(f.ClientBenched)) == 1
-    assert [clients for _, clients in selected(simulation)] == [
-        (0, 1), (0, 1), (0,), (0,), (0, 1), (0, 1), (0, 1), (0, 1),
-    ]  # fmt: skip
-    answer(back, 0)
-    back.tell(c.CancelRun(RUN))
-    back.run()
-    back.tell(c.ResumeRun(RUN, from_segment=2))
-    assert not back.record.value.attendance.benched, "an earlier commit forgets strikes"
-    assert not back.record.is_reproducible
-
-
-def test_a_failure_made_good_is_no_strike_and_benched_clients_do_not_count_as_here() -> None:
-    simulation = begun("a", striking(1, 1, on_missing_quorum="wait"))
-    fail(simulation, 0)
-    simulation.sites("a", 1)
-    answer(simulation, 0)
-    assert selected(simulation)[-1] == (2, (0,))
-    assert not simulation.facts(f.ClientBenched)
-    simulation = begun("ab", federation(rounds=9, strikes={"limit": 1, "bench_rounds": 2}))
-    answer(simulation, 0)
-    fail(simulation, 1)
-    assert simulation.reason == "round 2: 1 of 2 sites; benched until round 4: client 1 (b)"
-    simulation.sites("c")
-    assert selected(simulation)[-1] == (2, (0, 2))
-
-
-def test_a_resumption_asks_whoever_is_here() -> None:
-    simulation = begun("ab", federation(rounds=4))
-    answer(simulation, 0)
-    fail(simulation, 1, cause=Cause.OUTSIDE_WINDOW)
-    for segment in (None, 1):
-        simulation.tell(c.CancelRun(RUN))
-        simulation.report(*map(do, pending(simulation.state)))
-        simulation.tell(c.ResumeRun(RUN, from_segment=segment))
-        answer(simulation, 0, 1)
-    while simulation.record.ended is None:
-        answer(simulation, 0, 1)
-    assert simulation.record.ended is RunPhase.COMPLETED
-    simulation.crash()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "said"),
-    [
-        (federation(inner={"type": "Local"}), "who joins an open roster is one"),
-        (federation(roster={"min_clients": 9}), "min_clients: 9 is more than num_clients, 5"),
-        (
-            {**FEDERATED, "options": {"roster": {"open": False, "wait_s": 5.0}}},
-            "belongs to an open roster",
-        ),
-        (federation(quorum=3), "a round could not close"),
-        (
-            federation(robust={"name": "median"}),
-            "roster.min_clients: 2 is less than the 3 updates that robust needs",
-        ),
-        (federation(strikes={"limit": 2}, on_client_error="fail"), "no client fails twice"),
-        (population(inner=federation(rounds=5)), "roster.open: inside another strategy"),
-    ],
-)
-def test_what_is_not_defined_is_refused_at_submit(strategy: dict[str, Any], said: str) -> None:
-    sections = POPULATION_SECTIONS if strategy["type"] == "PopulationBased" else {}
-    assert said in refusal(job_text(strategy, **sections))

@@ -21,15 +21,9 @@ pytestmark = pytest.mark.core
 
 
 NAMES = "abcdef"
-
-
 NUM_CLIENTS = 4
 """Fewer than there are workers: not everybody can join."""
-
-
 CAUSES = (Cause.EXCEPTION, Cause.NOT_FINITE, Cause.OUTSIDE_WINDOW, Cause.REFUSED_BY_SITE)
-
-
 options = st.fixed_dictionaries(
     {
         "roster": st.fixed_dictionaries(
@@ -52,11 +46,7 @@ options = st.fixed_dictionaries(
     },
 )
 ALL = {"method": "All"}
-
-
 RANDOM = {"method": "Random", "fraction": 0.6}
-
-
 moves = st.lists(
     st.tuples(
         st.sampled_from(["come", "lose", "stop", "drain", "work", "fail", "late", "time", "crash"]),
@@ -168,7 +158,7 @@ class Life:
                 if self.simulation.record.ended or not effects:
                     break
                 self.simulation.tell(c.Report(RUN, do(effects[0])))
-                self.check()
+            self.check()
             self.later(30.0)
             self.check()
 
@@ -180,7 +170,7 @@ def joins(simulation: Simulation) -> Iterator[tuple[int, str]]:
 
 
 @given(options, st.sampled_from([ALL, RANDOM]), moves)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 def test_any_life_replays_and_ends(
     chosen: dict[str, Any], selection: dict[str, Any], played: list[tuple[str, int]]
 ) -> None:

@@ -41,10 +41,14 @@ def closed(simulation: Simulation) -> list[f.GenerationClosed]:
 INNER = {
     "Local": None,
     "DataParallel": {**DATA_PARALLEL, "num_replicas": 2},
-    "Federated": {**FEDERATED, "num_clients": 3, "rounds": 5},
+    "Federated": {**FEDERATED, "num_clients": 3, "rounds": 2},
 }
 ERROR = f.ErrorRecord(type="E", message="m", traceback="t", worker_id="a", activity="step")
-BY_LOSS = {**POPULATION_SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": "loss"}}
+BY_LOSS = {
+    **POPULATION_SECTIONS,
+    "evaluation": {"metrics": ["accuracy"], "best": "loss"},
+    "steps_per_generation": 2,
+}
 
 
 def failed(number: int, reason: str = "E: m", error: f.ErrorRecord | None = None) -> f.PartyFailed:
@@ -61,7 +65,7 @@ def test_generations_go_by_and_each_is_a_commit(inner: str) -> None:
     assert [commit.segment for commit in run.commits] == [1, 2, 3]
     assert [len(fact.scores) for fact in closed(simulation)] == [4, 4, 4]
     assert [len(fact.copied) for fact in closed(simulation)] == [1, 1, 0]
-    assert closed(simulation)[-1].step == 15
+    assert closed(simulation)[-1].step == 6
     assert run.is_reproducible
 
 
@@ -238,7 +242,9 @@ def test_asynchronous_members_do_not_wait_and_say_what_their_state_was_trained_w
 
 
 def test_rejected_clients_of_all_members_are_named_in_the_last_sentence() -> None:
-    simulation = start(job_text(population(inner=INNER["Federated"]), **BY_LOSS), "a", "b")
+    half = {"method": "Truncation", "fraction": 0.5}
+    strategy = population(2, 2, INNER["Federated"], half)
+    simulation = start(job_text(strategy, **BY_LOSS), "a", "b")
     while simulation.queue:  # whatever the client of any member sends is rejected
         fact = simulation.queue.popleft().fact
         if isinstance(fact, f.UpdateReceived) and fact.client == 1:
@@ -248,8 +254,8 @@ def test_rejected_clients_of_all_members_are_named_in_the_last_sentence() -> Non
     run = simulation.record
     assert run.ended is RunPhase.COMPLETED
     assert any(fact.copied for fact in closed(simulation))  # what a copy leaves behind counts, too
-    # 4 members, 3 generations, 5 rounds each
-    assert run.reason.endswith("; rejected: client 1 in 60 rounds (KeyError: 'label')")
+    # 2 members, 2 generations, 2 rounds each
+    assert run.reason.endswith("; rejected: client 1 in 8 rounds (KeyError: 'label')")
     simulation.crash()
 
 

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
@@ -74,14 +74,8 @@ def refusal(sections: dict[str, Any]) -> str:
         ({"epochs": 3}, "epochs: has no meaning under PopulationBased; steps_per_generation"),
         ({"checkpoint": {"every": "1 generation"}}, "checkpoint.every: is not allowed"),
         (space({"lr": LENGTH}), "search_space.lr: is not a hyperparameter"),
-        (
-            space({"optimizer.lr": {"low": -0.5, "high": 1.0}}),
-            "search_space.optimizer.lr: -0.5 is not allowed; must be > 0",
-        ),
-        (
-            space(SLOPE | OF_STEP),
-            "search_space.optimizer.schedule.name: 'slope' is not one of constant, linear, cosine",
-        ),
+        (space({"optimizer.lr": {"low": -0.5, "high": 1.0}}), "search_space.optimizer.lr: -0.5 is"),
+        (space(SLOPE | OF_STEP), "search_space.optimizer.schedule.name: 'slope' is not one of con"),
         (space(LR | CLIP), "search_space.optimizer.clip_norm: 0.0 is not allowed; must be > 0"),
         (space(PLATEAU), "search_space.optimizer.schedule.name: plateau is not allowed in a popul"),
         (space({"optimizer.lr": {"low": 1.0}}), "search_space.optimizer.lr.high: missing"),
@@ -176,8 +170,6 @@ def test_a_keyword_is_not_blamed_for_what_else_is_wrong_with_an_optimizer() -> N
 
 
 SCORES = st.lists(st.none() | st.floats(-100, 100), min_size=1, max_size=9)
-
-
 SPACE = SearchSpace(
     (
         Float("lr", 1e-4, 1.0, Scale.LOG),
@@ -197,6 +189,7 @@ def streams(num: int, seed: int = 0) -> list[Random]:
     return [stream(seed, member, 1) for member in range(num)]
 
 
+@settings(max_examples=50)
 @given(SCORES, st.floats(0.01, 1.0), st.integers(0, 1000))
 def test_truncation(scores: list[float | None], fraction: float, seed: int) -> None:
     copies = donors(Truncation(fraction), scores, streams(len(scores), seed))
@@ -224,6 +217,7 @@ def test_truncation_counts_binary_is_strict_and_nobody_copies_where_nobody_is_va
         assert donors(exploit, [None, None, None], streams(3)) == {}
 
 
+@settings(max_examples=50)
 @given(SCORES, st.floats(0.0, 50.0), st.integers(0, 1000))
 def test_binary(scores: list[float | None], threshold: float, seed: int) -> None:
     copies = donors(Binary(threshold), scores, streams(len(scores), seed))
@@ -252,6 +246,7 @@ def is_inside(params: dict[str, JSON]) -> bool:
     return params.keys() == numbers.keys() and all(f(params[name]) for name, f in numbers.items())
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 10_000))
 def test_draws_lie_inside(seed: int) -> None:
     drawn = draw(SPACE, stream(seed, 3, 0))
@@ -260,6 +255,7 @@ def test_draws_lie_inside(seed: int) -> None:
     assert is_inside(explored(Resample(), SPACE, drawn, stream(seed, 3, 1)))
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 10_000), st.floats(0.0, 1.0))
 def test_perturbation(seed: int, factor: float) -> None:
     before = draw(SPACE, stream(seed, 0, 0))

@@ -31,11 +31,7 @@ UPDATES = (
     update(1, 1.0, norm=9.0, skipped=0, sent=8),
     update(2, 2.0, norm=3.0, skipped=2, sent=9),
 )
-
-
 MEAN = 2.0
-
-
 EXPECTED = {
     "train.loss": MEAN,
     "train.loss_max": 4.0,

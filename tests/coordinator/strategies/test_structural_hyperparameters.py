@@ -12,7 +12,6 @@ from stratagem.common.job.optimizer.search_section import read_short_form
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import ExploreStrategy, Perturbation, Resample
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.population.evolution import draw, explored, stream
@@ -29,7 +28,7 @@ from tests.coordinator.core.jobs import (
     population,
     refusal,
 )
-from tests.coordinator.core.simulation import RUN, Simulation, start
+from tests.coordinator.core.simulation import Simulation, start
 
 pytestmark = pytest.mark.core
 
@@ -44,11 +43,7 @@ SPACE: dict[str, Any] = {
     "model.kwargs.gate": {"low": 1, "high": 3, "when": {"model.kwargs.kind": ["gated"]}},
     "loss.kwargs.label_smoothing": {"low": 0.0, "high": 0.2},
 }
-
-
 EXPLORE: list[ExploreStrategy] = [Perturbation(0.2), Resample()]
-
-
 WIDTH, KIND = "model.kwargs.width", "model.kwargs.kind"
 
 
@@ -78,6 +73,7 @@ def test_the_optimizer_is_structural_by_definition_and_others_by_declaration() -
     assert parents == {"model.kwargs.gate", KIND}, "what decides whether it is there"
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.sampled_from(EXPLORE), st.sets(st.sampled_from(sorted(SPACE))))
 def test_exploring_leaves_the_kept_alone_and_draws_the_others_as_ever(
     seed: int, explore: ExploreStrategy, names: set[str]
@@ -173,7 +169,7 @@ def evolve(simulation: Simulation) -> list[tuple[dict[str, Any], dict[str, Any]]
     ("explore", "asynchronous"), [("Perturbation", False), ("Resample", False), ("Resample", True)]
 )
 def test_copies_have_the_donors_structure(explore: str, asynchronous: bool) -> None:
-    strategy = population(size=6, generations=4, asynchronous=asynchronous)
+    strategy = population(size=6, generations=3, asynchronous=asynchronous)
     strategy["exploit"] = {"method": "Truncation", "fraction": 0.5}
     strategy["explore"] = {"method": explore, **({"factor": 0.5} if explore[0] == "P" else {})}
     text = job_text(strategy, **{**POPULATION_SECTIONS, "search_space": SPACE})
@@ -186,7 +182,7 @@ def test_copies_have_the_donors_structure(explore: str, asynchronous: bool) -> N
         assert {n: donor.get(n) for n in kept} == {n: copy.get(n) for n in kept}
         assert donor["optimizer.lr"] != copy["optimizer.lr"]
     assert any(donor["model.kwargs.depth"] != copy["model.kwargs.depth"] for donor, copy in pairs)
-    if not asynchronous:
+    if explore == "Perturbation":
         crashed = start(text, "a", "b", structural=structural)
         crashed.until(f.ModelBuilt)
         crashed.crash()
@@ -235,24 +231,6 @@ def test_the_order_of_a_search_space_has_no_meaning(
     assert other.canonical_json() == first.canonical_json()
     formed = [form(spec, PopulationRun(f.ROOT, BUILT_IN)) for spec in (first, other)]
     assert formed[0] == formed[1]
-
-
-def test_the_same_job_in_another_order_is_the_same_job_and_its_copies_draw_alike() -> None:
-    """Also where the first one was submitted by a version that kept the order."""
-    names = sorted(SPACE, reverse=True)
-    simulation = start(document(SPACE), "a")
-    number = len(simulation.journal)
-    again = document({name: SPACE[name] for name in names})
-    assert again != document(SPACE)
-    assert simulation.tell(SubmitRun(RUN, again, 1.0)) == ()
-    assert len(simulation.journal) == number
-    ends = []
-    for order in (names[::-1], names):
-        listed = search_space_of(document({name: SPACE[name] for name in order}))
-        listed["dimensions"] = sorted(listed["dimensions"], key=lambda e: order.index(e["name"]))
-        ends.append(evolve(start(document(listed, generations=3), "a", "b")))
-    assert ends[0] == ends[1]
-    assert ends[0]
 
 
 # ---- keywords of optimizers ----
