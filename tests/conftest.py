@@ -46,12 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class WithItsCluster(LoadFileScheduling):  # type: ignore[misc]
-    """Gives the tests of a file to one process, and those of a folder that share a cluster."""
+    """Gives the tests of a file to one process, and those of a folder that share a cluster, or the
+    parsed source."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         folder = file.rpartition("/")[0]
-        return folder if folder in ("tests/cluster", "tests/crash") else file
+        return folder if folder in ("tests/cluster", "tests/crash", "tests/house") else file
 
 
 @pytest.hookimpl(optionalhook=True)
