@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -107,6 +108,7 @@ def test_a_list_has_a_metric_of_the_evaluation(
 def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
     address: str, job_file: Path
 ) -> None:
+    """And neither torch nor a server ever is: the client needs none of them."""
     ours, theirs = pty.openpty()
     program = [sys.executable, "-X", "importtime", *PROGRAM[1:], "run", str(job_file)]
     process = subprocess.Popen(
@@ -123,6 +125,9 @@ def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
     assert "grpc" in after
     assert "mine  Local" in after
     assert "COMPLETED  1 epoch done" in after
+    imported = set(re.findall(r"\| +([\w.]+)\r?$", shown.decode(), re.MULTILINE))
+    assert "stratagem.client" in imported
+    assert not imported & {"torch", "sqlalchemy", "stratagem.coordinator", "stratagem.worker"}
 
 
 def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoordinator) -> None:
