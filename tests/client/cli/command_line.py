@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from functools import cache
 
 from typer import testing
+from typer.main import get_command
 
 from stratagem.client.cli.main import app
 
 PROGRAM = [sys.executable, "-m", "stratagem.program"]
 
 # To look through all commands and their options takes longer than most commands do.
-testing._get_command = cache(testing._get_command)
+testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 
 
 def invoke(*arguments: object, env: Mapping[str, str] | None = None) -> testing.Result:
