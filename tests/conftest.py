@@ -45,16 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(LeftBehind(), "left_behind")
 
 
-SHARES_SERVERS = ("tests/cluster", "tests/crash", "tests/coordinator/store")
+SHARE = ("tests/cluster", "tests/crash", "tests/coordinator/store", "tests/house")
 
 
 class WithItsCluster(LoadFileScheduling):  # type: ignore[misc]
-    """Gives the tests of a file to one process, and those of a folder that share servers."""
+    """Gives the tests of a file to one process, and those of a folder that share servers, or
+    what they have parsed."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         folder = file.rpartition("/")[0]
-        return folder if folder in SHARES_SERVERS else file
+        return folder if folder in SHARE else file
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import grpc
@@ -41,6 +42,7 @@ JOB: dict[str, Any] = {
 FINAL = (pb.RUN_PHASE_COMPLETED, pb.RUN_PHASE_FAILED, pb.RUN_PHASE_CANCELLED)
 
 
+@cache
 def make_state(num_floats: int = 1_000_000) -> tuple[Manifest, list[memoryview]]:
     """A state of about 4 MB: two tensors of a model and one of its optimizer."""
     weight = np.arange(num_floats, dtype=np.float32)

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
 from stratagem.client.launch.kubernetes_job import as_text, kubernetes_job, submit
 from stratagem.client.launch.kubernetes_pod import GRACE_S, MAX_PER_POD, Object, PodShape
 from stratagem.client.launch.worker_launch import WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.worker.process.worker_main import STOP_GRACE_S
 from stratagem.worker.process.worker_settings import from_command_line
+from tests.client.cli.command_line import invoke
 from tests.deploy.compose import VERSION
 from tests.deploy.launches import INSECURE, launched, launched_pod, shape, template
 from tests.deploy.overlays import check_fields, is_selected, of_kind, ports_of, rendered
@@ -244,7 +243,7 @@ def test_printing_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Path("job.json").write_text(json.dumps(document()))
     command = ["launch", "kubernetes", "job.json", "-n", "2", "--coordinator", "nowhere:1"]
     command += ["--gpus", "1", "--worker", INSECURE, "--print", "--run-id", "r"]
-    done = CliRunner().invoke(app, command)
+    done = invoke(*command)
     assert done.exit_code == 0, done.output
     (container,) = yaml.safe_load(done.output)["spec"]["template"]["spec"]["containers"]
     assert container["image"] == f"stratagem-worker-gpu:{VERSION}"

@@ -13,14 +13,13 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
 from stratagem.common.health.__main__ import main
 from stratagem.common.health.health_probe import health_of
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.worker.process.worker_settings import WorkerSettings, advertised, from_command_line
+from tests.client.cli.command_line import invoke
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 
@@ -79,7 +78,7 @@ def test_health_is_what_is_answered(servicer: health.HealthServicer, health_addr
     for status, name, code in ((NOT_SERVING, "NOT_SERVING", 1), (SERVING, "SERVING", 0)):
         servicer.set("", status)
         assert health_of(health_address, timeout_s=PATIENCE_S) == name
-        done = CliRunner().invoke(app, ["health", "--timeout", str(PATIENCE_S), health_address])
+        done = invoke("health", "--timeout", PATIENCE_S, health_address)
         assert (done.stdout, done.exit_code) == (f"{name}\n", code)
     program = subprocess.run([*HEALTH, health_address], capture_output=True, text=True)
     assert (program.stdout, program.returncode) == ("SERVING\n", 0)

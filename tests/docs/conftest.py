@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from docs.build_site import build
+from tests.browser import browser
+
+__all__ = ["browser", "site"]
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from docs.generate import pages
@@ -14,6 +15,7 @@ RUNNABLE = 'title="job.yaml"'
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 
 
+@cache
 def prose(page: Path) -> str:
     """The page without its code blocks."""
     return FENCE.sub("", page.read_text())

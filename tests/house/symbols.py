@@ -90,13 +90,14 @@ def _used_by(path: Path) -> Iterator[Symbol]:
             yield from _origin(found)
         elif found is not None and name:
             names[called] = found[0]
+    is_rooted = any(called == "stratagem" for _, _, called in imports(path))
     bases = set()
     for node in nodes(path):
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id in names:
                 bases.add(id(node.value))
                 yield names[node.value.id], node.attr
-            elif (dotted := _dotted(node))[0] == "stratagem":
+            elif is_rooted and (dotted := _dotted(node))[0] == "stratagem":
                 yield ".".join(dotted[1:-1]), node.attr
     for node in nodes(path):
         if isinstance(node, ast.Name) and node.id in names and id(node) not in bases:

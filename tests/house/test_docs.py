@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ REPOSITORY_PATH = re.compile(rf"(?:{TOP_FOLDERS})/[\w./*-]*")
 NAMES = {kind.__name__ for kind in classes()} - set(ONLY_A_BASE)
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """The names that GitHub gives to headings."""
     titles = (title.lower().replace("`", "") for title in HEADING.findall(prose(page)))

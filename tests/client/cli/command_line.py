@@ -2,16 +2,22 @@
 
 import json
 import sys
+from collections.abc import Mapping
+from functools import cache
 
-from typer.testing import CliRunner, Result
+from typer import testing
+from typer.main import get_command
 
 from stratagem.client.cli.main import app
 
 PROGRAM = [sys.executable, "-m", "stratagem.program"]
 
+# To look through all commands and their options takes longer than most commands do.
+testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+def invoke(*arguments: object, env: Mapping[str, str] | None = None) -> testing.Result:
+    return testing.CliRunner().invoke(app, [str(each) for each in arguments], env=env)
 
 
 def json_lines(text: str) -> list[dict[str, object]]:

@@ -4,10 +4,9 @@ earlier."""
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
 from stratagem.common.audit.audit_chain import GENESIS, line_of, parsed, torn_record
+from tests.client.cli.command_line import invoke
 
 pytestmark = pytest.mark.core
 
@@ -26,7 +25,7 @@ def audit(tmp_path: Path) -> Path:
 
 
 def verified(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["audit", "verify", *arguments])
+    done = invoke("audit", "verify", *arguments)
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.terminal import completion
 from stratagem.coordinator.core.facts import KINDS
+from tests.client.cli.command_line import invoke
 from tests.client.fake_coordinator import JOB
 from tests.patience import PATIENCE_S
 
@@ -32,7 +32,7 @@ Environment = dict[str, str]
 
 
 def script_of(shell: str) -> str:
-    return CliRunner().invoke(app, ["completion", shell]).stdout
+    return invoke("completion", shell).stdout
 
 
 def by_bash(line: str, folder: Path, environment: Environment) -> list[str]:
@@ -128,24 +128,12 @@ def test_values_are_offered_that_there_are() -> None:
     assert completion.sink_forms("csv:a") == []
 
 
-HURRIED = """
-import sys
-import typer
-from stratagem.client.cli.main import app
-from stratagem.client.terminal import completion
-
-completion.PATIENCE_S = 0.01
-context = typer.Context(typer.main.get_command(app), info_name="stratagem")
-context.params = {"coordinator": sys.argv[1]}
-sys.exit(len(completion.run_ids(context, "")))
-"""
-
-
-def test_a_coordinator_that_does_not_answer_in_time_completes_nothing() -> None:
-    """Nor does it say anything: in a process of its own, as gRPC's threads of other tests do."""
+def test_a_coordinator_that_does_not_answer_in_time_completes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(completion, "PATIENCE_S", 0.01)
+    context = typer.Context(typer.main.get_command(app), info_name="stratagem")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        done = subprocess.run(
-            [sys.executable, "-c", HURRIED, address], capture_output=True, text=True
-        )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        context.params = {"coordinator": f"127.0.0.1:{silent.getsockname()[1]}"}
+        assert completion.run_ids(context, "") == []
+    assert tuple(capsys.readouterr()) == ("", "")

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from stratagem.client import Client
-from stratagem.client.cli.main import app
 from stratagem.client.course.population import population
 from stratagem.common.job import JobSpec
+from tests.client.cli import command_line
 from tests.client.course.recorded import golden, job_of
 from tests.client.fake_coordinator import FakeCoordinator
 
@@ -23,8 +23,7 @@ def _told(fake: FakeCoordinator) -> FakeCoordinator:
 
 
 def invoke(address: str, *arguments: object) -> Result:
-    words = [*map(str, arguments), "--coordinator", address]
-    return CliRunner().invoke(app, words, env={"COLUMNS": "100"})
+    return command_line.invoke(*arguments, "--coordinator", address, env={"COLUMNS": "100"})
 
 
 def test_a_population_is_shown_with_its_winner_lineage_and_schedule(

@@ -15,23 +15,21 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.worker.process import worker_main
+from tests.client.cli.command_line import PROGRAM, invoke
 from tests.client.fake_coordinator import JOB as FAKES_JOB
 from tests.client.fake_coordinator import FakeCoordinator
-from tests.client.local.stand_in_cluster import make_cluster
+from tests.client.local.stand_in_cluster import PROGRAMS, make_cluster
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 
-PROGRAM = [sys.executable, "-m", "stratagem.program"]
 JOB = {
     "name": "small",
     "model": {"entrypoint": "brought:tied"},
@@ -57,7 +55,7 @@ def rows():
 
 def said(*arguments: object) -> tuple[int, str, list[str]]:
     """(exit code, stdout, lines of stderr) of a command that runs in this process."""
-    done = CliRunner().invoke(app, [*map(str, arguments)])
+    done = invoke(*arguments)
     return done.exit_code, done.stdout, done.stderr.splitlines()
 
 
@@ -136,10 +134,25 @@ def test_another_local_cluster_is_named_with_its_address(tmp_path: Path) -> None
         )
 
 
+UP = f"""
+import sys
+from functools import partial
+from stratagem.client.cli import server_commands
+from stratagem.common.process import preloaded_programs
+from stratagem.program.__main__ import main
+
+preloaded_programs.PRELOADED = ()
+server_commands.LocalCluster = partial(server_commands.LocalCluster, programs={PROGRAMS})
+sys.argv[1:1] = ["up", "--workers", "1", "--listen", "127.0.0.1:0"]
+main()
+"""
+"""The command, with stand-ins for its coordinator and its worker."""
+
+
 def test_a_cluster_that_a_script_starts_in_the_background_hears_sigint(tmp_path: Path) -> None:
     """A shell without job control has it begin with SIGINT ignored."""
-    up = ("up", "--workers", "1", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path))
-    in_background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *PROGRAM, *up]
+    up = (sys.executable, "-c", UP, "--data-dir", str(tmp_path))
+    in_background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *up]
     with subprocess.Popen(
         in_background, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

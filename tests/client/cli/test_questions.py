@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,13 +14,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.text import Text
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
-from stratagem.client.cli.reporting import (
-    PlainConsole,
-    make_console,
-)
+from stratagem.client.cli.reporting import PlainConsole, make_console
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import run_status
 from stratagem.client.terminal.tables import print_runs, print_status
@@ -48,7 +44,7 @@ def test_list_status_workers(address: str, job_file: Path) -> None:
     assert json.loads(invoke("list", *options).stdout)[0]["run_id"] == "mine"
     assert json.loads(invoke("status", "mine", *options).stdout)["commits"][1]["path"] == "/f"
     assert json_lines(invoke("logs", "mine", *options).stdout)[1]["text"] == "hello"
-    named = CliRunner().invoke(app, ["list"], env={"STRATAGEM_COORDINATOR": address})
+    named = invoke("list", env={"STRATAGEM_COORDINATOR": address})
     assert (named.exit_code, "mine" in named.stdout) == (0, True)
 
 
@@ -112,6 +108,7 @@ def test_a_list_has_a_metric_of_the_evaluation(
 def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
     address: str, job_file: Path
 ) -> None:
+    """And neither torch nor a server ever is: the client needs none of them."""
     ours, theirs = pty.openpty()
     program = [sys.executable, "-X", "importtime", *PROGRAM[1:], "run", str(job_file)]
     process = subprocess.Popen(
@@ -128,6 +125,9 @@ def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
     assert "grpc" in after
     assert "mine  Local" in after
     assert "COMPLETED  1 epoch done" in after
+    imported = set(re.findall(r"\| +([\w.]+)\r?$", shown.decode(), re.MULTILINE))
+    assert "stratagem.client" in imported
+    assert not imported & {"torch", "sqlalchemy", "stratagem.coordinator", "stratagem.worker"}
 
 
 def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoordinator) -> None:
@@ -194,7 +194,7 @@ def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None
 
 
 def test_an_unknown_run_is_one_line(address: str) -> None:
-    for verb in (
+    for verb in [
         "status",
         "attach",
         "watch",
@@ -204,7 +204,7 @@ def test_an_unknown_run_is_one_line(address: str) -> None:
         "delete",
         "pin",
         "download",
-    ):
+    ]:
         done = invoke(verb, "nope", "--coordinator", address)
         assert (done.exit_code, done.stderr) == (1, "error: no run 'nope'\n")
 

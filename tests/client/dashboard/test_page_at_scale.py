@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.long_journal import fill
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event
 from tests.client.dashboard.page_rig import page_of
@@ -76,6 +75,8 @@ def is_whole(response: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AtScale]:
+    from benchmarks.long_journal import fill  # it imports a coordinator
+
     folder = tmp_path_factory.mktemp("scale")
     fill(folder / "data" / "journal.sqlite", NUM_FACTS, ["segments"], NUM_CANCELLED)
     ready, flags = folder / "ready", ["--listen", "127.0.0.1:0", "--data-dir", str(folder / "data")]

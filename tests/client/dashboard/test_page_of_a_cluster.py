@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
 from stratagem.client.report.comparison import job_differences, overlay_panels
 from stratagem.client.report.curve_panels import curve_panels
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.base.errors import UserCodeError
+from tests.client.cli.command_line import invoke
 from tests.client.dashboard.page_cluster import PageCluster, jobs, pipelined
 from tests.client.dashboard.page_tabs import expect, go, tab
 from tests.jobs import job, user_data, user_model
@@ -44,7 +43,7 @@ def page(browser: Any, at: PageCluster) -> Iterator[Any]:
 def told(at: PageCluster, run: str) -> Any:
     """What the command line says of a run."""
     words = ["status", run, "--format", "json", "--coordinator", at.cluster.address]
-    done = CliRunner().invoke(app, words)
+    done = invoke(*words)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
 from stratagem.client.launch.ray_script import ray_script
 from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
 from stratagem.common.base.ids import RunId
+from tests.client.cli.command_line import invoke
 from tests.jobs import document, job
 
 
@@ -50,7 +49,7 @@ def test_what_is_no_option_is_refused_before_the_run_is_submitted(
     monkeypatch.chdir(tmp_path)
     Path("job.json").write_text(json.dumps(document()))
     command = ["launch", "ray", "job.json", "-n", "2", "--coordinator", "nowhere:1"]
-    done = CliRunner().invoke(app, [*command, "--run-id", "r", "--", option])
+    done = invoke(*command, "--run-id", "r", "--", option)
     assert done.exit_code == 1
     assert "is no option of ray job submit" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]

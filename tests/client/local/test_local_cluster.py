@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ from stratagem.common.process.preloaded_programs import Process
 from tests.client.local.stand_in_cluster import PROGRAMS, make_cluster
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
+
+
+@pytest.fixture(scope="module", autouse=True)
+def light_template() -> Iterator[None]:
+    """Stand-ins need nothing of what is imported for real processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        servers: dict[Any, Any] = {}
+        patch.setattr(preloaded_programs, "PRELOADED", ())
+        patch.setattr(preloaded_programs, "_servers", servers)
+        yield
+        for server in servers.values():
+            server.close()
 
 
 @pytest.mark.parametrize(
@@ -231,6 +244,8 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
 import signal, sys
 from pathlib import Path
 from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.common.process import preloaded_programs
+preloaded_programs.PRELOADED = ()
 programs = {PROGRAMS!r}
 cluster = LocalCluster(workers=1, data_dir=Path({str(tmp_path)!r}), programs=programs).start()
 print(*[view.pid for view in cluster.processes.values()], flush=True)

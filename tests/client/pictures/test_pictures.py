@@ -65,17 +65,16 @@ def test_a_picture_is_valid_and_says_what_it_shows(name: str, width: int) -> Non
     assert not re.search(r"\b(nan|inf)\b", picture.svg.replace("not finite", ""))
 
 
-@pytest.mark.parametrize("odd", ODD_TEXTS)
 @pytest.mark.parametrize("name", SAMPLES)
-def test_text_of_others_is_never_markup(name: str, odd: str) -> None:
-    picture = ODD_SAMPLES[odd][name](720)
-    for text in (picture.svg_file, picture.table.to_html()):
-        assert not HARMFUL.search(text)
-        ElementTree.fromstring(text)
-    # Nothing is drawn that would not be drawn without it.
-    tags = [each.tag for each in ElementTree.fromstring(SAMPLES[name](720).svg).iter()]
-    found = [each.tag for each in ElementTree.fromstring(picture.svg).iter()]
-    assert sorted(set(found)) == sorted(set(tags))
+def test_text_of_others_is_never_markup(name: str) -> None:
+    """Nor is anything drawn that would not be drawn without it."""
+    tags = {each.tag for each in ElementTree.fromstring(SAMPLES[name](720).svg).iter()}
+    for odd, samples in ODD_SAMPLES.items():
+        picture = samples[name](720)
+        for text in (picture.svg_file, picture.table.to_html()):
+            assert not HARMFUL.search(text), odd
+            ElementTree.fromstring(text)
+        assert {each.tag for each in ElementTree.fromstring(picture.svg).iter()} == tags, odd
 
 
 def test_every_colour_is_known_in_light_and_dark_and_by_class() -> None:
@@ -201,11 +200,11 @@ def test_curves_of_nothing_of_one_value_and_of_zeros_can_be_drawn() -> None:
 def test_a_time_line_of_very_many_things_has_no_more_marks_than_pixels() -> None:
     spans = [
         Span(f"worker-{n % 4}", n * 0.01, n * 0.01 + 0.005, "segment", f"number {n}")
-        for n in range(20_000)
+        for n in range(8000)
     ]
     picture = time_line(spans, title="Time line")
     assert picture.svg.count("<rect") <= 4 * 720
-    assert picture.table.rows[0][:3] == ("worker-0", "segment", "5000")
+    assert picture.table.rows[0][:3] == ("worker-0", "segment", "2000")
 
 
 def test_many_thin_bars_between_gaps_are_few_elements_and_wide_ones_stay() -> None:
@@ -226,9 +225,9 @@ def test_many_thin_bars_between_gaps_are_few_elements_and_wide_ones_stay() -> No
 
 def test_bars_on_each_other_and_more_lanes_than_rows_are_few_elements() -> None:
     """Of 40,000 clients at the same time there were 40,000 lanes of two pixels each."""
-    many = [Span("clients", 0.05 * n, 900.0 + 0.05 * n, "work", f"{n}") for n in range(8000)]
+    many = [Span("clients", 0.05 * n, 900.0 + 0.05 * n, "work", f"{n}") for n in range(4000)]
     assert time_line(many, title="Time line").svg.count("<") < 3000
-    lanes_of_one = [Span(f"client-{n}", 0.0, 900.0, "work") for n in range(8000)]
+    lanes_of_one = [Span(f"client-{n}", 0.0, 900.0, "work") for n in range(4000)]
     picture = time_line(lanes_of_one, title="Time line")
     assert picture.height < 2100
     assert picture.svg.count("<rect") <= 1001

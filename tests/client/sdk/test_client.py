@@ -3,8 +3,6 @@
 import json
 import logging
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -427,13 +425,3 @@ async def test_the_blocking_client_works_where_a_loop_runs_already(address: str)
     )
     with pytest.raises(RuntimeError, match="closed"):
         client.runs()
-
-
-def test_the_sdk_needs_neither_torch_nor_the_servers() -> None:
-    script = (
-        "import sys, stratagem.client, stratagem.client.cli.main\n"
-        "heavy = ('torch', 'sqlalchemy', 'stratagem.coordinator', 'stratagem.worker')\n"
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"

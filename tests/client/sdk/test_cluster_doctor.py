@@ -6,9 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
 from stratagem.client.sdk.cluster_doctor import Measured, _no_answer, judge
 from stratagem.common.base.errors import (
     PermissionDeniedError,
@@ -21,6 +19,7 @@ from stratagem.common.diagnostics.environment import environment_of
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
+from tests.client.cli.command_line import invoke
 
 pytestmark = pytest.mark.core
 
@@ -201,7 +200,7 @@ def test_an_environment_is_what_there_is(tmp_path: Any) -> None:
 
 
 def test_the_command_fails_where_nobody_answers() -> None:
-    done = CliRunner().invoke(app, ["doctor", "--coordinator", "127.0.0.1:1", "--format", "json"])
+    done = invoke("doctor", "--coordinator", "127.0.0.1:1", "--format", "json")
     assert done.exit_code == 1
     (found,) = [each for each in json.loads(done.stdout) if each["level"] == "fail"]
     assert found["check"] == "connection"

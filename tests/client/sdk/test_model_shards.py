@@ -5,14 +5,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from stratagem.client.sdk.model_files.model_shards import (
     INDEX_NAME,
@@ -103,6 +100,10 @@ def small_state(num_tensors: int) -> dict[str, torch.Tensor]:
 def test_what_was_written_is_read_by_torch_and_by_safetensors(
     tmp_path: Path, num_tensors: int, shard_bytes: int
 ) -> None:
+    # Every process would import these when it collects its tests: it takes a second.
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     state = small_state(num_tensors)
     model = {
         name.removeprefix("model/"): tensor
@@ -131,6 +132,8 @@ def test_what_was_written_is_read_by_torch_and_by_safetensors(
 
 
 def test_what_was_written_is_loaded_by_huggingface_hub(tmp_path: Path) -> None:
+    import huggingface_hub
+
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
     with whole_folder(tmp_path / "out") as files:
         written({f"model/{key}": each for key, each in model.state_dict().items()}, files, 60)

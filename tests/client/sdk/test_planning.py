@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
 from stratagem.client.sdk import planning, torch_process
 from stratagem.common.base.errors import StratagemError, UnavailableError, UserCodeError
 from stratagem.common.job import load_job
 from stratagem.tools.questions.__main__ import _told as told
 from stratagem.tools.questions.__main__ import answer
+from tests.client.cli.command_line import invoke
 from tests.jobs import job
 from tests.repository import ROOT
 
@@ -35,7 +34,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("here")
 def test_the_command_estimates_and_tells_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(job().canonical_json())
-    ended = CliRunner().invoke(app, ["estimate", str(tmp_path / "job.json"), "--format", "json"])
+    ended = invoke("estimate", tmp_path / "job.json", "--format", "json")
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)
     assert found["total"] == sum(
@@ -47,7 +46,7 @@ def test_the_command_estimates_and_tells_a_refusal(tmp_path: Path) -> None:
     )
     assert found["rows"] == 16
     override = ["--set", "model.entrypoint=examples.digits:no_such_model"]
-    ended = CliRunner().invoke(app, ["recommend", str(EXAMPLE), "--memory", "1GB", *override])
+    ended = invoke("recommend", EXAMPLE, "--memory", "1GB", *override)
     assert ended.exit_code == 1
     assert "model.entrypoint" in ended.stderr
 

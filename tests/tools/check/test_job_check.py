@@ -10,10 +10,8 @@ from typing import Any, cast
 
 import pytest
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from stratagem.client.cli import check_command
-from stratagem.client.cli.main import app
 from stratagem.client.sdk import torch_process
 from stratagem.client.sdk.job_check import check_job as check_file
 from stratagem.client.sdk.views import Worker
@@ -24,6 +22,7 @@ from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.questions.__main__ import answer
 from stratagem.worker.plans.build_plan import _begin_from
+from tests.client.cli.command_line import invoke
 from tests.jobs import LOSSES, NOT_TRAINED, document, job, user_data, user_model
 from tests.odd_kinds import BUILT, TRAINED, Kind
 from tests.repository import ROOT
@@ -284,16 +283,15 @@ def test_the_command_ends_with_1_at_faults(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch_process, "_exchange", asked_here)
     spec = job(model=user_model("slices:gives_a_weight"), strategy=divided("full"))
     (tmp_path / "job.json").write_text(spec.canonical_json())
-    wrong = CliRunner().invoke(app, ["check", str(tmp_path / "job.json"), "--format", "json"])
+    wrong = invoke("check", tmp_path / "job.json", "--format", "json")
     assert wrong.exit_code == 1
     assert "the model reads 1.weight outside" in wrong.stdout
     checks = [finding["check"] for finding in json.loads(wrong.stdout)]
     assert (checks[0], checks[-1]) == ("document", "memory")
     (tmp_path / "job.json").write_text(job().canonical_json())
-    good = CliRunner().invoke(app, ["check", str(tmp_path / "job.json")])
+    good = invoke("check", tmp_path / "job.json")
     assert good.exit_code == 0, good.output
-    given = ["check", str(EXAMPLE), "--set", "batch_size=0", "--set", "loss=x"]
-    bad = CliRunner().invoke(app, given)
+    bad = invoke("check", EXAMPLE, "--set", "batch_size=0", "--set", "loss=x")
     assert bad.exit_code == 1
     assert "batch_size" in bad.stdout
     assert "loss.name" in bad.stdout
@@ -374,7 +372,7 @@ def test_a_check_that_hangs_tells_its_place(
 
     monkeypatch.setattr(torch_process, "_LONG_S", 0.1)
     monkeypatch.setattr(check_command, "complain", interrupt)
-    done = CliRunner().invoke(app, ["check", str(tmp_path / "job.json")])
+    done = invoke("check", tmp_path / "job.json")
     assert done.exit_code == 130
     assert "Sequential, 650 parameters" in done.stdout
     assert "steps to an epoch" in done.stdout

@@ -54,6 +54,7 @@ def gpt2() -> JobSpec:
     return load_job(ROOT / "examples" / "interop" / "gpt2.yaml")
 
 
+@pytest.mark.sweep
 def test_a_model_of_transformers_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
     model, folder = written(gpt2(), tmp_path, "hf", shard_size="40KB")
     from transformers import GPT2LMHeadModel

@@ -24,7 +24,8 @@ def kind_job(kind: str, *, kwargs: Any = None, data: Any = None, **changes: Any)
         "loss": "token_cross_entropy" if kind == "transformer" else "cross_entropy",
         "optimizer": {"name": "adam", "lr": 0.001},
     }
-    return job({"entrypoint": f"{KINDS}:{kind}", "kwargs": kwargs or {}}, **{**sections, **changes})
+    kwargs = kwargs or ({"depth": 2} if kind == "mlp" else {})
+    return job({"entrypoint": f"{KINDS}:{kind}", "kwargs": kwargs}, **{**sections, **changes})
 
 
 def replicas(number: int, **options: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def apart(number: int, **options: Any) -> JobSpec:
 @pytest.mark.parametrize(
     ("num_workers", "options"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.sweep),
         (3, {"outer": {"name": "mean"}}),
         (2, {"fragments": 2, "overlap_steps": 5, "mix": 0.25}),
     ],
