@@ -32,7 +32,7 @@ _OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     if name.lower() in KEYWORDS
 }
 _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
-    kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS.values()
+    kind: inspect.unwrap(kind.step) for kind in (*_OPTIMIZERS.values(), torch.optim.SGD)
 }
 NamedParams: TypeAlias = Sequence[tuple[str, nn.Parameter]]
 GROUP: Final = "group"
