@@ -11,7 +11,6 @@ from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
-    events_of,
     federated,
     gossip,
     model_parallel,
@@ -139,14 +138,6 @@ def test_an_option_has_the_bits_of_its_reference(client: Client, option: str, wa
     outcome = train(client, spec)
     assert_same_bits(outcome.state, bits_of(spec))
     assert outcome.status.reproducible
-
-
-def test_a_precision_converts_the_model_and_the_run_says_so(client: Client) -> None:
-    model = user_model("in_dtypes", dtypes=["float64"], casts_rows=False)
-    run = client.submit(job(model, execution={"precision": "Single"}))
-    run.result()
-    (built,) = [event.sentence for event in events_of(run) if event.kind == "ModelBuilt"]
-    assert "execution.precision: Single converts 2 tensors of float64" in built
 
 
 def test_what_is_done_in_another_way_stands_in_the_log(client: Client) -> None:
