@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.state_leaves import LeafList, list_bytes
@@ -155,6 +154,7 @@ def committed(run: RunHandle) -> list[str]:
 )
 def test_any_number_of_workers_writes_the_same_state(
     rig: Rig,
+    shared_rig: Rig,
     store: LeafPlaceOutside,
     undisturbed: Outcome,
     lot: Gates,
@@ -181,11 +181,9 @@ def test_any_number_of_workers_writes_the_same_state(
     content = (tmp_path / "direct.safetensors").read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     assert digest not in committed(run)
-    cluster = LocalCluster(workers=1, threads=1, import_path=(ROOT,))
-    with cluster, cluster.client() as client:
-        relayed = client.submit(JOB)
-        relayed.result().download(tmp_path / "relayed.safetensors")
-        assert [each.digest for each in relayed.status().commits if each.is_final] == [digest]
+    relayed = shared_rig.client.submit(JOB)
+    relayed.result().download(tmp_path / "relayed.safetensors")
+    assert [each.digest for each in relayed.status().commits if each.is_final] == [digest]
     assert content == (tmp_path / "relayed.safetensors").read_bytes()
 
 
