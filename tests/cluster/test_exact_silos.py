@@ -77,8 +77,8 @@ def silos(num_replicas: int = 2, options: dict[str, Any] | None = None, **change
 
 
 def test_bits_of_averaged_sharded_loops(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_label = {"partition": {"method": "by_label"}, "options": {"local_epochs": 2}}
-    spec = silos(model="dropout_mlp", **by_label)
+    by_label = {"method": "by_label"}
+    spec = silos(model="dropout_mlp", partition=by_label, options={"local_epochs": 2})
     outcome = train(client, spec)
     assert_same_bits(outcome.state, silos_loop(spec, monkeypatch))
     assert outcome.status.reproducible
