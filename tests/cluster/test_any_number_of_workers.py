@@ -10,7 +10,6 @@ from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
-    METHODS,
     Gates,
     assert_same_bits,
     data_parallel,
@@ -39,7 +38,7 @@ def jobs() -> dict[str, JobSpec]:
     fives = {"checkpoint": {"every": "5 steps"}}
     slices = {**data_parallel(4), "options": {"partition_state": "full"}}
     return {
-        **{each: job(**dropout, strategy=data_parallel(4, each)) for each in METHODS},
+        "AllReduce": job(**dropout, strategy=data_parallel(4)),
         "star": job(**batch_norm, strategy=gossip(4, "star")),
         "joined": job(**batch_norm, **fives, strategy=local_steps(4, 5, "ParameterServer")),
         "slices": job("everything", optimizer=ADAMW, strategy=slices),

@@ -79,7 +79,7 @@ def test_a_reader_and_a_worker_with_readers_killed_change_no_bit(
     data = {**user_data("augmented", folder=str(gates.folder)), "collate": COLLATE}
     spec = job(
         "dropout_mlp",
-        data={**data, "readers": 2, "prefetch": 3},
+        data={**data, "readers": 1, "prefetch": 3},
         accumulation={"micro_batch_size": 3},
         strategy=data_parallel(2),
     )
