@@ -34,7 +34,10 @@ pytestmark = [
 def jobs() -> dict[str, JobSpec]:
     """One of each kind of exchange; what else a job may say is the engine's matter."""
     dropout: dict[str, Any] = {"model": "dropout_mlp", "optimizer": ADAMW}
-    batch_norm = {"model": "batch_norm_mlp", "data": user_data("classes", num_rows=42)}
+    batch_norm: dict[str, Any] = {
+        "model": "batch_norm_mlp",
+        "data": user_data("classes", num_rows=42),
+    }
     fives = {"checkpoint": {"every": "5 steps"}}
     slices = {**data_parallel(4), "options": {"partition_state": "full"}}
     return {
