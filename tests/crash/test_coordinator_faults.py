@@ -197,8 +197,8 @@ def test_frozen_coordinator_is_fenced_and_the_next_one_ends_its_run(
     for worker in old_workers:
         assert worker.address
     with Client(old.address) as client:
-        expected: Outcome = outcome_of(client.submit(paced(ALL_REDUCE, 0.0, 24)))
-        run_id = client.submit(paced(ALL_REDUCE, 0.2, 24)).run_id
+        expected: Outcome = outcome_of(client.submit(paced(ALL_REDUCE, 0.0, 60)))
+        run_id = client.submit(paced(ALL_REDUCE, 0.2, 60)).run_id
         await_step(client.get(run_id), 3)
         old.send(signal.SIGSTOP)
         new = process_by_process.coordinator("new")
