@@ -5,7 +5,6 @@ Nothing here knows Stratagem: these are plain functions of the user's, named in 
 """
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 NUM_PIXELS = 64
@@ -37,6 +36,8 @@ def build_cnn(channels: int = 16, dropout: float = 0.1) -> nn.Module:
 
 def load(seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
     """1437 training and 360 test images, scaled to [0, 1]."""
+    from sklearn.datasets import load_digits  # who has rows of its own needs none of it
+
     digits = load_digits()
     x = torch.tensor(digits.data / 16.0, dtype=torch.float32)
     y = torch.tensor(digits.target, dtype=torch.int64)

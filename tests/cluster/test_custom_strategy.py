@@ -18,6 +18,7 @@ from tests.repository import ROOT
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.sweep,
     pytest.mark.promise("a strategy of another package is installed, checked and exact"),
 ]
 

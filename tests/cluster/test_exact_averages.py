@@ -1,4 +1,4 @@
-"""Averages of the parameters in every kind of training that keeps one, and how they are fetched."""
+"""An average of the parameters of a global model, and how it is fetched; the engine has others."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,11 @@ from tests.cluster.jobs import (
     ALLOWED,
     assert_same_bits,
     federated,
-    model_parallel,
-    replicated,
     train,
 )
-from tests.jobs import job, user_data, user_model
+from tests.jobs import user_data
 from tests.reference.evaluation_loop import evaluation_loop
-from tests.reference.loops import federated_loop, sharded_loop
+from tests.reference.loops import federated_loop
 
 pytestmark = [
     pytest.mark.cluster,
@@ -29,28 +27,15 @@ pytestmark = [
 SECTIONS: dict[str, Any] = {
     "data": user_data("classes", num_rows=60),
     "optimizer": ADAMW,
-    "weight_average": {"decay": 0.75, "start_step": 3},
-    "evaluation": {"split": "test", "every": "5 steps", "of": "average", "metrics": ["accuracy"]},
+    "weight_average": {"decay": 0.75, "start_step": 2, "every": 2},
+    "evaluation": {"split": "test", "every": "5 rounds", "of": "average", "metrics": ["accuracy"]},
 }
-
-
-def test_in_replicated_pipelines(client: Client) -> None:
-    cut = model_parallel([("0 1", "tag:any"), ("2 3", "tag:any")])
-    spec = job(user_model("dropout_mlp"), strategy=replicated(2, cut), **SECTIONS)
-    outcome, expected = train(client, spec), sharded_loop(spec, ALLOWED, 2)
-    assert_same_bits(outcome.run.state_dict("average"), expected.average)
-    measured = evaluation_loop(spec, ALLOWED, expected.average)
-    assert {name: outcome.status.metrics[name] for name in measured} == measured
-
-
 YOGI = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
 
 
 def test_of_a_global_model(client: Client, tmp_path: Path) -> None:
     """The last round is none that is averaged: the buffers are those of the present model."""
-    sections = {**SECTIONS, "weight_average": {"decay": 0.75, "start_step": 2, "every": 2}}
-    sections["evaluation"] = {**SECTIONS["evaluation"], "every": "5 rounds"}
-    spec = federated("batch_norm_mlp", rounds=5, aggregation=YOGI, **sections)
+    spec = federated("batch_norm_mlp", rounds=5, aggregation=YOGI, **SECTIONS)
     outcome, expected = train(client, spec), federated_loop(spec, ALLOWED)
     assert_same_bits(outcome.state, expected.state)
     assert_same_bits(outcome.run.state_dict("average"), expected.average)

@@ -110,21 +110,6 @@ def gossiped(client: Client) -> dict[str, bytes]:
 
 
 @pytest.mark.sweep
-def test_stages_have_rows_that_stand_for_several_steps(client: Client) -> None:
-    spec = job(MODEL, strategy=CUT, steps=2100, checkpoint={"every": "333 steps"})
-    staged = history_of(client, spec, parties="*")
-    losses = np.array(sharded_loop(spec, ALLOWED, 1).losses).reshape(-1, 2)
-    assert staged["train.loss"].last.tolist() == losses[:, 1].tolist()
-    for name in ("stage/0:busy_s", "stage/1:wait_s"):
-        its = staged[name]
-        assert (its.stride, its.step.tolist()) == (2, [*range(2, 2101, 2)])
-        assert set(its.count) == {2}
-        assert (its.min <= its.last).all()
-    steps, bubble = staged.bubble()
-    assert len(steps) == len(bubble) == 1050
-
-
-@pytest.mark.sweep
 def test_stages_and_members_have_a_history_and_what_the_job_leaves_out_has_none(
     client: Client,
 ) -> None:

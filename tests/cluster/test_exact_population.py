@@ -74,12 +74,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-OFTEN = ("truncation and perturbation", "binary and resample")
-
-
 @pytest.mark.parametrize(
     "case",
-    [case if case in OFTEN else pytest.param(case, marks=pytest.mark.sweep) for case in CASES],
+    [
+        "binary and resample",
+        *(pytest.param(c, marks=pytest.mark.sweep) for c in CASES if c != "binary and resample"),
+    ],
 )
 def test_bits_of_the_population_loop(client: Client, case: str) -> None:
     spec = population(**CASES[case])
@@ -132,30 +132,15 @@ FOUND = {"model.kwargs.width", "model.kwargs.depth", "optimizer.amsgrad"}
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("exploit", "explore"),
-    [
-        ("Truncation", "Resample"),
-        ("Binary", "Perturbation"),
-    ],
-)
-def test_what_decides_the_layout_goes_with_the_state(
-    client: Client, exploit: str, explore: str
-) -> None:
+def test_what_decides_the_layout_goes_with_the_state(client: Client) -> None:
     """Width, depth and optimizer are in the space; what may change under a state still does."""
-    ways: dict[str, dict[str, Any]] = {
-        "Truncation": {"fraction": 0.5},
-        "Binary": {"threshold": 0.0},
-        "Perturbation": {"factor": 0.2},
-        "Resample": {},
-    }
     spec = population(
         size=6,
         model=user_model("tower"),
         search_space=STRUCTURAL,
         optimizer={"name": "sgd", "lr": 0.1},
-        exploit={"method": exploit, **ways[exploit]},
-        explore={"method": explore, **ways[explore]},
+        exploit={"method": "Binary", "threshold": 0.0},
+        explore={"method": "Perturbation", "factor": 0.2},
     )
     outcome = train(client, spec)
     state, history = population_loop(spec, frozenset({*FOUND, "optimizer.name"}))

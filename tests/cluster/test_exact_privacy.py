@@ -42,11 +42,6 @@ CASES: dict[str, dict[str, Any]] = {
         "rounds": 4,
         "privacy": private(),
     },
-    "buffers and numbers without dimension": {
-        "model": "batch_norm_mlp",
-        "batch_size": 25,
-        "privacy": private({"norm": 3.0}, noise_multiplier=0.1),
-    },
 }
 
 

@@ -42,8 +42,10 @@ def jobs(data: dict[str, Any]) -> dict[str, JobSpec]:
     best = {**SECTIONS["evaluation"], "best": "loss", "mode": "min"}
     nothing = dict.fromkeys(("optimizer", "checkpoint", "steps", "batch_size", "accumulation"))
     return {
-        "Federated": federated("dropout_mlp", num_clients=3, **sections, batch_size=6),
-        "PopulationBased": population(model="dropout_mlp", **{**sections, "evaluation": best}),
+        "Federated": federated("dropout_mlp", num_clients=2, **sections, batch_size=6),
+        "PopulationBased": population(
+            2, 2, model="dropout_mlp", **{**sections, "evaluation": best}
+        ),
         "evaluation only": job(
             strategy=data_parallel(2), execution={"gradient": "None"}, **{**sections, **nothing}
         ),
@@ -54,7 +56,7 @@ def test_readers_change_no_bit_of_any_strategy(client: Client) -> None:
     """All runs share the workers, and so the readers that these allow, at the same time."""
     noisy = {**user_data("noisy_rows", num_rows=40), "collate": COLLATE}
     without = {name: client.submit(each) for name, each in jobs(noisy).items()}
-    ahead = {**noisy, "readers": 2, "prefetch": 3}
+    ahead = {**noisy, "readers": 1, "prefetch": 3}
     with_readers = {name: client.submit(each) for name, each in jobs(ahead).items()}
     for name, run in with_readers.items():
         found, expected = outcome_of(run), outcome_of(without[name])
@@ -77,7 +79,7 @@ def test_a_reader_and_a_worker_with_readers_killed_change_no_bit(
     data = {**user_data("augmented", folder=str(gates.folder)), "collate": COLLATE}
     spec = job(
         "dropout_mlp",
-        data={**data, "readers": 2, "prefetch": 3},
+        data={**data, "readers": 1, "prefetch": 3},
         accumulation={"micro_batch_size": 3},
         strategy=data_parallel(2),
     )

@@ -1,6 +1,5 @@
 """Federated over silos on real processes: each silo's update has the bits of the sharded loop."""
 
-import math
 from typing import Any
 
 import pytest
@@ -23,9 +22,7 @@ from tests.cluster.jobs import (
     model_parallel,
     train,
 )
-from tests.gan_jobs import TURNS, gan
 from tests.reference import loops as reference
-from tests.reference import turns_loop as turns_reference
 from tests.reference.loops import sharded_loop
 
 pytestmark = [
@@ -60,33 +57,18 @@ def silos_loop(
         return made
 
     monkeypatch.setattr(reference, "build_model", from_world)
-    monkeypatch.setattr(turns_reference, "build_model", from_world)
     for round_num in range(1, strategy.rounds + 1):
         updates = []
         for client in range(strategy.num_clients):
             job = client_job(spec, client, round_num)
             num_rows = len(load_data(job, ALLOWED, DataSources())["train"])
-            if job.turns is not None:
-                num_steps = (job.epochs or 0) * math.ceil(num_rows / job.batch_size)
-                trained = turns_reference.turns_loop(job, ALLOWED, num_shards, num_steps)
-            else:
-                trained = sharded_loop(job, ALLOWED, num_shards, micro_batch_size=of_pipeline)
-                if losses is not None:
-                    losses.setdefault(client, []).extend(trained.losses)
+            trained = sharded_loop(job, ALLOWED, num_shards, micro_batch_size=of_pipeline)
+            if losses is not None:
+                losses.setdefault(client, []).extend(trained.losses)
             updates.append(reference.Update(num_rows, dict(trained.state)))
         means = {name: reference._mean_of(name, updates, CURRENT) for name in world}
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
     return world
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "by label, two epochs": {
-        "partition": {"method": "by_label"},
-        "options": {"local_epochs": 2},
-        "model": "dropout_mlp",
-    },
-    "turns": gan(turns=[TURNS[0], {**TURNS[1], "optimizer": MOMENTUM}]),
-}
 
 
 def silos(num_replicas: int = 2, options: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
@@ -94,13 +76,9 @@ def silos(num_replicas: int = 2, options: dict[str, Any] | None = None, **change
     return federated(**{"num_clients": 2, "rounds": 2, "options": inner, **changes})
 
 
-@pytest.mark.parametrize(
-    "case", ["by label, two epochs", pytest.param("turns", marks=pytest.mark.sweep)]
-)
-def test_bits_of_averaged_sharded_loops(
-    client: Client, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    spec = silos(**CASES[case])
+def test_bits_of_averaged_sharded_loops(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_label = {"method": "by_label"}
+    spec = silos(model="dropout_mlp", partition=by_label, options={"local_epochs": 2})
     outcome = train(client, spec)
     assert_same_bits(outcome.state, silos_loop(spec, monkeypatch))
     assert outcome.status.reproducible

@@ -1,25 +1,33 @@
-"""Every job file in examples/ runs on real processes, at a size that a test can afford."""
+"""The job files in examples/: all of them pass the check, and one of each kind runs on real
+processes, at a size that a test can afford."""
 
 import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from docs.generate import pages
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
+from stratagem.common.diagnostics.findings import Level
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.privacy import accountant
-from stratagem.common.strategy import Federated, PopulationBased, local_steps_of
+from stratagem.common.strategy import Federated, PopulationBased
+from stratagem.tools.check.job_check import check_job
+from stratagem.tools.planning.job_site import Site
+from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import train
 from tests.house.pages import FENCE, RUNNABLE
 from tests.repository import ROOT
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.promise("every job file of the examples and the pages runs"),
+    pytest.mark.promise("the job files of the examples pass the check, and one of each kind runs"),
 ]
 
+CPU = torch.device("cpu")
 JOBS = [
     path
     for path in sorted((ROOT / "examples").glob("*.yaml"))
@@ -31,19 +39,15 @@ JOBS = [
 def small(path: Path) -> JobSpec:
     """The same job, over in a second or two."""
     job = load_job(path)
-    strategy, overrides = job.strategy, ["epochs=null", "steps=6"]
+    overrides = ["epochs=null", "steps=6"]
     if job.evaluation is not None:
         overrides.append("evaluation.every=3 steps")
     if job.only_evaluates:
         overrides = []
-    elif isinstance(strategy, Federated):
+    elif isinstance(job.strategy, Federated):
         overrides = ["strategy.rounds=2"]
-    elif isinstance(strategy, PopulationBased):
+    elif isinstance(job.strategy, PopulationBased):
         overrides = ["strategy.generations=2", "steps_per_generation=2"]
-    elif (local_steps := local_steps_of(strategy)) is not None:
-        overrides = [f"steps={2 * local_steps}"]
-    if job.phases is not None:
-        overrides = ["epochs=null", "steps=30", "evaluation.every=15 steps"]
     if job.data.streams is not None:
         overrides = ["steps=4", "evaluation.every=2 steps", "data.kwargs.num_lines=60"]
     if path.name.startswith("charlm"):
@@ -51,21 +55,30 @@ def small(path: Path) -> JobSpec:
     return load_job(path, overrides)
 
 
+RUN = ("charlm_allreduce", "digits", "digits_fedavg", "streaming_corpus")
+"""One of each way to give rows; the strategies, turns and steps have tests of their own."""
+
+
 @pytest.mark.parametrize(
-    "path",
-    [
-        path if path.stem == "digits" else pytest.param(path, marks=pytest.mark.sweep)
-        for path in JOBS
-    ],
-    ids=lambda path: path.stem,
+    "name", ["rows", *(pytest.param(name, marks=pytest.mark.sweep) for name in RUN)]
 )
-def test_an_example_runs(client: Client, path: Path) -> None:
-    job = small(path)
-    if job.privacy is not None and not accountant.is_installed():
-        pytest.skip("needs the extra privacy")
-    status = client.submit(job).result().status
+def test_an_example_runs(client: Client, name: str) -> None:
+    status = client.submit(small(ROOT / "examples" / f"{name}.yaml")).result().status
     assert status.phase is Phase.COMPLETED
     assert status.metrics
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "path", [path for path in JOBS if path.stem not in RUN], ids=lambda path: path.stem
+)
+def test_a_check_finds_no_fault_in_an_example(path: Path) -> None:
+    """It builds the model, loads the rows and tries a step and an evaluation, in this process."""
+    job, site = load_job(path), Site(EntryPoints(["examples.*:*"]), CPU, DataSources())
+    if job.privacy is not None and not accountant.is_installed():
+        pytest.skip("needs the extra privacy")
+    found = check_job(job, site, lambda: "not asked for")
+    assert [finding for finding in found if finding.level is Level.FAIL] == []
     assert len(path.read_text().splitlines()) < 80
 
 
@@ -75,13 +88,10 @@ def test_privacy_is_drawn_against_what_it_costs(client: Client) -> None:
         pytest.skip("needs the extra privacy")
     example = importlib.import_module("examples.privacy_curve")
     changes = ["strategy.num_clients=20", "strategy.rounds=2"]
-    runs = [example.trained(client, noise, changes) for noise in (1.0, 2.0)]
-    for run in runs:
-        spent = [accountant.epsilon_after(n, run.noise, 0.25, 1e-3) for n in (1, 2)]
-        assert run.epsilon == spent
-        assert all(0 < accuracy < 1 for accuracy in run.accuracy)
-    picture = example.picture_of(runs)
-    assert ("noise 1" in picture.svg_file, "noise 2" in picture.svg_file) == (True, True)
+    run = example.trained(client, 1.0, changes)
+    assert run.epsilon == [accountant.epsilon_after(n, run.noise, 0.25, 1e-3) for n in (1, 2)]
+    assert all(0 < accuracy < 1 for accuracy in run.accuracy)
+    assert "noise 1" in example.picture_of([run]).svg_file
 
 
 @pytest.mark.interop

@@ -17,7 +17,6 @@ from tests.cluster.jobs import (
     data_parallel,
     federated,
     gossip,
-    model_parallel,
     outcome_of,
     train,
 )
@@ -81,18 +80,11 @@ def falling(strategy: dict[str, Any]) -> JobSpec:
     return job("dropout_mlp", strategy=strategy, steps=30, **sections)
 
 
-CASES = {
-    "AllReduce": data_parallel(3),
-    "pipeline": model_parallel({"0 1": "worker-0", "2 3": "worker-1"}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rates_of_steps(client: Client, name: str) -> None:
-    spec, num_shards = falling(CASES[name]), 1 if name == "pipeline" else 3
+def test_rates_of_steps(client: Client) -> None:
+    spec = falling(data_parallel(3))
 
     def loop(num_steps: int, set_rates: SetRates) -> Mapping[str, Tensor]:
-        return sharded_loop(spec, ALLOWED, num_shards, num_steps, set_rates=set_rates).state
+        return sharded_loop(spec, ALLOWED, 3, num_steps, set_rates=set_rates).state
 
     rates, state = plateau_loop(spec, ALLOWED, loop, PLATEAU_ENDS)
     assert len({tuple(each) for each in rates}) > 2
@@ -104,10 +96,10 @@ def test_rates_of_steps(client: Client, name: str) -> None:
     schedule = spec.optimizer.plateau
     assert schedule is not None
     assert [schedule.reduced(0.05, number) for number in found] == [each[1] for each in rates[1:]]
-    if name == "AllReduce":  # a run that resumes another one counts on
-        first = train(client, with_fields(spec, {"steps": 12}))
-        second = outcome_of(client.resume_as(first.run.run_id, ["steps=30"]))
-        assert second.digests[-1] == outcome.digests[-1]
+    # A run that resumes another one counts on.
+    first = train(client, with_fields(spec, {"steps": 12}))
+    second = outcome_of(client.resume_as(first.run.run_id, ["steps=30"]))
+    assert second.digests[-1] == outcome.digests[-1]
 
 
 def test_rates_of_gossiping_nodes(client: Client) -> None:

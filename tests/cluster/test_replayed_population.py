@@ -51,7 +51,7 @@ REPLAYED: dict[str, dict[str, Any]] = {
         "options": {
             "inner": {
                 "type": "Federated",
-                "num_clients": 3,
+                "num_clients": 2,
                 "rounds": 3,
                 "aggregation": {"method": "FedAvg"},
                 "client_selection": {"method": "All"},

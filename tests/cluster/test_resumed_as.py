@@ -51,7 +51,6 @@ CASES = {
     "streams": of_steps(
         14, data_parallel(2), data=streamed("shards", streams=4, shuffle_rows=3, stateful=True)
     ),
-    "silos": federated("dropout_mlp", num_clients=2, rounds=5, options={"inner": data_parallel(2)}),
 }
 
 

@@ -19,10 +19,7 @@ pytestmark = [
 
 # The stages meet in the object store of the machine that both clusters are on.
 STAGES = crash_job({**PIPELINE, "communication": {"protocol": "DataStore"}})
-TRAINED = {
-    **{name: JOBS[name] for name in ("ParameterServer", "FedAvg-large")},
-    "DataStore": STAGES,
-}
+TRAINED = {"ParameterServer": JOBS["ParameterServer"], "DataStore": STAGES}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +40,7 @@ def tunnelled(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "ParameterServer",
-        pytest.param("FedAvg-large", marks=pytest.mark.sweep),
-        pytest.param("DataStore", marks=pytest.mark.sweep),
-    ],
+    "name", ["ParameterServer", pytest.param("DataStore", marks=pytest.mark.sweep)]
 )
 def test_bits_are_those_of_workers_that_are_dialled(
     tunnelled: LocalCluster, client: Client, name: str

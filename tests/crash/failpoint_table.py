@@ -126,11 +126,11 @@ REACHED_BY = {
 AFTER_ANOTHER = {
     "coordinator.replay.done": (
         ("coordinator", "coordinator.journal.after_commit", "coordinator"),
-        EXCHANGING,
+        ("AllReduce",),
     ),
     "worker.mirror.offered": (
         ("worker-2", "worker.step.before_apply", "worker-0"),
-        ("Mirrors", "Full-mirrors"),
+        ("Full-mirrors",),
     ),
 }
 """Reached only after another crash: of this process, at that failpoint; then by this process, under

@@ -40,7 +40,6 @@ CASES = [
     ("worker.audit.within_line", 3),
     ("worker.audit.before_line", 2),
     ("worker.audit.after_line", 0),
-    ("worker.audit.within_line", 0),
 ]
 
 

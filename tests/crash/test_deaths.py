@@ -57,7 +57,7 @@ def test_a_fault_in_native_code_is_named_with_its_place(rig: Rig) -> None:
     assert "ctypes" in text
 
 
-@pytest.mark.sweep
+@pytest.mark.soak  # it is tried for half a minute
 def test_a_job_that_kills_its_process_is_not_tried_for_ever(rig: Rig) -> None:
     document = crash_job(LOCAL, model="acting_models:deadly", at_batch=2, signum=signal.SIGKILL)
     with rig.running(document) as run, pytest.raises(RunFailedError) as error:

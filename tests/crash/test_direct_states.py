@@ -5,13 +5,12 @@ same bits whatever dies, and no leaf left that nothing needs.
 import hashlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.state_leaves import LeafList, list_bytes
@@ -155,6 +154,7 @@ def committed(run: RunHandle) -> list[str]:
 )
 def test_any_number_of_workers_writes_the_same_state(
     rig: Rig,
+    shared_rig: Rig,
     store: LeafPlaceOutside,
     undisturbed: Outcome,
     lot: Gates,
@@ -181,11 +181,9 @@ def test_any_number_of_workers_writes_the_same_state(
     content = (tmp_path / "direct.safetensors").read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     assert digest not in committed(run)
-    cluster = LocalCluster(workers=1, threads=1, import_path=(ROOT,))
-    with cluster, cluster.client() as client:
-        relayed = client.submit(JOB)
-        relayed.result().download(tmp_path / "relayed.safetensors")
-        assert [each.digest for each in relayed.status().commits if each.is_final] == [digest]
+    relayed = shared_rig.client.submit(JOB)
+    relayed.result().download(tmp_path / "relayed.safetensors")
+    assert [each.digest for each in relayed.status().commits if each.is_final] == [digest]
     assert content == (tmp_path / "relayed.safetensors").read_bytes()
 
 
@@ -289,64 +287,51 @@ def test_states_go_on_into_other_runs_and_out_again(
         assert file.read() == (tmp_path / "first.safetensors").read_bytes()
 
 
-WHOLE_IN_FOLDER = [
-    ("coordinator", "coordinator.leaves.gathered", 2),
-    ("coordinator", "coordinator.blobs.before_rename", 1),
-    ("coordinator", "coordinator.journal.before_commit", 6),
-    ("worker-0", "worker.leaf.untold", 0),
+KILLS: list[tuple[str, Any, list[str]]] = [
+    ("folder", JOB, ["worker-0 leaf.untold 0", "coordinator leaves.gathered 2"]),
+    ("folder", SLICED, ["worker-1 leaf.joined 0", "coordinator commit.pulled 1"]),
+    ("folder", SLICED, ["worker-2 leaf.unnamed 1", "coordinator parts.described 1"]),
+    ("bucket", JOB, ["worker-1 leaf.half_sent 1", "coordinator build.pulled 0"]),
+    ("bucket", JOB, ["worker-0 leaf.stored 3", "coordinator objects.after_put 1"]),
+    ("bucket", SLICED, ["worker-0 pieces.asked 1", "coordinator leaves.gathered 2"]),
 ]
-WHOLE_IN_BUCKET = [
-    ("worker-1", "worker.leaf.half_sent", 1),
-    ("worker-0", "worker.leaf.stored", 3),
-    ("coordinator", "coordinator.commit.pulled", 1),
-    ("coordinator", "coordinator.build.pulled", 0),
-    ("coordinator", "coordinator.objects.after_put", 1),
-    ("coordinator", "coordinator.journal.after_commit", 6),
-]
-SLICES_IN_FOLDER = [
-    ("worker-1", "worker.leaf.joined", 0),
-    ("worker-2", "worker.leaf.unnamed", 1),
-    ("coordinator", "coordinator.parts.described", 1),
-    ("coordinator", "coordinator.commit.pulled", 1),
-    ("coordinator", "coordinator.blobs.after_rename", 2),
-]
-SLICES_IN_BUCKET = [
-    ("worker-0", "worker.pieces.asked", 1),
-    ("worker-2", "worker.leaf.stored", 0),
-    ("coordinator", "coordinator.leaves.gathered", 2),
-]
-"""The process, the failpoint where it dies, and how often it passes that before: each failpoint of
-workers in each place of states, and in each way of having them."""
-CRASHES = [
-    *(("folder", JOB, *crash) for crash in WHOLE_IN_FOLDER),
-    *(("folder", SLICED, *crash) for crash in SLICES_IN_FOLDER),
-    *(("bucket", JOB, *crash) for crash in WHOLE_IN_BUCKET),
-    *(("bucket", SLICED, *crash) for crash in SLICES_IN_BUCKET),
+"""The process, its failpoint where it dies, and how often it passes that before: each failpoint of
+workers that write states, and a kill of the coordinator in the same run."""
+ALONE = [
+    *((store, job, [kill]) for store, job, kills in KILLS for kill in kills),
+    ("folder", JOB, ["coordinator blobs.before_rename 1"]),
+    ("folder", JOB, ["coordinator journal.before_commit 6"]),
+    ("folder", SLICED, ["coordinator blobs.after_rename 2"]),
+    ("bucket", JOB, ["coordinator commit.pulled 1"]),
+    ("bucket", JOB, ["coordinator journal.after_commit 6"]),
+    ("bucket", SLICED, ["worker-2 leaf.stored 0"]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("store", "job", "process", "failpoint", "num_passed"),
+    ("store", "job", "kills"),
     [
-        pytest.param(
-            *("folder", JOB, "worker-1", "worker.leaf.unnamed", 1), marks=pytest.mark.cluster
-        ),
-        *(pytest.param(*crash, marks=pytest.mark.sweep) for crash in CRASHES),
+        pytest.param("folder", JOB, ["worker-1 leaf.unnamed 1"], marks=pytest.mark.cluster),
+        *(pytest.param(*each, marks=pytest.mark.sweep) for each in KILLS),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ALONE),
     ],
     indirect=["store"],
-    ids=lambda value: ("whole", "slices")[value is SLICED] if isinstance(value, dict) else None,
+    ids=lambda value: (
+        ("whole", "slices")[value is SLICED]
+        if isinstance(value, dict)
+        else ",".join(value).replace(" ", "-")
+        if isinstance(value, list)
+        else None
+    ),
     scope="module",
 )
 def test_a_crash_changes_no_bits_and_leaves_no_garbage(
-    rig: Rig,
-    store: LeafPlaceOutside,
-    undisturbed: Outcome,
-    job: dict[str, Any],
-    process: str,
-    failpoint: str,
-    num_passed: int,
+    rig: Rig, store: LeafPlaceOutside, undisturbed: Outcome, job: dict[str, Any], kills: list[str]
 ) -> None:
-    with rig.armed(process, failpoint, num_passed):
+    with ExitStack() as armed:
+        for process, name, num_passed in map(str.split, kills):
+            failpoint = f"{process.partition('-')[0]}.{name}"
+            armed.enter_context(rig.armed(process, failpoint, int(num_passed)))
         outcome = rig.outcome(job)
     assert outcome.digests == undisturbed.digests
     assert job is not JOB or outcome == undisturbed
@@ -358,8 +343,6 @@ def test_a_crash_changes_no_bits_and_leaves_no_garbage(
     ("store", "process", "failpoint", "num_passed"),
     [
         ("folder", "worker-0", "worker.pieces.asked", 1),
-        ("folder", "worker-0", "worker.leaf.untold", 3),
-        ("bucket", "worker-1", "worker.leaf.joined", 1),
         ("bucket", "worker-2", "worker.leaf.half_sent", 1),
     ],
     indirect=["store"],

@@ -97,7 +97,7 @@ def federation(folder: Path, crash: tuple[int, str]) -> Iterator[Federation]:
         pytest.param((4, BEFORE), id="a site would leave", marks=pytest.mark.sweep),
         pytest.param((4, AFTER), id="a site has left", marks=pytest.mark.soak),
         pytest.param((6, BEFORE), id="a site would be back", marks=pytest.mark.soak),
-        pytest.param((6, AFTER), id="a site is back", marks=pytest.mark.sweep),
+        pytest.param((6, AFTER), id="a site is back", marks=pytest.mark.soak),
     ],
 )
 def test_sites_that_join_leave_and_return_change_only_who_counts(

@@ -20,8 +20,6 @@ pytestmark = [
 CASES = [
     ("Mirrors", "worker-0", "worker.snapshot.asked", 2),
     ("Full-mirrors", "worker-1", "worker.snapshot.asked", 0),
-    ("Full-mirrors", "worker-2", "worker.snapshot.asked", 3),
-    ("Mirrors", "worker-1", "worker.snapshot.taken", 2),
 ]
 
 

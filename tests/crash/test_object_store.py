@@ -29,7 +29,6 @@ pytestmark = [
 CASES = [
     # Between two updates of the first round.
     ("FedAvg", "coordinator.objects.after_put", 2),
-    ("FedYogi", "coordinator.objects.after_put", 5),
     ("FedAvg-large", "coordinator.objects.after_part", 5),
     ("Pipeline", "coordinator.commit.pulled", 1),
 ]

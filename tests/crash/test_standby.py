@@ -63,7 +63,7 @@ def pair(started: Pair, request: pytest.FixtureRequest) -> Pair:
     [
         pytest.param(ALL_REDUCE, marks=pytest.mark.sweep, id="AllReduce"),
         pytest.param(PARAMETER_SERVER, marks=pytest.mark.soak, id="Server"),
-        pytest.param(FED_AVG, marks=pytest.mark.sweep, id="FedAvg"),
+        pytest.param(FED_AVG, marks=pytest.mark.soak, id="FedAvg"),
     ],
 )
 def test_a_standby_ends_the_run_of_a_frozen_leader(
@@ -90,7 +90,7 @@ def test_a_standby_ends_the_run_of_a_frozen_leader(
     assert terms == sorted(terms), "the old leader wrote again"
 
 
-@pytest.mark.cluster
+@pytest.mark.sweep
 def test_clients_and_workers_find_the_next_leader_when_one_is_killed(pair: Pair) -> None:
     with Client(pair.of_standby) as lost, pytest.raises(StandbyError, match="leads"):
         lost.runs()

@@ -2,12 +2,15 @@
 
 The killed process is started again by the cluster; the run must end with the bits of an undisturbed
 one, in every committed state. A case is (job, process, failpoint, hits to let pass first): a few
-are tried always, the sweep meets each failpoint and each job, and the soak is all the others.
+are tried always, the sweep meets each failpoint and each job, a worker and the coordinator in one
+run, and the soak is each case alone.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import pytest
 
@@ -81,7 +84,7 @@ KINDS = (
     *("Local", "AllReduce", "ParameterServer", "FedAvg", "Population", "Silos", "Gossip"),
     *("Pipeline", "DiLoCo-streaming", "Full-mirrors", "Mirrors"),
 )
-"""Jobs of a strategy or an exchange of its own; the others have a kill at each side."""
+"""Jobs of a strategy or an exchange of its own: each has a kill within a commit."""
 COMMITS = {
     *("coordinator.commit.pulled", "coordinator.round.folded", "worker.snapshot.taken"),
     *("coordinator.journal.before_commit", "coordinator.journal.after_commit"),
@@ -96,36 +99,54 @@ def needs(case: Case) -> Iterator[Hashable]:
         yield case.failpoint, "later"
     yield case.job, case.process == "coordinator"
     if case.job in KINDS and case.failpoint in COMMITS:
-        yield case.job, case.failpoint
+        yield case.job, "commit"
 
 
 def covering(found: Sequence[Case], chosen: Iterable[Case]) -> list[Case]:
-    """The chosen cases and enough others of those found for all that they need; the worker and the
-    coordinator of each kind die at three places."""
-    left = Counter({need: 1 for case in found for need in needs(case)})
-    left |= Counter({(job, side): 3 for job in KINDS for side in (True, False)})
+    """The chosen cases and enough others of those found for all that they need; of cases that are
+    as good, one whose job has a run in which nobody dies yet on its side."""
+    left = {need for case in found for need in needs(case)}
     taken: list[Case] = []
-    for case in chosen:
+    runs: Counter[tuple[str, bool]] = Counter()
+
+    def take(case: Case) -> None:
         taken.append(case)
-        left -= Counter(needs(case))
-    while True:
-        best = max(found, key=lambda case: sum(need in left for need in needs(case)))
-        if not any(need in left for need in needs(best)):
-            return taken
-        found = [case for case in found if case != best]
-        taken.append(best)
-        left -= Counter(needs(best))
+        runs[case.job, case.process == "coordinator"] += 1
+        left.difference_update(needs(case))
+
+    def worth(case: Case) -> tuple[int, int]:
+        side = case.process == "coordinator"
+        num_own, num_other = runs[case.job, side], runs[case.job, not side]
+        return sum(need in left for need in needs(case)), min(num_other - num_own, 1)
+
+    for case in chosen:
+        take(case)
+    while left:
+        take(max(found, key=worth))
+    return taken
+
+
+def in_pairs(found: Iterable[Case]) -> list[tuple[Case, ...]]:
+    """The cases of each job, of which a worker and the coordinator die in one run."""
+    by_job: dict[str, tuple[list[Case], list[Case]]] = {}
+    for case in found:
+        by_job.setdefault(case.job, ([], []))[case.process == "coordinator"].append(case)
+    return [
+        tuple(case for case in pair if case is not None)
+        for _, sides in sorted(by_job.items())
+        for pair in zip_longest(*sides)
+    ]
 
 
 ALWAYS = (
     Case("ParameterServer", "coordinator", "coordinator.step.summed"),
     Case("Full-mirrors", "worker-2", "worker.parameters.updated", 5),
-    Case("Pipeline", "worker-2", "worker.stages.before_apply", 5),
     Case("FedAvg", "coordinator", "coordinator.journal.before_commit", 4),
     Case("FedAvg", "worker-0", "worker.round.trained"),
-    Case("Population", "worker-0", "worker.segment.finished"),
 )
 BY_HAND = (
+    Case("Pipeline", "worker-2", "worker.stages.before_apply", 5),
+    Case("Population", "worker-0", "worker.segment.finished"),
     Case("Gossip", "worker-2", "worker.gossip.mixing", 9),
     Case("AllReduce", "worker-2", "worker.step.before_apply", 1),
     Case("DiLoCo-streaming", "worker-2", "worker.local_step.before_backward", 6),
@@ -146,10 +167,9 @@ OF_A_STOP = (
     Case("Stopped", "worker-0", "worker.snapshot.taken", 2),
 )
 """Other places of the step with which a training that is stopped ends."""
-IN_THE_SWEEP = sorted(
-    covering(cases(), (*ALWAYS, *BY_HAND))[len(ALWAYS) :], key=lambda case: case.job
-)
-ALL_OTHERS = [c for c in (*cases(), *OF_A_STOP) if c not in (*ALWAYS, *IN_THE_SWEEP)]
+IN_THE_SWEEP = covering(cases(), (*ALWAYS, *BY_HAND))[len(ALWAYS) :]
+PAIRS = in_pairs(IN_THE_SWEEP)
+ALONE = [c for c in dict.fromkeys((*cases(), *BY_HAND, *OF_A_STOP)) if c not in ALWAYS]
 
 
 def test_every_failpoint_has_its_place_in_the_sweep() -> None:
@@ -161,7 +181,7 @@ def test_every_failpoint_has_its_place_in_the_sweep() -> None:
     assert all(case.job in REACHED_BY[case.failpoint] for case in ALWAYS)
     swept = {need for case in (*ALWAYS, *IN_THE_SWEEP) for need in needs(case)}
     assert {need for case in found for need in needs(case)} <= swept
-    assert len(IN_THE_SWEEP) < len(found) / 2 + len(BY_HAND)
+    assert len(PAIRS) < len(found) / 3
 
 
 @pytest.mark.cluster
@@ -173,14 +193,14 @@ def test_a_crash_changes_no_bits(rig: Rig, case: Case) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.promise("No job that comes by a failpoint has other bits when it is killed there.")
-@pytest.mark.parametrize("case", IN_THE_SWEEP, ids=str)
-def test_no_crash_changes_any_bits(rig: Rig, case: Case) -> None:
-    _crash(rig, case)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-and-".join(map(str, pair)))
+def test_no_crash_changes_any_bits(rig: Rig, pair: tuple[Case, ...]) -> None:
+    _crash(rig, *pair)
 
 
 @pytest.mark.soak
 @pytest.mark.promise("A kill at any hit of a failpoint under any job is as any other.")
-@pytest.mark.parametrize("case", ALL_OTHERS, ids=str)
+@pytest.mark.parametrize("case", ALONE, ids=str)
 def test_none_of_all_the_crashes_changes_any_bits(rig: Rig, case: Case) -> None:
     _crash(rig, case)
 
@@ -199,11 +219,15 @@ def test_no_second_crash_changes_any_bits(rig: Rig, job: str, failpoint: str) ->
     outcome.check_whole(expected)
 
 
-def _crash(rig: Rig, case: Case) -> None:
-    expected = rig.undisturbed(case.job)
-    with rig.armed(case.process, case.failpoint, case.num_passed):
-        outcome = rig.outcome(JOBS[case.job])
+def _crash(rig: Rig, *cases: Case) -> None:
+    """Let each process die where its case says, all of them in one run of their job."""
+    job = cases[0].job
+    expected = rig.undisturbed(job)
+    with ExitStack() as armed:
+        for case in cases:
+            armed.enter_context(rig.armed(case.process, case.failpoint, case.num_passed))
+        outcome = rig.outcome(JOBS[job])
     assert outcome == expected
     outcome.check_whole(expected)
-    if case.job in (*EXCHANGING, "Local", "Pipeline"):
+    if job in (*EXCHANGING, "Local", "Pipeline"):
         assert expected.history["train.loss"]

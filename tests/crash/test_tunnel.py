@@ -12,6 +12,7 @@ from tests.crash.rig import NUM_WORKERS, Rig, cluster_with_failpoints, outcome_o
 from tests.patience import PATIENCE_S
 
 pytestmark = [
+    pytest.mark.sweep,
     pytest.mark.timeout(3 * PATIENCE_S),
     pytest.mark.promise("A tunnel is dug again when either end dies, and no bits change."),
 ]
@@ -45,19 +46,8 @@ def tunnels(shared_tunnels: Rig, request: pytest.FixtureRequest) -> Rig:
 @pytest.mark.parametrize(
     ("process", "failpoint", "name"),
     [
-        pytest.param(
-            *("worker-0", "worker.step.before_apply", "ParameterServer"), marks=pytest.mark.cluster
-        ),
-        pytest.param(
-            *("coordinator", "coordinator.push.begun", "ParameterServer"), marks=pytest.mark.sweep
-        ),
-        pytest.param(
-            *("coordinator", "coordinator.spool.after_checkpoint", "FedAvg-large"),
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            *("worker-1", "worker.client_round.after_training", "FedAvg"), marks=pytest.mark.sweep
-        ),
+        ("worker-0", "worker.step.before_apply", "ParameterServer"),
+        ("coordinator", "coordinator.spool.after_checkpoint", "FedAvg-large"),
     ],
 )
 def test_processes_die_at_either_end_of_a_tunnel(
@@ -68,7 +58,6 @@ def test_processes_die_at_either_end_of_a_tunnel(
         assert tunnels.outcome(JOBS[name]) == expected
 
 
-@pytest.mark.sweep
 def test_tunnels_break_in_the_middle_of_transfers(rig: Rig) -> None:
     """Every connection through the proxy is cut once it has carried a fifth of the parameters."""
     expected = rig.undisturbed("FedAvg-large")

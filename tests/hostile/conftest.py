@@ -16,5 +16,5 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         valid = samples(attacked.target)
         for each in methods():  # whatever a valid call leaves behind is there now
             attacked.say(each, [message.SerializeToString() for message in valid[each.name]])
-        with nothing_left_behind(attacked), calm_runs(attacked):
+        with nothing_left_behind(attacked), calm_runs(attacked, pause_s=1.0):
             yield attacked

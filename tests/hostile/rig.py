@@ -164,9 +164,10 @@ def under_attack(
 
 
 @contextmanager
-def calm_runs(rig: Rig, *, may_form_anew: bool = False) -> Iterator[None]:
+def calm_runs(rig: Rig, *, pause_s: float = 0.0, may_form_anew: bool = False) -> Iterator[None]:
     """One run after the other; each must end with the same commits.
 
+    pause_s: between two runs, where it is enough that some go on.
     may_form_anew: its members may have to meet again, after an attack on the run itself.
     """
     is_over = threading.Event()
@@ -180,6 +181,7 @@ def calm_runs(rig: Rig, *, may_form_anew: bool = False) -> Iterator[None]:
                     _check(rig, outcome_of(run), may_form_anew)
                     run.delete()
                     rig.num_calm_runs += 1
+                    is_over.wait(pause_s)
         except BaseException as error:
             failures.append(error)
 

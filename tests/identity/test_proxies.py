@@ -188,7 +188,7 @@ def test_urls_that_are_no_proxy(url: str, said: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.cluster
+@pytest.mark.sweep
 @pytest.mark.promise("Certificates and tokens of a proxy are enough for a whole run over tunnels.")
 def test_a_tunnelled_worker_proves_itself_through_a_proxy_from_end_to_end(tmp_path: Path) -> None:
     """The coordinator dials through the tunnel and expects the worker's own certificate there."""

@@ -34,6 +34,8 @@ for name in ("sgd", "adam", "adamw", "rmsprop", "adagrad"):
     run_backward(model(torch.ones(2)).mean(), torch.tensor(2.0))
     update(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
+outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True, foreach=False)
+update(outer)
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
 LATER = """

@@ -17,6 +17,7 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.common.strategy import DataParallel, MeanOfReplicas, OuterOptimizer
 from stratagem.worker.engine.apart.local_model import LocalModel
 from stratagem.worker.engine.optim.finite_gradients import are_finite
+from stratagem.worker.engine.optim.optimizers import update
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
@@ -128,7 +129,7 @@ class OuterFragment:
         """Makes one step of the outer optimizer with the sums that have arrived. Raises
         UserCodeError."""
         with user_code("the outer step"):  # which refuses a rate that its numbers cannot hold
-            self._optimizer.step()
+            update(self._optimizer)
         self.sums = None
         for param in self._params:
             param.grad = None

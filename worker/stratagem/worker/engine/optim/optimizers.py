@@ -31,8 +31,9 @@ _OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
     if name.lower() in KEYWORDS
 }
+_KINDS: Final[tuple[type[torch.optim.Optimizer], ...]] = (*_OPTIMIZERS.values(), torch.optim.SGD)
 _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
-    kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS.values()
+    kind: inspect.unwrap(kind.step) for kind in _KINDS
 }
 NamedParams: TypeAlias = Sequence[tuple[str, nn.Parameter]]
 GROUP: Final = "group"
