@@ -55,7 +55,12 @@ AREAS = {
     ),
     "tensors": Area(
         (COMMON + "tensors/",),
-        ("tests/common/tensors", "tests/common/rpc", "tests/coordinator/store"),
+        (
+            "tests/common/tensors",
+            "tests/common/rpc",
+            "tests/coordinator/store",
+            "tests/coordinator/updates",
+        ),
         is_strict=False,
     ),
 }
