@@ -62,8 +62,10 @@ def shown(page: Any, place: str) -> None:
         expect(page.locator("figure[data-name='Time line'] svg")).to_be_visible()
     else:
         expect(page.locator("figure svg").first).to_be_visible()
-        if place.startswith("compare/"):  # its table is filled by a second answer
-            expect(page.locator("tbody th").first).to_be_visible()
+        if place.startswith("compare/"):  # its tables are filled by answers of their own
+            for run in place.removeprefix("compare/").split(","):
+                expect(page.get_by_role("rowheader", name=run, exact=True)).to_be_visible()
+            expect(page.locator("tbody th code").first).to_be_visible()
     expect(page.locator("figure:not(:has(svg))")).to_have_count(0)
 
 
