@@ -20,7 +20,7 @@ WIDE = {"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 4_000}}
 def apart(number: int, **options: Any) -> JobSpec:
     aggregation = {"method": options.pop("method", "AllReduce")}
     strategy = {**replicas(number, local_steps=20, **options), "aggregation": aggregation}
-    return kind_job("mlp", strategy=strategy, batch_size=7, checkpoint=None)
+    return kind_job("mlp", kwargs={"depth": 4}, strategy=strategy, batch_size=7, checkpoint=None)
 
 
 @pytest.mark.parametrize(
