@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout, make_codec
 from stratagem.common.compression.codec import in_memory
+from stratagem.common.compression.coded_step import unit
 from stratagem.common.compression.ternary import Ternary, pack, quantise, unpack
 from stratagem.common.compression.top_k import largest
 from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of, places_beside
@@ -27,6 +28,33 @@ LAYOUTS = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=
 )
 BOUNDS = {"none": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Relative to each value."""
+
+
+BF16 = {
+    0x3F80_7FFF: 0x3F80,
+    0x3F80_8000: 0x3F80,  # halfway: to the even one
+    0x3F80_8001: 0x3F81,
+    0x3F81_7FFF: 0x3F81,
+    0x3F81_8000: 0x3F82,
+    0xBF81_8000: 0xBF82,
+    0x0001_8000: 0x0002,
+    0x7F7F_FFFF: 0x7F7F,  # the largest stays finite
+}
+
+
+def test_bfloat16_is_the_nearest_and_of_two_the_even_one() -> None:
+    numbers = np.array([*BF16], np.uint32).view(np.float32)
+    codec = codec_of(CODECS["bf16"], (TensorLayout("t", numbers.shape),))
+    payload, _ = codec.encode([numbers], codec.initial_state(), 0)
+    assert payload.view(np.uint16).tolist() == [*BF16.values()]
+
+
+@pytest.mark.parametrize(("numerics", "divisor"), [(FIRST, 1.0), (2, 3.0), (CURRENT, 3.0)])
+def test_the_first_rules_code_the_sum_of_a_shard_and_the_others_its_mean(
+    numerics: int, divisor: float
+) -> None:
+    assert unit(3.0, numerics) == divisor
+    assert unit(0.0, numerics) == unit(math.inf, numerics) == 1.0
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -108,9 +108,12 @@ def test_what_is_not_finite_shows(value: float) -> None:
     assert not math.isfinite(total_norm(parts_of([grad], CURRENT), CURRENT).item())
 
 
-@BOTH
+@pytest.mark.parametrize("numerics", [FIRST, 2, CURRENT])
 def test_nothing_has_norm_0(numerics: int) -> None:
-    assert total_norm(parts_of([], numerics), numerics).item() == 0.0
+    """And its dtype is that of any norm."""
+    norm = total_norm(parts_of([], numerics), numerics)
+    assert norm.item() == 0.0
+    assert norm.dtype == total_norm(parts_of([torch.ones(2)], numerics), numerics).dtype
     assert total_norm(FewGradients([]).parts([], numerics), numerics).item() == 0.0
 
 
