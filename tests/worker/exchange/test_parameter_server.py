@@ -136,13 +136,14 @@ async def test_a_stream_may_begin_again_but_not_skip_or_end_early() -> None:
             transport.commit(7)
 
 
-async def test_a_cut_ends_both_sides() -> None:
+@pytest.mark.parametrize("how", ["cut", "close"])
+async def test_a_cut_ends_both_sides(how: str) -> None:
     case = Case(1, 1, sizes=(100,))
     with members(case, 1) as (transports, steps):
         await transports[0].partials(7, 1)
         later = asyncio.create_task(transports[0].partials(8, 0))
         await asyncio.sleep(0)
-        threading.Thread(target=transports[0].cut).start()
+        threading.Thread(target=getattr(transports[0], how)).start()
         with pytest.raises(ExchangeError, match="cut"):
             await later
         with pytest.raises(ExchangeError, match="cut"):
