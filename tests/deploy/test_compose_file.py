@@ -56,6 +56,7 @@ def test_both_generations_of_compose_know_the_keys() -> None:
         assert not {"develop", "container_name", "hostname"} & set(service)
 
 
+@pytest.mark.docker
 def test_docker_compose_reads_the_files_with_and_without_certificates() -> None:
     """With them each process has the files that it is told of, beside those it has without."""
     if shutil.which("docker-compose") is None:

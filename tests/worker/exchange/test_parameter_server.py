@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,9 +16,19 @@ from hypothesis import strategies as st
 
 from stratagem.common.numerics.batch_shards import Node, assign_shards, tree_nodes, tree_sum
 from stratagem.coordinator.updates.members.tree_fold import fold_chunks
-from stratagem.worker.exchange import ExchangeError, ServerTransport, server_exchange
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.exchange import (
+    ExchangeError,
+    GradientBuckets,
+    ServerTransport,
+    server_exchange,
+)
 from stratagem.worker.exchange.parameter_server import server_transport
+from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
+from tests.common.compression.support import CODECS
+from tests.jobs import job
 from tests.patience import PATIENCE_S
+from tests.worker.engine.support import trainer_of
 from tests.worker.exchange.cases import SMALL, Case, one_step
 from tests.worker.mesh.late_device import LateDevice
 
@@ -113,6 +125,44 @@ async def test_sums_from_a_gpu_have_the_same_bits(size: int) -> None:
         await serve_step(transports, case)
         for step in steps:
             assert await step == case.expected(7)
+
+
+async def test_a_member_sends_what_its_header_names() -> None:
+    case = Case(2, 2, SMALL)
+    params, buckets = case.make_buckets()
+    exchange, transport = server_exchange(buckets, 0, 2, case.num_shards)
+    await assert_sends_its_vectors(transport, lambda: one_step(exchange, params, case, 1))
+
+
+@pytest.mark.parametrize("codec", ["int8", "ternary"])
+async def test_coded_vectors_are_sent_once_though_there_are_several_buckets(codec: str) -> None:
+    aggregation = {"method": "ParameterServer"}
+    strategy = {"type": "DataParallel", "num_replicas": 2, "aggregation": aggregation}
+    spec = job("dropout_mlp", compression=CODECS[codec], strategy=strategy)
+    trainer = trainer_of(spec)
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras, bucket_bytes=1)
+    exchange, transport = server_exchange(buckets, 0, 2, 3, compressor=trainer.compressor)
+    await assert_sends_its_vectors(transport, lambda: trainer.train_step(exchange, range(2), 3))
+
+
+async def assert_sends_its_vectors(transport: ServerTransport, step: Callable[[], object]) -> None:
+    """The chunks of step 1 are without gaps and as long as the vectors of the header."""
+    port = GradientPort()
+    port.open(0, 0, transport)
+    with ThreadPoolExecutor(1) as pool:
+        ended = asyncio.get_running_loop().run_in_executor(pool, step)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                header, *frames = [response async for response in port.outgoing(0, PATIENCE_S)]
+        finally:
+            transport.close()
+        with pytest.raises(ExchangeError):
+            await ended
+    chunks = [pb.GetGradientsResponse.FromString(cast(bytes, frame)).chunk for frame in frames]
+    ends = list(accumulate(len(chunk.data) for chunk in chunks))
+    assert [chunk.offset for chunk in chunks] == [0, *ends[:-1]]
+    assert ends[-1] == header.header.manifest.total_bytes
+    assert transport.num_buckets > 1
 
 
 async def test_a_stream_may_begin_again_but_not_skip_or_end_early() -> None:
