@@ -60,7 +60,7 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/buf lint
-	$(BIN)/buf breaking --against tests/golden/protos/0.2.0.binpb
+	$(BIN)/buf breaking --against tests/golden/protos/0.3.0.binpb
 	$(BIN)/mypy
 
 # In the order of their names: xdist would put those with few tests last, which are long ones.

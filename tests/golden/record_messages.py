@@ -24,6 +24,8 @@ WORKERS = 2
 KEPT = {"Heartbeat": 2, "HeartbeatStream": 1, "Describe": 2}
 """Of each process so many calls of a method are kept; of others all."""
 MAX_MESSAGES = {"HeartbeatStream": 4}
+STREAMED = {"STRATAGEM_WORKER_OPEN_FILES": "false"}
+"""An offered file is gone when the call is made again; chunks are in the record."""
 HOOK = """
 import importlib.util, pathlib
 spec = importlib.util.spec_from_file_location("message_tap", {tap!r})
@@ -92,7 +94,9 @@ def have_runs(tree: Path) -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        LocalCluster(workers=WORKERS, threads=1, import_path=(tree,)) as cluster,
+        LocalCluster(
+            workers=WORKERS, threads=1, import_path=(tree,), environment=STREAMED
+        ) as cluster,
         cluster.client() as client,
     ):
         for name in STRATEGIES:

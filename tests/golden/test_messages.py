@@ -89,6 +89,12 @@ _BY_CHANCE = (".progress", ".needBlob")
 """Of progress readers get the newest alone; a worker has been sent the state before it asks."""
 
 
+def numerics_of(version: str) -> int:
+    """The rules that runs of a version follow: the newest that its workers know."""
+    registered = (call for call in calls_of(version) if call.name == "RegisterWorker")
+    return next(registered).request.capability.numerics_rules or OF_SILENT_WORKERS
+
+
 @asynccontextmanager
 async def with_run(
     version: str, run_id: str, folder: Path
@@ -102,7 +108,7 @@ async def with_run(
             addresses.append(address)
             players = await stack.enter_async_context(served_workers(version, addresses))
         submitted = RunSubmitted(
-            job_json=submit.request.job_json, wall_s=1.0, numerics=OF_SILENT_WORKERS
+            job_json=submit.request.job_json, wall_s=1.0, numerics=numerics_of(version)
         )
         journal = Journal.open(folder / "journal.sqlite")
         lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
@@ -164,7 +170,8 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig
     """Two workers of today."""
     async with open_rig(tmp_path_factory.mktemp("workers")) as rig:
         for name in WORKERS:
-            await rig.start(name)
+            # The recorded requests may name this machine, if it is the one that recorded them.
+            await rig.start(name, STRATAGEM_WORKER_OPEN_FILES="false")
         yield rig
 
 
