@@ -90,4 +90,4 @@ def test_a_signal_that_comes_twice_at_once_drains(tmp_path: Path, number: signal
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
         # At once, unless its farewell was not answered in time, which it waits for shortly.
-        until(lambda: client.workers() == (), "it has left")
+        until(lambda: not any(each.is_alive for each in client.workers()), "it has left")
