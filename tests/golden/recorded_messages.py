@@ -140,13 +140,16 @@ class Player:
 
     def __init__(self, name: str, calls: list[Call], report: Callable[[Call], Any]) -> None:
         """calls: those that the worker got, or made itself, which are reported."""
-        self._to = [call for call in calls if call.to == name]
+        self._to: list[Call] = []
         self._own = [call for call in calls if call.by == name]
         self._report = report
         self._left: defaultdict[tuple[str, ...], list[Call]] = defaultdict(list)
-        for call in self._to:
-            if call.responses or call.name == "Execute":  # else it was refused
-                self._left[_key(call.name, call.request)].append(call)
+        for call in calls:
+            if call.to == name and (call.responses or call.name == "Execute"):  # else refused
+                left = self._left[_key(call.name, call.request)]
+                if not left or call.name not in _REPEATED:
+                    left.append(call)
+                    self._to.append(call)
         self._done: set[Call] = set()
         self._changed = asyncio.Condition()
         self.unknown: list[tuple[str, ...]] = []
@@ -172,12 +175,11 @@ class Player:
         async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
             kind = message_factory.GetMessageClass(method.input_type)
             key = _key(method.name, kind.FromString(await anext(requests)))
-            if not self._left[key]:
+            left = self._left[key]
+            if not left:
                 self.unknown.append(key)
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{key} was not recorded")
-            call = self._left[key].pop(0)
-            if method.name in _REPEATED:
-                self._left[key].insert(0, call)
+            call = left[0] if method.name in _REPEATED else left.pop(0)
             has_all = asyncio.create_task(_drained(requests))
             for note in call.notes[1:]:
                 if note.is_request:
@@ -216,8 +218,9 @@ class Player:
             self._changed.notify_all()
 
 
-_REPEATED = {"Describe"}
-"""Calls that may be made more often than they were."""
+_REPEATED = {"Describe", "SetState"}
+"""Calls that may be made more often than they were: a state that was on its way is sent once more
+when it had come just before the worker was heard to need it."""
 _AWAITED = {"GetGradients", "ApplyGradients", "SetState"}
 """Calls without which the worker does not go on."""
 
@@ -235,13 +238,13 @@ def _has_result(call: Call) -> bool:
 
 
 def _key(name: str, request: Any) -> tuple[str, ...]:
-    """What tells calls of a method apart, where the order does not."""
+    """What tells calls of a method apart, where the order does not; of SetState, which state."""
     header = getattr(request, "header", request)
     session = getattr(header, "session", None)
     run_id = getattr(header, "run_id", "") or getattr(session, "run_id", "")
     party = getattr(session, "party", "")
     plan = str(request.WhichOneof("plan")) if name == "Execute" else ""
-    return name, run_id, party, plan
+    return name, run_id, party, plan, getattr(header, "digest", "")
 
 
 def raw(channel: grpc.aio.Channel, call: Call, *requests: bytes) -> Any:
