@@ -325,6 +325,23 @@ def phase_table(observed: Observed) -> str:
     return "\n".join(lines)
 
 
+def strategy_table(observed: Observed) -> str:
+    """By phase of a strategy: the effects that are due in it, and where a run goes from it."""
+    lines = ["| phase | effects due | next phase (fact) |", "|---|---|---|"]
+    for phase in [START, *sorted(observed.effects.keys() - {START})]:
+        arrows = sorted(
+            (after, sorted(kinds))
+            for (before, after), kinds in observed.arrows.items()
+            if before == phase
+        )
+        goes = "; ".join(
+            f"{'end' if after == START else after} ({', '.join(kinds)})" for after, kinds in arrows
+        )
+        due = ", ".join(sorted(observed.effects[phase])) if phase != START else ""
+        lines.append(f"| {'*(begin)*' if phase == START else phase} | {due} | {goes} |")
+    return "\n".join(lines)
+
+
 def unseen_phases(observed: Observed) -> list[RunPhase]:
     """Phases of the protocol that no scenario has led to."""
     seen = {phase for arrow in observed.arrows for phase in arrow}

@@ -31,6 +31,7 @@ from docs.diagrams import (
     phase_table,
     run_phase,
     strategy_phase,
+    strategy_table,
     unseen_phases,
 )
 
@@ -48,8 +49,7 @@ def _unseen() -> str:
 
 
 def _phases_of(name: str) -> str:
-    seen = observe([name], strategy_phase)
-    return f"{arrow_table(seen)}\n\n{phase_table(seen)}"
+    return strategy_table(observe([name], strategy_phase))
 
 
 MAKERS: Mapping[str, Callable[[], str]] = {
