@@ -91,11 +91,6 @@ def run_phase(ended: RunPhase | None, status: Status) -> str:
     return ended or status.phase
 
 
-def strategy_phase(ended: RunPhase | None, status: Status) -> str:
-    """The phase inside the strategy; how a run ended is none of them."""
-    return START if ended else status.strategy_phase
-
-
 @dataclass(frozen=True, slots=True)
 class _Moment:
     """The run after one fact of its journal."""
@@ -322,23 +317,6 @@ def phase_table(observed: Observed) -> str:
         due = ", ".join(sorted(observed.effects[phase])) or "nothing"
         stays = ", ".join(sorted(observed.stays[phase])) or "none"
         lines.append(f"| {phase} | {due} | {stays} |")
-    return "\n".join(lines)
-
-
-def strategy_table(observed: Observed) -> str:
-    """By phase of a strategy: the effects that are due in it, and where a run goes from it."""
-    lines = ["| phase | effects due | next phase (fact) |", "|---|---|---|"]
-    for phase in [START, *sorted(observed.effects.keys() - {START})]:
-        arrows = sorted(
-            (after, sorted(kinds))
-            for (before, after), kinds in observed.arrows.items()
-            if before == phase
-        )
-        goes = "; ".join(
-            f"{'end' if after == START else after} ({', '.join(kinds)})" for after, kinds in arrows
-        )
-        due = ", ".join(sorted(observed.effects[phase])) if phase != START else ""
-        lines.append(f"| {'*(begin)*' if phase == START else phase} | {due} | {goes} |")
     return "\n".join(lines)
 
 
