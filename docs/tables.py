@@ -114,11 +114,11 @@ CHECKED_BY = {
     "_read_regions": ("mapping", "lists of clients by region, each client in one"),
     "_check_name": ("name", ""),
     "_check_entrypoint": ("entry point", ""),
-    "check_digest": ("digest", "64 hex digits"),
-    "check_tensor_file": ("path", "ends in `.safetensors`"),
+    "check_digest": ("64 hex digits", ""),
+    "check_tensor_file": ("path", "`*.safetensors`"),
     "check_run_id": ("string", "1 to 64 of a–z, 0–9, `-`"),
     "_check_which": ("string", "`final`, `best`, the number of a segment"),
-    "_check_signature": ("string", "128 hex digits, of `stratagem code sign`"),
+    "_check_signature": ("128 hex digits of `stratagem code sign`", ""),
     "check_requirement": ("string", "a distribution and its versions, `name>=1`"),
     "_check_node_id": ("node id", ""),
     "_check_module": ("string", "a module named [below](#modules-of-a-graph)"),
@@ -145,11 +145,17 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def job_section(name: str) -> str:
     """The keys of one section of the job file."""
     fields = SECTIONS[name].model_fields.items()
-    rows = ((f"`{key}`", *_said(info), default_text(info)) for key, info in fields)
-    return table(
-        ("key", "type", "default", "allowed"),
-        ((key, kind, default, allowed) for key, kind, allowed, default in rows),
-    )
+    rows = ((f"`{key}`", _value(*_said(info)), default_text(info)) for key, info in fields)
+    return table(("key", "value", "default"), rows)
+
+
+def _value(kind: str, allowed: str) -> str:
+    """A type and what is allowed of it, as one cell."""
+    if kind.startswith("list of") and allowed == "at least one":
+        return f"{kind}, {allowed}"
+    if kind == "list of" or not (kind and allowed):
+        return f"{kind} {allowed}".strip()
+    return f"{kind} {allowed}" if allowed[0] in "≥>≤<" else f"{kind}: {allowed}"
 
 
 def _said(info: FieldInfo) -> tuple[str, str]:
@@ -177,7 +183,7 @@ def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
     if get_origin(annotation) in (Union, types.UnionType):
         kinds_of_it = [part for part in get_args(annotation) if part is not type(None)]
         if all(isinstance(kind, type) and issubclass(kind, DocumentValue) for kind in kinds_of_it):
-            return "mapping", _choices(kinds_of_it)
+            return _choices(kinds_of_it)
         return _words(kinds_of_it[0])
     return _plain(annotation, metadata)
 
@@ -185,7 +191,7 @@ def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
 def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
     if get_origin(annotation) is Literal:
         values = get_args(annotation)
-        return PLAIN_TYPES[type(values[0])], ", ".join(map(value_text, values))
+        return "", ", ".join(map(value_text, values))
     if annotation is SearchSpace:
         return "[search space](#search-space)", ""
     if annotation is Every:
@@ -193,9 +199,11 @@ def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
     if get_origin(annotation) is tuple:
         kind, allowed = _words(get_args(annotation)[0])
         is_empty_allowed = not any(getattr(part, "min_length", 0) for part in metadata)
-        return f"list of {kind}", allowed if is_empty_allowed else "at least one"
+        least = "" if is_empty_allowed else "at least one"
+        plural = "s" if kind in (*PLAIN_TYPES.values(), "name", "node id", "mapping") else ""
+        return f"list of {kind}{plural}".strip(), allowed or least
     if get_origin(annotation) is Mapping:
-        return "mapping", "keyword arguments"
+        return "keyword arguments", ""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})", ""
     if isinstance(annotation, type) and issubclass(annotation, DocumentValue):
@@ -246,7 +254,7 @@ def strategy_section(name: str) -> str:
         for kind in STRATEGY_OBJECTS[name]
         for key, *cells in _object_rows(kind)
     ]
-    return table(("key", "type", "default", "allowed"), rows) if rows else "It has no keys."
+    return table(("key", "value", "default"), rows) if rows else "It has no keys."
 
 
 def _of(key: str, owner: str, strategy: str) -> str:
@@ -261,7 +269,7 @@ def _object_rows(kind: type[DocumentValue], prefix: str = "") -> Iterator[tuple[
         if sort == "[strategy](#strategy)":
             sort = "[strategy](strategies/nesting.md)"
         key = name.removesuffix("_")  # of a key that is a word of Python's
-        yield (f"{prefix}{key}", sort, default_text(info), allowed)
+        yield (f"{prefix}{key}", _value(sort, allowed), default_text(info))
         if (section := _untagged(info.annotation)) is not None:
             yield from _object_rows(section, f"{prefix}{name}.")
     if options is not None:
@@ -280,12 +288,12 @@ def _untagged(annotation: Any) -> type[DocumentValue] | None:
     return None
 
 
-def _choices(kinds_of_it: list[type[DocumentValue]]) -> str:
+def _choices(kinds_of_it: list[type[DocumentValue]]) -> tuple[str, str]:
     if not _tags(kinds_of_it[0]):
-        return "with the keys that follow"
+        return "mapping", ""
     (tag,) = _tags(kinds_of_it[0])
     names = [kind.__pydantic_fields__[tag].default for kind in kinds_of_it]
-    return f"`{tag}`: " + ", ".join(f"`{name}`" for name in names)
+    return f"`{tag}`", ", ".join(f"`{name}`" for name in names)
 
 
 # ---- names ----
