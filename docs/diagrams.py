@@ -91,11 +91,6 @@ def run_phase(ended: RunPhase | None, status: Status) -> str:
     return ended or status.phase
 
 
-def strategy_phase(ended: RunPhase | None, status: Status) -> str:
-    """The phase inside the strategy; how a run ended is none of them."""
-    return START if ended else status.strategy_phase
-
-
 @dataclass(frozen=True, slots=True)
 class _Moment:
     """The run after one fact of its journal."""

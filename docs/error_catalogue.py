@@ -17,29 +17,29 @@ from tests.house.source import nodes, product_files
 
 ONLY_A_BASE = ("StratagemError",)
 AGAIN: Mapping[str, str] = {
-    "InvalidInputError": "no: mend the input",
-    "OutOfRangeError": "no: ask where it ends",
-    "UnfitModelError": "no: change the job, or name another model",
-    "LimitError": "no: ask for less, or have the limit raised; for room that others use, later",
-    "DivergedError": "no: lower the setting that it names, and submit anew",
-    "IntegrityError": "a transfer yes, which is done by itself; a damaged file no",
-    "StaleError": "no: something newer has taken its place",
+    "InvalidInputError": "no; correct the input",
+    "OutOfRangeError": "no; ask where it ends",
+    "UnfitModelError": "no; change the job, or name another model",
+    "LimitError": "no; ask for less, or raise the limit; if others use the room, later",
+    "DivergedError": "no; lower the setting that it names, and submit again",
+    "IntegrityError": "automatic for a transfer; no for a damaged file",
+    "StaleError": "no; something newer has taken its place",
     "NotFoundError": "no",
     "SoleCopyLostError": "no",
     "ConflictError": "yes, when the other one is done",
-    "AlreadyExistsError": "no: take another name",
-    "WrongStateError": "no: change the state first",
-    "UnauthenticatedError": "no: show a certificate or a token",
-    "PermissionDeniedError": "no: someone else must call, or grant it",
-    "RefusedBySiteError": "no: change the job, or have the site change its file",
-    "SiteClosedError": "yes, once the site has opened; its coordinator does so by itself",
-    "BudgetSpentError": "no: what is spent stays spent; more noise would have cost less",
-    "KeysLostError": "no: the round goes on without the client, or begins again with new keys",
-    "UnavailableError": "yes; SDK and command line do so by themselves after a first answer",
-    "StandbyError": "yes, at the one that leads; SDK, command line and workers do so by themselves",
-    "InProgressError": "yes, until it is done; SDK and command line do so by themselves",
-    "UserCodeError": "no: mend the code, then submit or `stratagem resume`",
-    "RunFailedError": "no: read the reason, then `stratagem resume`",
+    "AlreadyExistsError": "no; take another name",
+    "WrongStateError": "no; change the state first",
+    "UnauthenticatedError": "no; show a certificate or a token",
+    "PermissionDeniedError": "no; use another identity, or have the right granted",
+    "RefusedBySiteError": "no; change the job, or have the site change its file",
+    "SiteClosedError": "automatic, once the site has opened",
+    "BudgetSpentError": "no; the budget stays spent",
+    "KeysLostError": "no; the round goes on without the client, or restarts with new keys",
+    "UnavailableError": "yes; automatic in SDK and command line after a first answer",
+    "StandbyError": "automatic in SDK, command line and workers, at the leader",
+    "InProgressError": "automatic in SDK and command line, until it is done",
+    "UserCodeError": "no; correct the code, then submit or `stratagem resume`",
+    "RunFailedError": "no; read the reason, then `stratagem resume`",
 }
 """Whether the same call helps when it is made again."""
 
@@ -47,12 +47,15 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "InvalidInputError": (
         (
             "… is not one of …",
-            "a word that is unknown here; it lists those that are known",
+            "take one of the listed words",
         ),
-        ("does not parse as the message of this call", "a client of other protobuf files"),
+        (
+            "does not parse as the message of this call",
+            "run one version of client and server",
+        ),
         (
             "… can be reached from other machines",
-            "give certificates (`--tls-ca` and the like), or say `--allow-insecure-network`",
+            "give certificates (`--tls-ca` and the like), or `--allow-insecure-network`",
         ),
         ("… has no implementation here; registered are …", "install the strategy's package"),
         ("… is built in and reads no config", "name it as the `type`, not as a coordinator"),
@@ -63,7 +66,10 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "OutOfRangeError": (
         ("… is beyond the newest event, …", "watch from an index that the run has reached"),
-        ("… is beyond the end at …", "a transfer was resumed beyond the end of its data"),
+        (
+            "… is beyond the end at …",
+            "begin the transfer again",
+        ),
     ),
     "UnfitModelError": (
         (
@@ -72,37 +78,40 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "LimitError": (
-        ("job_json: … bytes, the limit is …", "`--max-job-bytes`; put data into files"),
-        ("… runs are active, the limit is …", "`--max-active-runs`; stop or wait for some"),
-        ("relay: … streams …, the limit is …", "several workers have one `--name`, or too many"),
-        ("early messages: …", "a member is far behind the others; the step is done again"),
+        ("job_json: … bytes, the limit is …", "put data into files, or raise `--max-job-bytes`"),
+        ("… runs are active, the limit is …", "stop some, wait, or raise `--max-active-runs`"),
+        ("relay: … streams …, the limit is …", "give each worker its own `--name`, or run fewer"),
+        (
+            "early messages: …",
+            "nothing: a member is far behind, and the step is repeated",
+        ),
     ),
     "DivergedError": (
         (
             "beyond the range of …",
-            "updates, averages or moments have grown without bounds: lower the setting that is"
-            " named, or clip; the run goes on from an earlier commit",
+            "updates, averages or moments grew without bounds: lower the named setting, or clip;"
+            " the run can go on from an earlier commit",
         ),
     ),
     "IntegrityError": (
-        ("chunk at …: wrong CRC32C", "bytes were changed on their way: memory or network"),
+        ("chunk at …: wrong CRC32C", "bytes were changed in transit: check memory and network"),
         (
             "blob … is damaged: …",
-            "the coordinator's disk has lost data; restore a backup, or go on from another state",
+            "the coordinator's disk has lost data: restore a backup, or resume from another state",
         ),
         ("the journal is damaged", "restore a backup"),
         (
             "the members' gradients are laid out differently",
-            "the model is not the same on all workers: one version of your code everywhere",
+            "the model differs between workers: install one version of your code",
         ),
     ),
     "StaleError": (
         (
             "a later upload of the same client has taken the place of this one",
-            "nothing: what counts is the later one",
+            "nothing: the later one counts",
         ),
         ("membership … is older than …", "nothing: the party has other members by now"),
-        ("run … has ended", "nothing: what was reported came too late"),
+        ("run … has ended", "nothing: the report came too late"),
     ),
     "SoleCopyLostError": (
         (
@@ -111,8 +120,8 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "NotFoundError": (
-        ("run … is not known", "`stratagem list`; the coordinator may be another one"),
-        ("run … has no state …; kept are …", "older states are not kept: `retention`"),
+        ("run … is not known", "see `stratagem list`; it may be another coordinator"),
+        ("run … has no state …; kept are …", "older states are deleted: raise `retention`"),
         ("run … has committed nothing yet", "wait for its first commit"),
         ("data.inline: no data set … was uploaded", "submit through the SDK, which uploads first"),
         ("this worker has no local data …", "start the worker with `--local-data NAME=FILE`"),
@@ -125,7 +134,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "AlreadyExistsError": (
         ("run … exists with another job", "leave out `--run-id`, or take another one"),
-        ("worker … lives at …; choose another name", "two workers have one `--name`"),
+        ("worker … lives at …; choose another name", "give each worker its own `--name`"),
     ),
     "WrongStateError": (
         ("run … is active; stop it first", "`stratagem stop RUN`"),
@@ -136,9 +145,12 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("protocol version: this side speaks …", "run one version everywhere: `stratagem doctor`"),
     ),
     "UnauthenticatedError": (
-        ("the caller has shown neither a certificate nor a token", "`--tls-cert`, `--token-file`"),
-        ("the token is not known here", "it was revoked, or is another coordinator's"),
-        ("token … has expired at …", "have a new one made: `stratagem token create`"),
+        (
+            "the caller has shown neither a certificate nor a token",
+            "`--tls-cert` or `--token-file`",
+        ),
+        ("the token is not known here", "it was revoked, or belongs to another coordinator"),
+        ("token … has expired at …", "make a new one: `stratagem token create`"),
     ),
     "PermissionDeniedError": (
         (
@@ -151,8 +163,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "RefusedBySiteError": (
         (
             "site … refuses: …",
-            "the rule of the site's file that is nearest, and the field that speaks against: see "
-            "[a site's own file](../how-to/site-file.md)",
+            "it names the nearest rule of [the site's file](../how-to/site-file.md), and the field",
         ),
     ),
     "KeysLostError": (
@@ -172,26 +183,29 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "UnavailableError": (
-        ("no coordinator answers at …", "`stratagem doctor` says what it can see"),
-        ("nobody answers at … as worker …", "the worker's `--advertise`, its port, the network"),
+        ("no coordinator answers at …", "`stratagem doctor` examines the connection"),
+        (
+            "nobody answers at … as worker …",
+            "check the worker's `--advertise`, port and network",
+        ),
         (
             "worker … keeps no tunnel open",
             "the worker's log says what keeps it from the coordinator; calls are made again once it"
             " is back",
         ),
-        ("worker … is lost", "nothing: the effect is asked for again elsewhere"),
+        ("worker … is lost", "nothing: the work is done elsewhere"),
         ("worker … is draining", "nothing: it was told to stop"),
         ("the coordinator's disk is full", "make room"),
         ("spool: an update of … does not fit", "make room and raise `--max-spool-bytes`"),
         ("the journal cannot be used now", "make room, free the file, or start the database"),
-        ("cannot listen on …: is the port taken?", "another process has it: `--listen`"),
-        ("object store: …", "the store's endpoint, keys and network"),
+        ("cannot listen on …: is the port taken?", "another process has the port: set `--listen`"),
+        ("object store: …", "check the store's endpoint, keys and network"),
     ),
     "StandbyError": (
-        ("… stands by: … leads", "give all coordinators: `--coordinator A:7070,B:7070`"),
+        ("… stands by: … leads", "name all coordinators: `--coordinator A:7070,B:7070`"),
         (
             "waits for the lead",
-            "nothing: the one that led is silent, and is replaced after `--lease-ttl-s`",
+            "nothing: the silent leader is replaced after `--lease-ttl-s`",
         ),
     ),
     "InProgressError": (
@@ -203,15 +217,15 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "UserCodeError": (
         (
             "non-finite …",
-            "a lower learning rate, clipping, `accumulation.non_finite: skip_step`",
+            "lower the learning rate, clip, or set `accumulation.non_finite: skip_step`",
         ),
         ("cannot be found: no module", "add its folder to the workers' `--import-path`"),
     ),
     "RunFailedError": (
-        ("… has ended … worker processes", "look at the workers' logs, often memory"),
+        ("… has ended … worker processes", "read the workers' logs; often it is memory"),
         (
             ", deadline passed",
-            "more clients, a longer deadline, or a lower quorum",
+            "take more clients, a longer deadline, or a lower quorum",
         ),
     ),
 }
@@ -236,9 +250,8 @@ def _section(kind: type[StratagemError]) -> str:
     meaning = " ".join((getdoc(kind) or "").split())
     lines = (
         f"### {name}",
-        f"`{_code(kind)}`{below}. {meaning}",
-        f"The same call again: {AGAIN[name]}.",
-        table(("you see", "then"), ((f"`{seen}`", what) for seen, what in CAUSES[name])),
+        f"`{_code(kind)}`{below}. {meaning} Retry: {AGAIN[name]}.",
+        "\n".join(f"- `{seen}` → {what}" for seen, what in CAUSES[name]),
     )
     return "\n\n".join(lines)
 

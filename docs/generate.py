@@ -8,7 +8,7 @@ Pictures that are drawn from no run are written too.
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `docs` and `tests`
@@ -30,7 +30,6 @@ from docs.diagrams import (
     observe,
     phase_table,
     run_phase,
-    strategy_phase,
     unseen_phases,
 )
 
@@ -47,11 +46,6 @@ def _unseen() -> str:
     return ", ".join(f"`{phase}`" for phase in unseen_phases(_runs())) or "none"
 
 
-def _phases_of(name: str) -> str:
-    seen = observe([name], strategy_phase)
-    return f"{arrow_table(seen)}\n\n{phase_table(seen)}"
-
-
 MAKERS: Mapping[str, Callable[[], str]] = {
     **tables.RENDERED,
     **processes.RENDERED,
@@ -62,11 +56,10 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "run phases": lambda: arrow_table(_runs()),
     "run phase table": lambda: phase_table(_runs()),
     "unseen run phases": _unseen,
-    **{f"phases {name}": partial(_phases_of, name) for name in STRATEGIES},
     "training phases": training_phases.arrow_table,
 }
 """What makes each generated part, by name."""
-PLAYED = re.compile(r"<!-- generated: (?:unseen )?(?:run phase|phases )")
+PLAYED = re.compile(r"<!-- generated: (?:unseen )?run phase")
 """Those of them for which journals are played."""
 
 

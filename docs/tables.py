@@ -11,7 +11,6 @@ from typing import Any, ForwardRef, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import (
     AccumulationSpec,
     CodeSpec,
@@ -45,14 +44,8 @@ from stratagem.common.schema.field_types import OneKey
 from stratagem.common.schema.validation_errors import TECHNICAL
 from stratagem.common.strategy import Strategy, choices, kinds
 from stratagem.common.strategy.search_space import SearchSpace
-from stratagem.coordinator.core.commands import SubmitRun
-from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.core.state_machine.decide import decide
-from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.worker.models.graph_model import MODULES
 from stratagem.worker.site.site_file import AcceptRule, AuditSpec, SiteDataSpec, SiteSpec
-from tests.coordinator.core.jobs import job_text
-from tests.coordinator.core.simulation import RUN
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
     kind.__name__: kind
@@ -119,26 +112,26 @@ STRATEGY_OBJECTS: Mapping[str, tuple[type[DocumentValue], ...]] = {
 }
 CHECKED_BY = {
     "_read_regions": ("mapping", "lists of clients by region, each client in one"),
-    "_check_name": ("text", "1 to 64 of A–Z, a–z, 0–9, `.`, `_`, `-`; a letter or digit first"),
-    "_check_entrypoint": ("entry point", "`package.module:name`"),
-    "check_digest": ("digest", "64 hex digits"),
-    "check_tensor_file": ("path", "ends in `.safetensors`"),
-    "check_run_id": ("text", "1 to 64 of a–z, 0–9, `-`"),
-    "_check_which": ("text", "`final`, `best`, the number of a segment"),
-    "_check_signature": ("text", "128 hex digits, of `stratagem code sign`"),
-    "check_requirement": ("text", "a distribution and its versions, `name>=1`"),
-    "_check_node_id": ("text", "1 to 64 of A–Z, a–z, 0–9, `_`, `-`"),
-    "_check_module": ("text", "a module named [below](#modules-of-a-graph)"),
-    "_check_topology": ("text", choices.KNOWN_TOPOLOGIES),
-    "_check_code": ("text or list", "`none`, `signed:FILE`, a list of `sha256:DIGEST`"),
-    "_check_window": ("text", "days and hours, `Mon-Fri 19:00-06:00`"),
-    "_check_zone": ("text", "a name of the time-zone database, `Europe/Vienna`"),
+    "_check_name": ("name", ""),
+    "_check_entrypoint": ("entry point", ""),
+    "check_digest": ("64 hex digits", ""),
+    "check_tensor_file": ("path", "`*.safetensors`"),
+    "check_run_id": ("string", "1 to 64 of a–z, 0–9, `-`"),
+    "_check_which": ("string", "`final`, `best`, the number of a segment"),
+    "_check_signature": ("128 hex digits of `stratagem code sign`", ""),
+    "check_requirement": ("string", "a distribution and its versions, `name>=1`"),
+    "_check_node_id": ("node id", ""),
+    "_check_module": ("string", "a module named [below](#modules-of-a-graph)"),
+    "_check_topology": ("string", choices.KNOWN_TOPOLOGIES),
+    "_check_code": ("string or list", "`none`, `signed:FILE`, a list of `sha256:DIGEST`"),
+    "_check_window": ("string", "days and hours, `Mon-Fri 19:00-06:00`"),
+    "_check_zone": ("string", "a name of the time-zone database, `Europe/Vienna`"),
     "_read_data": ("table", "at least one [`data.NAME`](#sitedataspec)"),
-    "_check_quorum": ("number or whole number", "a count ≥ 1 or a share in (0, 1]"),
-    "_read_late_updates": ("text or mapping", "`refuse`, or `{discount: d}` with d in (0, 1]"),
+    "_check_quorum": ("number", "a count ≥ 1 or a share in (0, 1]"),
+    "_read_late_updates": ("string or mapping", "`refuse`, or `{discount: d}` with d in (0, 1]"),
 }
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+PLAIN_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -152,11 +145,17 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def job_section(name: str) -> str:
     """The keys of one section of the job file."""
     fields = SECTIONS[name].model_fields.items()
-    rows = ((f"`{key}`", *_said(info), default_text(info)) for key, info in fields)
-    return table(
-        ("key", "type", "default", "allowed"),
-        ((key, kind, default, allowed) for key, kind, allowed, default in rows),
-    )
+    rows = ((f"`{key}`", _value(*_said(info)), default_text(info)) for key, info in fields)
+    return table(("key", "value", "default"), rows)
+
+
+def _value(kind: str, allowed: str) -> str:
+    """A type and what is allowed of it, as one cell."""
+    if kind.startswith("list of") and allowed == "at least one":
+        return f"{kind}, {allowed}"
+    if kind == "list of" or not (kind and allowed):
+        return f"{kind} {allowed}".strip()
+    return f"{kind} {allowed}" if allowed[0] in "≥>≤<" else f"{kind}: {allowed}"
 
 
 def _said(info: FieldInfo) -> tuple[str, str]:
@@ -178,13 +177,13 @@ def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
             return CHECKED_BY[checker]
         if isinstance(part, OneKey):
             forms = ", ".join(f"`{form}`" for form in part.forms())
-            return "text or mapping" if part.words else "mapping", forms
+            return "string or mapping" if part.words else "mapping", forms
     if set(get_args(annotation)) == set(get_args(Strategy)):
-        return "strategy", "see [Strategy](#strategy)"
+        return "[strategy](#strategy)", ""
     if get_origin(annotation) in (Union, types.UnionType):
         kinds_of_it = [part for part in get_args(annotation) if part is not type(None)]
         if all(isinstance(kind, type) and issubclass(kind, DocumentValue) for kind in kinds_of_it):
-            return "mapping", _choices(kinds_of_it)
+            return _choices(kinds_of_it)
         return _words(kinds_of_it[0])
     return _plain(annotation, metadata)
 
@@ -192,19 +191,21 @@ def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
 def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
     if get_origin(annotation) is Literal:
         values = get_args(annotation)
-        return PLAIN_TYPES[type(values[0])], ", ".join(map(value_text, values))
+        return "", ", ".join(map(value_text, values))
     if annotation is SearchSpace:
-        return "mapping", "see [Search space](#search-space)"
+        return "[search space](#search-space)", ""
     if annotation is Every:
-        return "how often", "`1 epoch`, `100 steps`, `2 rounds`"
+        return "interval", "`1 epoch`, `100 steps`, `2 rounds`"
     if get_origin(annotation) is tuple:
         kind, allowed = _words(get_args(annotation)[0])
         is_empty_allowed = not any(getattr(part, "min_length", 0) for part in metadata)
-        return f"list of {kind}", allowed if is_empty_allowed else "at least one"
+        least = "" if is_empty_allowed else "at least one"
+        plural = "s" if kind in (*PLAIN_TYPES.values(), "name", "node id", "mapping") else ""
+        return f"list of {kind}{plural}".strip(), allowed or least
     if get_origin(annotation) is Mapping:
-        return "mapping", "keyword arguments"
+        return "keyword arguments", ""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "mapping", f"see [{annotation.__name__}](#{annotation.__name__.lower()})"
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})", ""
     if isinstance(annotation, type) and issubclass(annotation, DocumentValue):
         return "mapping", ""
     if annotation is Any:
@@ -226,21 +227,21 @@ def default_text(info: FieldInfo) -> str:
     if info.is_required():
         return "**required**"
     value = info.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel) or value in ((), [], {}):
-        return "empty"
+    if isinstance(value, BaseModel) or value in (None, (), [], {}, ""):
+        return ""
     return value_text(value)
 
 
 def value_text(value: object) -> str:
-    if value is None:
-        return "none"
     if isinstance(value, DocumentValue):
         return f"`{{type: {type(value).__name__}}}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, Enum):
         return f"`{value.value}`"
-    return f"`{value}`" if str(value) else "empty"
+    return f"`{value}`"
 
 
 # ---- strategies ----
@@ -248,29 +249,31 @@ def value_text(value: object) -> str:
 
 def strategy_section(name: str) -> str:
     """The keys of a strategy object and of the choices inside it."""
-    head = ("object", "key", "type", "default", "allowed")
-    return table(head, (row for kind in STRATEGY_OBJECTS[name] for row in _object_rows(kind)))
+    rows = [
+        (_of(key, kind.__name__, name), *cells)
+        for kind in STRATEGY_OBJECTS[name]
+        for key, *cells in _object_rows(kind)
+    ]
+    return table(("key", "value", "default"), rows) if rows else "It has no keys."
 
 
-def _object_rows(
-    kind: type[DocumentValue], prefix: str = "", owner: str = ""
-) -> Iterator[tuple[str, ...]]:
-    owner = owner or kind.__name__
+def _of(key: str, owner: str, strategy: str) -> str:
+    return f"`{key}`" if owner == strategy else f"`{key}` of `{owner}`"
+
+
+def _object_rows(kind: type[DocumentValue], prefix: str = "") -> Iterator[tuple[str, ...]]:
     own = {name: info for name, info in kind.__pydantic_fields__.items() if not info.kw_only}
     options = own.pop("options", None)
-    if not own and not prefix:
-        yield (f"`{owner}`", "no keys", "", "", "")
     for name, info in own.items():
         sort, allowed = _said(info)
-        allowed = (
-            "[those that can be inside](strategies/nesting.md)" if sort == "strategy" else allowed
-        )
+        if sort == "[strategy](#strategy)":
+            sort = "[strategy](strategies/nesting.md)"
         key = name.removesuffix("_")  # of a key that is a word of Python's
-        yield (f"`{owner}`", f"`{prefix}{key}`", sort, default_text(info), allowed)
+        yield (f"{prefix}{key}", _value(sort, allowed), default_text(info))
         if (section := _untagged(info.annotation)) is not None:
-            yield from _object_rows(section, f"{prefix}{name}.", owner)
+            yield from _object_rows(section, f"{prefix}{name}.")
     if options is not None:
-        yield from _object_rows(options.annotation, "options.", owner)  # type: ignore[arg-type]
+        yield from _object_rows(options.annotation, "options.")  # type: ignore[arg-type]
 
 
 def _tags(kind: type[DocumentValue]) -> list[str]:
@@ -285,81 +288,12 @@ def _untagged(annotation: Any) -> type[DocumentValue] | None:
     return None
 
 
-def _choices(kinds_of_it: list[type[DocumentValue]]) -> str:
+def _choices(kinds_of_it: list[type[DocumentValue]]) -> tuple[str, str]:
     if not _tags(kinds_of_it[0]):
-        return "with the keys that follow"
+        return "mapping", ""
     (tag,) = _tags(kinds_of_it[0])
     names = [kind.__pydantic_fields__[tag].default for kind in kinds_of_it]
-    return f"`{tag}`: " + ", ".join(f"`{name}`" for name in names)
-
-
-SAMPLES: tuple[dict[str, Any], ...] = (
-    {"type": "Local"},
-    *(
-        {"type": "DataParallel", "num_replicas": 2, "aggregation": aggregation}
-        for aggregation in (
-            {"method": "AllReduce"},
-            {"method": "ParameterServer"},
-            {"method": "Decentralized", "topology": "ring"},
-        )
-    ),
-    *(
-        {
-            "type": "Federated",
-            "num_clients": 2,
-            "rounds": 2,
-            "aggregation": aggregation,
-            "client_selection": {"method": "All"},
-        }
-        for aggregation in (
-            {"method": "FedAvg"},
-            {"method": "FedProx", "mu": 0.1},
-            {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.001},
-        )
-    ),
-    {
-        "type": "ModelParallel",
-        "partitions": [{"node_ids": ["a"], "target": {"Tag": "gpu"}}],
-        "communication": {"protocol": "Direct"},
-    },
-    {
-        "type": "PopulationBased",
-        "population_size": 2,
-        "generations": 2,
-        "exploit": {"method": "Truncation", "fraction": 0.5},
-        "explore": {"method": "Resample"},
-    },
-    {"type": "Custom", "coordinator": "my-strategy", "config": {}},
-)
-
-
-NEEDED: Mapping[str, dict[str, Any]] = {
-    "PopulationBased": {
-        "search_space": {"optimizer.lr": {"low": 0.01, "high": 1.0}},
-        "steps_per_generation": 1,
-        "evaluation": {"best": "loss"},
-    }
-}
-"""What a sample's job has beside the strategy."""
-
-
-def what_runs() -> str:
-    """What this coordinator says to a job of each strategy."""
-    return table(("strategy", "at submit"), map(_answer, SAMPLES))
-
-
-def _answer(strategy: dict[str, Any]) -> tuple[str, str]:
-    choice = strategy.get("aggregation") or strategy.get("communication") or {}
-    parts = [strategy["type"], choice.get("method") or choice.get("protocol") or ""]
-    name = f"`{'/'.join(filter(None, parts))}`"
-    try:
-        decide(
-            CoordinatorState(BUILT_IN),
-            SubmitRun(RUN, job_text(strategy, **NEEDED.get(strategy["type"], {})), 0.0),
-        )
-    except InvalidInputError as error:
-        return name, f"refused: {'; '.join(map(str, error.violations))}"
-    return name, "runs"
+    return f"`{tag}`", ", ".join(f"`{name}`" for name in names)
 
 
 # ---- names ----
@@ -383,7 +317,6 @@ def _listed(names: Any) -> str:
 
 
 RENDERED: Mapping[str, Callable[[], str]] = {
-    "what-runs": what_runs,
     "losses": losses,
     "metrics": metrics,
     "modules": modules,

@@ -66,17 +66,21 @@ def collected() -> Found:
 def table_of(found: Found) -> str:
     """The table, as it stands in the page."""
     rows = [
-        f"| {promise} | {' | '.join(_cell(tiers[each]) for each in TIERS)} |"
+        f"| {promise} | {_counts(tiers)} | {_files(tiers.values())} |"
         for promise, tiers in sorted(found.items())
     ]
-    sums = [sum(tiers[each].total() for tiers in found.values()) for each in TIERS]
-    head = "| promise | `make test` | `make sweep` | `make soak` |\n|---|---|---|---|"
-    return "\n".join([head, *rows, f"| all | {' | '.join(map(str, sums))} |"])
+    sums = {each: sum((tiers[each] for tiers in found.values()), Counter()) for each in TIERS}
+    head = f"| promise | {'/'.join(TIERS)} | files |\n|---|---|---|"
+    return "\n".join([head, *rows, f"| all | {_counts(sums)} | |"])
 
 
-def _cell(files: Counter[str]) -> str:
-    names: Iterable[str] = sorted(name.removesuffix(".py") for name in files)
-    return f"{files.total()}: {', '.join(f'`{name}`' for name in names)}" if files else ""
+def _counts(tiers: Mapping[str, Counter[str]]) -> str:
+    return "/".join(str(tiers[each].total()) for each in TIERS)
+
+
+def _files(tiers: Iterable[Counter[str]]) -> str:
+    names = sorted({name.removesuffix(".py") for files in tiers for name in files})
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def page_with(table: str, page: Path = PAGE) -> str:
