@@ -17,7 +17,8 @@ from torch import nn
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
-from stratagem.worker.engine import ClientRunner, Tally, Trainer
+from stratagem.worker.engine import Tally, Trainer
+from stratagem.worker.engine.trainers.federated_client import ClientRunner
 from stratagem.worker.exchange import GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
-from stratagem.worker.engine import ClientRunner, run_client_round
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.trainers.federated_client import ClientRunner, run_client_round
 from stratagem.worker.models.model_builder import build_model
 from tests.every_pair import every_value
 from tests.gan_jobs import TURNS, gan

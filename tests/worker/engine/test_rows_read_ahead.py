@@ -11,12 +11,8 @@ from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.data.reader.reader_messages import ReaderSetup
 from stratagem.worker.data.reader.reader_pool import ReaderPool
 from stratagem.worker.data.row_datasets import ReadOrder, RowDataset
-from stratagem.worker.engine import (
-    ClientRunner,
-    EvaluationShare,
-    build_gossip_trainer,
-    build_trainer,
-)
+from stratagem.worker.engine import EvaluationShare, build_gossip_trainer, build_trainer
+from stratagem.worker.engine.trainers.federated_client import ClientRunner
 from stratagem.worker.pipeline.build_stages import StageAssignment
 from tests.jobs import job
 from tests.worker.engine.client_rounds import federated

@@ -13,10 +13,13 @@ from stratagem.common.privacy.privacy_secret import seeded_secret
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.row_datasets import BatchKeys
-from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.privacy import row_gradients
 from stratagem.worker.engine.privacy.row_noise import RowNoise
-from stratagem.worker.engine.trainers.federated_client import ClientRound, RoundSettings
+from stratagem.worker.engine.trainers.federated_client import (
+    ClientRound,
+    ClientRunner,
+    RoundSettings,
+)
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.models.model_dtypes import rows_dtype
 from tests.jobs import user_data

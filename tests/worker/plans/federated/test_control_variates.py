@@ -5,9 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.step.callbacks import Callbacks
-from stratagem.worker.engine.trainers.federated_client import ClientRound, RoundSettings
+from stratagem.worker.engine.trainers.federated_client import (
+    ClientRound,
+    ClientRunner,
+    RoundSettings,
+)
 from stratagem.worker.plans.federated.control_variates import (
     check_control,
     control_begun,

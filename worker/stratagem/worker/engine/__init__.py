@@ -1,7 +1,4 @@
-"""The training engine of a worker: steps, evaluation, client rounds, state.
-
-`build_trainer` and `run_client_round` are what the rest of the worker uses.
-"""
+"""The training engine of a worker: steps, evaluation and state; `build_trainer` makes a trainer."""
 
 from stratagem.worker.engine.apart.gossip_trainer import GossipTrainer
 from stratagem.worker.engine.apart.local_steps_trainer import LocalStepsTrainer
@@ -14,19 +11,12 @@ from stratagem.worker.engine.build_trainer import (
 )
 from stratagem.worker.engine.objectives.evaluator import Batch, EvaluationPart, EvaluationShare
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
-from stratagem.worker.engine.trainers.federated_client import (
-    ClientRound,
-    ClientRunner,
-    run_client_round,
-)
 from stratagem.worker.engine.trainers.inference import Inference
 from stratagem.worker.engine.trainers.member_trainer import Exchange, Joined, MemberTrainer
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 
 __all__ = [
     "Batch",
-    "ClientRound",
-    "ClientRunner",
     "EvaluationPart",
     "EvaluationShare",
     "Exchange",
@@ -44,5 +34,4 @@ __all__ = [
     "build_local_steps_trainer",
     "build_sliced_trainer",
     "build_trainer",
-    "run_client_round",
 ]

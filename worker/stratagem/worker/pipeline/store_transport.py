@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import google_crc32c
 import obstore
-from obstore.exceptions import BaseError, NotFoundError
+from obstore.exceptions import BaseError
+from obstore.exceptions import NotFoundError as MissingObjectError
 from obstore.store import from_url
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, UnavailableError
@@ -105,7 +106,7 @@ class StoreTransport:
     def _get(self, path: str) -> bytes | None:
         try:
             return bytes(obstore.get(self._store, path).bytes())
-        except (NotFoundError, FileNotFoundError):
+        except (MissingObjectError, FileNotFoundError):
             return None
         except BaseError as error:
             raise UnavailableError(f"object store: {path}: {error}") from error

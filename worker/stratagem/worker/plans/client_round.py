@@ -22,9 +22,12 @@ from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose, to_proto
 from stratagem.common.tensors.open_files import MAX_COPY_BYTES, copy_of, is_near
 from stratagem.common.tensors.traffic import sent
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.privacy.clip_update import clipped_change
-from stratagem.worker.engine.trainers.federated_client import ClientRound, RoundSettings
+from stratagem.worker.engine.trainers.federated_client import (
+    ClientRound,
+    ClientRunner,
+    RoundSettings,
+)
 from stratagem.worker.plans.client_history import ClientHistory
 from stratagem.worker.plans.federated.client_state import RoundStart, keep, kept_state, own_model
 from stratagem.worker.plans.federated.client_update_codec import coded_update

@@ -29,7 +29,6 @@ from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.data.reader.reader_pool import ReaderPool
 from stratagem.worker.data.reader.worker_readers import WorkerReaders
 from stratagem.worker.engine import (
-    ClientRunner,
     Exchange,
     Inference,
     Joined,
@@ -43,6 +42,7 @@ from stratagem.worker.engine import (
 )
 from stratagem.worker.engine.step.state_format import state_metadata
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
+from stratagem.worker.engine.trainers.federated_client import ClientRunner
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
 from stratagem.worker.host.client_state_store import ClientStateStore

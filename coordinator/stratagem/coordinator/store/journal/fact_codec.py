@@ -80,10 +80,10 @@ def record(item: Committed) -> Record:
     )
 
 
-def summary(run: EndedRun, view: RunView) -> RunSummary:
+def summary(run: EndedRun, run_view: RunView) -> RunSummary:
     """Return the row of a run at rest."""
     brief = _brief.dump_json(run).decode()
-    return RunSummary(run.run_id, VERSION, brief, view.model_dump_json())
+    return RunSummary(run.run_id, VERSION, brief, run_view.model_dump_json())
 
 
 def ended_run(brief: str) -> EndedRun:
@@ -91,6 +91,6 @@ def ended_run(brief: str) -> EndedRun:
     return _brief.validate_json(brief)
 
 
-def view(shown: str) -> RunView:
+def view(text: str) -> RunView:
     """Return the part of a summary that is shown of a run at rest."""
-    return RunView.model_validate_json(shown)
+    return RunView.model_validate_json(text)

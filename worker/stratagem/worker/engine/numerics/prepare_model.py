@@ -5,13 +5,14 @@ code, compiled code, 16-bit numbers, checkpointing. Names, parameters and hooks 
 as they are; only `forward` of some modules is replaced.
 """
 
+import inspect
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from stratagem.common.job import ExecutionSpec, JobSpec
+from stratagem.common.job import ExecutionSpec, JobSpec, OptimizerSpec
 from stratagem.common.model.program import ModelProgram
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy import is_cut
@@ -33,7 +34,6 @@ from stratagem.worker.engine.numerics.torch_compile import (
     compiled,
     prepare_compiler,
 )
-from stratagem.worker.engine.optim.optimizers import without_fused_kernels
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.model_tensors import make_plain
 
@@ -125,11 +125,23 @@ def _begin(
     )
     # Without updates there is only compiled code to fuse operations in.
     specs = job.optimizers().values() if spec.fusion and not job.only_evaluates else ()
-    for label in (label for each in specs for label in without_fused_kernels(each)):
+    for label in (label for each in specs for label in _without_fused_kernels(each)):
         execution.notes.append(
             f"execution.fusion: torch has no fused kernel for {label}; its updates take several"
         )
     return execution, _Wrapper(spec, device, gate, randomness)
+
+
+def _without_fused_kernels(spec: OptimizerSpec) -> list[str]:
+    """Returns the optimizers for which torch has no kernels that do a whole update of a tensor at
+    once."""
+    fused = {
+        name.lower()
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and "fused" in inspect.signature(kind).parameters
+    }
+    rules = {rule.label: (rule.name or "").lower() for rule in (each.rule for each in spec.rules())}
+    return [label for label, name in rules.items() if name not in fused]
 
 
 @dataclass(frozen=True, slots=True)

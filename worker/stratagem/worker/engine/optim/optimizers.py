@@ -43,19 +43,6 @@ _OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, 
 _NOTHING_ALLOWED: Final = EntryPoints([])
 
 
-def without_fused_kernels(spec: OptimizerSpec) -> list[str]:
-    """Returns the optimizers for which torch has no kernels that do a whole update of a tensor at
-    once."""
-    kinds = {
-        each.rule.label: _OPTIMIZERS.get((each.rule.name or "").lower()) for each in spec.rules()
-    }
-    return [
-        label
-        for label, kind in kinds.items()
-        if kind is None or "fused" not in inspect.signature(kind).parameters
-    ]
-
-
 class OptimizersInOrder(torch.optim.Optimizer):
     """Several optimizers of different parameters as one, which steps one after the other.
 
