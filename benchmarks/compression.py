@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from stratagem.common.compression import TensorLayout, make_codec
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.shards import split_rows
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.order.sampler import BatchOrder
 from stratagem.worker.engine import build_trainer

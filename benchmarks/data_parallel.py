@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from stratagem.common.identity.authentication import Authorizer
+from stratagem.common.identity.callers import Authorizer
 from stratagem.common.identity.certificates import make_authority
-from stratagem.common.identity.tls_files import Role, TlsFiles
-from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.identity.tls import Role, TlsFiles
+from stratagem.common.process.process import tune_malloc
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, bind_tls, make_server
 from stratagem.v1 import peer_pb2_grpc

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.peers.training import Transformer
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.process.process import tune_malloc
 from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare

@@ -32,10 +32,9 @@ import grpc.aio
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.common.process.malloc import tune_malloc
-from stratagem.common.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
-from stratagem.common.tensors.chunks import CHUNK_BYTES
-from stratagem.common.tensors.frames import crc32c
+from stratagem.common.process.process import tune_malloc
+from stratagem.common.rpc.channel import CLIENT_OPTIONS, SERVER_OPTIONS
+from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c
 
 State = npt.NDArray[np.uint8]
 NUM_WARMUP_ROUNDS = 2

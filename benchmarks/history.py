@@ -34,7 +34,7 @@ from stratagem.client.sinks.contract import RowBlock, SinkRun
 from stratagem.client.sinks.tensorboard import TensorBoardSink
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import MAX_ROWS, Columns, Recorder, Series, stride_of
-from stratagem.common.history.packing import pack, pack_columns
+from stratagem.common.history.recording import pack, pack_columns
 from stratagem.coordinator.store.journal import step_histories
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.store.journal.journal import Journal, Record

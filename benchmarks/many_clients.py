@@ -38,13 +38,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.federated_round import cpu_s, reset_peak, resident_bytes  # noqa: E402
 from stratagem.client import Client, Event  # noqa: E402
-from stratagem.common.numerics.numerics_rules import CURRENT  # noqa: E402
+from stratagem.common.numerics.rules import CURRENT  # noqa: E402
 from stratagem.common.process.file_descriptors import raise_descriptor_limit  # noqa: E402
 from stratagem.common.rpc.channel import open_channel  # noqa: E402
 from stratagem.common.rpc.server import bind, make_server  # noqa: E402
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get  # noqa: E402
-from stratagem.common.tensors.chunks import ChunkWriter  # noqa: E402
 from stratagem.common.tensors.manifest import Limits, Purpose, build_manifest, from_proto  # noqa: E402
+from stratagem.common.tensors.stream import ChunkWriter  # noqa: E402
 from stratagem.v1 import coordinator_pb2, types_pb2, worker_pb2  # noqa: E402
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub  # noqa: E402
 from stratagem.v1.worker_pb2_grpc import (  # noqa: E402

@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from stratagem.common.job import JobSpec
 from stratagem.common.pipeline.schedules import one_f_one_b
-from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.process.process import tune_malloc
 from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.link import MessageLink
 from stratagem.worker.mesh.peer_service import Group

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stratagem.common.compression import TensorLayout, make_codec
-from stratagem.common.job.compression_section import CompressionSpec
+from stratagem.common.job.compression import CompressionSpec
 
 CODECS = ("none", "fp16", "int8", "int4", "ternary", "top_k")
 ITEM_BYTES = 8

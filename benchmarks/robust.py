@@ -31,8 +31,8 @@ from stratagem.common.strategy import (
     fewest_updates,
     is_judged,
 )
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.robust.rules import combination, places_read

@@ -17,16 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.common.base.ids import Party
-from stratagem.common.secure_aggregation.client_secrets import (
+from stratagem.common.secure.masks import apply_mask
+from stratagem.common.secure.secrets import (
     SEALED_BYTES,
     ClientSecrets,
+    SecureRound,
     dropped_pair_key,
     self_mask_key,
 )
-from stratagem.common.secure_aggregation.mask_stream import apply_mask
-from stratagem.common.secure_aggregation.neighbourhoods import neighbours, shares_needed
-from stratagem.common.secure_aggregation.secret_sharing import reconstruct
-from stratagem.common.secure_aggregation.transcripts import SecureRound
+from stratagem.common.secure.sharing import neighbours, reconstruct, shares_needed
 
 ROUND = SecureRound("benchmark", Party(""), 1, 0)
 CONTEXT = b"benchmark"

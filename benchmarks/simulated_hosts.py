@@ -28,14 +28,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stratagem.common.base.retry_backoff import Backoff
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.base.retry import Backoff
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
-from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, build_manifest, from_proto
+from stratagem.common.tensors.stream import ChunkWriter
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2, worker_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub

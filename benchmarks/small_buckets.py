@@ -22,7 +22,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.data_parallel import Setup, form
-from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.process.process import tune_malloc
 from stratagem.worker.exchange import GradientBuckets, StepScalars, mesh_exchange
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 from stratagem.worker.exchange.buckets.step_scalars import num_scalars

@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.process.process import tune_malloc
 from stratagem.worker.engine.step.state_format import copied, fingerprint
 
 WIDTH = 1024

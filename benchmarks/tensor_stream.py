@@ -32,9 +32,8 @@ from typing import Any, cast
 import grpc.aio
 import torch
 
-from stratagem.common.process.malloc import tune_malloc
-from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
+from stratagem.common.process.process import tune_malloc
+from stratagem.common.rpc.channel import CLIENT_OPTIONS, SERVER_OPTIONS, open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.tensor_transfer import (
     pull,
@@ -43,15 +42,15 @@ from stratagem.common.rpc.tensor_transfer import (
     receive_upload,
     serve_get,
 )
-from stratagem.common.tensors.chunks import (
+from stratagem.common.tensors.manifest import Manifest, Purpose, from_proto, to_proto
+from stratagem.common.tensors.stream import (
     CHUNK_BYTES,
     ChunkWriter,
     Sink,
+    crc32c,
     fill_chunk,
     from_buffers,
 )
-from stratagem.common.tensors.frames import crc32c
-from stratagem.common.tensors.manifest import Manifest, Purpose, from_proto, to_proto
 from stratagem.common.tensors.torch_codec import allocate, manifest_of
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 

@@ -24,16 +24,15 @@ from typing import IO, Any, Final
 import grpc.aio
 
 from stratagem.common.base.ids import Incarnation, WorkerId
-from stratagem.common.identity.authentication import Authorizer
+from stratagem.common.identity.callers import Authorizer
 from stratagem.common.identity.certificates import Authority, init
-from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN
+from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
-from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.process.process import tune_malloc
 from stratagem.common.rpc.admission import CallLimits
-from stratagem.common.rpc.channel import PLAINTEXT, Proof
-from stratagem.common.rpc.leader_channel import Coordinators
+from stratagem.common.rpc.channel import PLAINTEXT, Coordinators, Proof
 from stratagem.common.rpc.server import bind, bind_socket, bind_tls, make_server
-from stratagem.common.rpc.socket_folder import SocketFolder
+from stratagem.common.rpc.streams import SocketFolder
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.relay_hub import RelayHub
 from stratagem.coordinator.runtime.worker_links import WorkerLink

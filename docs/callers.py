@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from docs.tables import table
-from stratagem.common.identity.authorization import TABLE
-from stratagem.common.identity.bearer_tokens import Scope
+from stratagem.common.identity.callers import TABLE, Scope
 
 
 def callers() -> str:

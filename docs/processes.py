@@ -14,8 +14,8 @@ from pydantic_core import PydanticUndefined
 
 from docs.tables import default_text, table, value_text
 from stratagem.client.cli.main import app
-from stratagem.common.observe.metric_definition import Metric
-from stratagem.common.observe.process_metrics import SHARED
+from stratagem.common.observe.metrics import Metric
+from stratagem.common.observe.metrics_server import SHARED
 from stratagem.coordinator.process import coordinator_metrics as coordinator
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.worker.process import worker_metrics as worker

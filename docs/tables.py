@@ -18,32 +18,24 @@ from stratagem.common.job import (
     ExecutionSpec,
     InitialSpec,
     JobSpec,
-    phases_section,
-    privacy_section,
+    privacy,
+    schedules,
     sections,
 )
-from stratagem.common.job.evaluation.followed_metric import StopSpec
-from stratagem.common.job.interval import Every
-from stratagem.common.job.objective.built_in_names import LOSSES, METRICS
-from stratagem.common.job.objective.turns_section import TurnSpec
-from stratagem.common.job.optimizer.hyperparameter_schedule import (
-    HyperparameterSchedule,
-    SettingSpec,
-)
-from stratagem.common.job.optimizer.optimizer_section import (
+from stratagem.common.job.fields import LOSSES, METRICS, Every, OrderSpec, StopSpec
+from stratagem.common.job.optimizer import (
     GroupSpec,
     OptimizerSpec,
     UpdateRuleSpec,
+    WeightAverageSpec,
 )
-from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
-from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
-from stratagem.common.job.order_section import OrderSpec
+from stratagem.common.job.schedules import HyperparameterSchedule, ScheduleSpec, SettingSpec
+from stratagem.common.job.search_space import SearchSpace
+from stratagem.common.job.turns import TurnSpec
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
-from stratagem.common.schema.document import DocumentValue
-from stratagem.common.schema.field_types import OneKey
-from stratagem.common.schema.validation_errors import TECHNICAL
-from stratagem.common.strategy import Strategy, choices, kinds
-from stratagem.common.strategy.search_space import SearchSpace
+from stratagem.common.schema.document import DocumentValue, OneKey
+from stratagem.common.schema.messages import TECHNICAL
+from stratagem.common.strategy import Strategy, choices, strategies
 from stratagem.worker.models.graph_model import MODULES
 from stratagem.worker.site.site_file import AcceptRule, AuditSpec, SiteDataSpec, SiteSpec
 
@@ -74,13 +66,13 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         AccumulationSpec,
         ExecutionSpec,
         CompressionSpec,
-        phases_section.PhasesSpec,
-        phases_section.PredictorSpec,
-        phases_section.AdaptationSpec,
-        privacy_section.PrivacySpec,
-        privacy_section.ClipSpec,
-        privacy_section.AdaptiveClipSpec,
-        privacy_section.PrivacyTargetSpec,
+        schedules.PhasesSpec,
+        schedules.PredictorSpec,
+        schedules.AdaptationSpec,
+        privacy.PrivacySpec,
+        privacy.ClipSpec,
+        privacy.AdaptiveClipSpec,
+        privacy.PrivacyTargetSpec,
         sections.PartitionSpec,
         HyperparameterSchedule,
         SettingSpec,
@@ -93,21 +85,21 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
 STRATEGY_OBJECTS: Mapping[str, tuple[type[DocumentValue], ...]] = {
     kind.__name__: (kind, *parts)
     for kind, *parts in (
-        (kinds.Local,),
-        (kinds.DataParallel, *get_args(choices.GradientAggregation)),
-        (kinds.ModelParallel, choices.Partition, *get_args(choices.CommunicationProtocol)),
+        (strategies.Local,),
+        (strategies.DataParallel, *get_args(choices.GradientAggregation)),
+        (strategies.ModelParallel, choices.Partition, *get_args(choices.CommunicationProtocol)),
         (
-            kinds.Federated,
+            strategies.Federated,
             *get_args(choices.FederatedAggregation),
             *get_args(choices.ClientSelection),
             *get_args(choices.ServerOptimizer),
         ),
         (
-            kinds.PopulationBased,
+            strategies.PopulationBased,
             *get_args(choices.ExploitStrategy),
             *get_args(choices.ExploreStrategy),
         ),
-        (kinds.Custom,),
+        (strategies.Custom,),
     )
 }
 CHECKED_BY = {

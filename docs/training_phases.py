@@ -5,7 +5,7 @@ An arrow is a step of the schedule that really happened, labelled by what brough
 
 from collections.abc import Iterator
 
-from stratagem.common.job.phases_section import PhasesSpec
+from stratagem.common.job.schedules import PhasesSpec
 from stratagem.worker.phases import phase_schedule
 from stratagem.worker.phases.phase_schedule import Quality, State, TrainingPhase
 

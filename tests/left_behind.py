@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stratagem.common.process.own_folder import remove_temporary
+from stratagem.common.process.process import remove_temporary
 from tests.patience import AT_ONCE_S
 
 SHARED_MEMORY = Path("/dev/shm")

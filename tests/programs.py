@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from stratagem.common.process import preloaded_programs
-from stratagem.common.process.preloaded_programs import Process
+from stratagem.common.process import template
+from stratagem.common.process.template import Process
 from tests.repository import ROOT
 
 PREAMBLE = f"""
@@ -28,7 +28,7 @@ def _start(
     file = folder / "program.py"
     file.write_text(PREAMBLE + code)
     argv = [sys.executable, str(file), *map(str, arguments)]
-    return preloaded_programs.start(argv, {**os.environ, **how}, log, with_input=True)
+    return template.start(argv, {**os.environ, **how}, log, with_input=True)
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from stratagem.client.sdk.views import Event
 from stratagem.common.base.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.common.rpc.server import bind, make_server
-from stratagem.common.rpc.stream_begin import BEGUN
+from stratagem.common.rpc.streams import BEGUN
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
 from stratagem.common.strategy import describe
-from stratagem.common.tensors.chunks import ChunkWriter
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest, from_proto
-from stratagem.common.tensors.safetensors_file import blob_digest
+from stratagem.common.tensors.stream import ChunkWriter
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import (

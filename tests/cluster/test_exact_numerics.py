@@ -12,7 +12,7 @@ from torch import Tensor
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION
 from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead_holder import Holder

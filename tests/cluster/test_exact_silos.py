@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy import DataParallel, Federated, ModelParallel
 from stratagem.coordinator.strategies.client_parties.silos import client_job
 from stratagem.worker.data.data_sources import DataSources, load_data

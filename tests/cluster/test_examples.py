@@ -10,8 +10,8 @@ import torch
 from docs.generate import pages
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
-from stratagem.common.diagnostics.findings import Level
 from stratagem.common.job import JobSpec, load_job
+from stratagem.common.observe.findings import Level
 from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated, PopulationBased
 from stratagem.tools.check.job_check import check_job

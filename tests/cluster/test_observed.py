@@ -9,7 +9,7 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.cluster_doctor import examine
-from stratagem.common.diagnostics.findings import Level
+from stratagem.common.observe.findings import Level
 from stratagem.common.rpc.channel import PLAINTEXT
 from tests.cluster.jobs import data_parallel, federated
 from tests.common.observe.scrape import labelled

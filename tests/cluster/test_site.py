@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 
 from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.common.audit.audit_chain import check_lines
 from stratagem.common.base.errors import UserCodeError
-from stratagem.common.code.bundle import digest_of
-from stratagem.common.code.signatures import make_keys, sign
+from stratagem.common.code.bundle import digest_of, make_keys, sign
+from stratagem.common.identity.audit import check_lines
 from stratagem.common.job import CodeSpec, JobSpec, load_job
 from stratagem.common.strategy import Federated
 from stratagem.worker.models.model_builder import build_model

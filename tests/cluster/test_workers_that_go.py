@@ -11,7 +11,7 @@ import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.common.process import preloaded_programs
+from stratagem.common.process import template
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 
@@ -33,14 +33,14 @@ def coordinator(**settings: str) -> Iterator[tuple[LocalCluster, Client]]:
 
 
 @contextmanager
-def worker(cluster: LocalCluster, folder: Path, name: str) -> Iterator[preloaded_programs.Process]:
+def worker(cluster: LocalCluster, folder: Path, name: str) -> Iterator[template.Process]:
     """A process that is registered."""
     command = [
         *(sys.executable, "-m", "stratagem.worker", "--coordinator", cluster.address),
         *("--name", name, "--threads", "1"),
     ]
     with (folder / f"{name}.log").open("ab") as log:
-        process = preloaded_programs.start(command, dict(os.environ), log, with_input=False)
+        process = template.start(command, dict(os.environ), log, with_input=False)
     try:
         with cluster.client() as client:
             until(lambda: name in alive(client), f"{name} is registered")

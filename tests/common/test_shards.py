@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.numerics.batch_shards import (
+from stratagem.common.numerics.shards import (
     Node,
     assign_shards,
     parent,

@@ -25,7 +25,7 @@ def journal_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[s
 @pytest.fixture
 def timeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a run ended is the wall clock's, which the simulation does not have."""
-    original = fact_codec.view
+    original = fact_codec.view_of
     monkeypatch.setattr(
-        fact_codec, "view", lambda text: original(text).model_copy(update={"ended_at_s": 0.0})
+        fact_codec, "view_of", lambda text: original(text).model_copy(update={"ended_at_s": 0.0})
     )

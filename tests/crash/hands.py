@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stratagem.common.process import preloaded_programs
+from stratagem.common.process import template
 from tests.crash.rig import until
 from tests.free_ports import free_port
 from tests.repository import ROOT
@@ -22,7 +22,7 @@ EXIT_FENCED = 3
 @dataclass(slots=True)
 class Process:
     name: str
-    popen: preloaded_programs.Process
+    popen: template.Process
     ready_file: Path
     log_file: Path
 
@@ -74,7 +74,7 @@ class Hands:
         with log_file.open("ab") as log:
             command = [sys.executable, "-m", module, *flags, "--ready-file", str(ready_file)]
             environment = {**os.environ, **self.environment_of(name)}
-            popen = preloaded_programs.start(command, environment, log, with_input=False)
+            popen = template.start(command, environment, log, with_input=False)
         process = Process(name, popen, ready_file, log_file)
         self.processes.append(process)
         return process

@@ -9,8 +9,7 @@ from typing import Protocol
 import pytest
 
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder, digest_and_upload
-from stratagem.common.tensors.state_leaves import LeafList, read_list
+from stratagem.common.tensors.leaves import LeafList, StateFolder, digest_and_upload, read_list
 from stratagem.coordinator.store.blobs.s3 import open_s3
 from tests.coordinator.store.places import BUCKET, environ_of
 from tests.coordinator.store.troubled import Troubled, troubled

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratagem.common.audit.audit_chain import CheckedAudit, check_lines
+from stratagem.common.identity.audit import CheckedAudit, check_lines
 from tests.crash.rig import Rig, cluster_with_failpoints
 
 NUM_SITES = 2

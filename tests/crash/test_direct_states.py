@@ -13,7 +13,7 @@ import pytest
 
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.state_leaves import LeafList, list_bytes
+from stratagem.common.tensors.leaves import LeafList, list_bytes
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.process.restore import RestoreSettings, restore
 from tests.cluster.jobs import Gates, assert_same_bits, gates_in, park

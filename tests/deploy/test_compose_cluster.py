@@ -23,7 +23,7 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.identity.certificates import init
-from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.identity.tls import TlsFiles
 from stratagem.common.job import load_job
 from tests.crash.rig import Outcome, await_event, committed, outcome_of, until
 from tests.deploy.stack import Stack, running_stack

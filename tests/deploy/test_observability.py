@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, worker_name
+from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN, worker_name
 from stratagem.common.observe.exposition import DEPLOYMENT
 from stratagem.common.rpc.status_codes import TABLE
 from stratagem.coordinator.core import facts

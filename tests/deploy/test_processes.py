@@ -14,8 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from stratagem.common.health.__main__ import main
-from stratagem.common.health.health_probe import health_of
+from stratagem.common.health import main
+from stratagem.common.rpc.health_probe import health_of
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.worker.process.worker_settings import WorkerSettings, advertised, from_command_line
@@ -119,7 +119,7 @@ def test_the_program_asks_all_at_addresses_that_the_environment_may_complete(
 def test_a_health_check_loads_little() -> None:
     """It runs every few seconds in each container."""
     loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, stratagem.common.health.__main__; print(*sys.modules)"],
+        [sys.executable, "-c", "import sys, stratagem.common.health; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,

@@ -13,7 +13,7 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.errors import UnauthenticatedError
 from stratagem.common.identity.certificates import make_authority
-from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.identity.tls import Role, TlsFiles
 from tests.cluster.jobs import gates_in
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import Hands, Process, hands

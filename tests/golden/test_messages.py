@@ -11,8 +11,8 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from stratagem.common.base.ids import RunId
-from stratagem.common.base.retry_backoff import Backoff
-from stratagem.common.numerics.numerics_rules import OF_SILENT_WORKERS
+from stratagem.common.base.retry import Backoff
+from stratagem.common.numerics.rules import OF_SILENT_WORKERS
 from stratagem.coordinator.core.facts import RunSubmitted
 from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION, encode
 from stratagem.coordinator.store.journal.journal import Journal, Record

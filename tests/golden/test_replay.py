@@ -7,7 +7,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
-from stratagem.common.numerics.numerics_rules import FIRST
+from stratagem.common.numerics.rules import FIRST
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.facts import KINDS, RunSubmitted
 from stratagem.coordinator.core.facts.fact_serialization import (

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import google_crc32c
 import grpc
 
-from stratagem.common.rpc.grpc_options import MAX_MESSAGE_BYTES
+from stratagem.common.rpc.channel import MAX_MESSAGE_BYTES
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import tensor_pb2, types_pb2
 from stratagem.v1 import worker_pb2 as wpb

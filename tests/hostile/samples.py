@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from stratagem.common.job import JobSpec
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
-from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import peer_pb2 as ppb
 from stratagem.v1 import types_pb2

@@ -8,8 +8,8 @@ import pytest
 
 from stratagem.common.base.errors import MAX_VIOLATIONS, InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.schema.json_text import MAX_VALUES, load_json
-from stratagem.common.strategy.gossip_topology import MAX_LINKS, graph_of
+from stratagem.common.schema.json import MAX_VALUES, load_json
+from stratagem.common.strategy.topology import MAX_LINKS, graph_of
 from tests.jobs import job
 from tests.patience import AT_ONCE_S
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.base.printable_text import is_printable
+from stratagem.common.base.text import is_printable
 from stratagem.coordinator.effects.execution.execute_plan import MAX_PROFILES, blobs_named
 from stratagem.coordinator.effects.execution.report_intake import MAX_NAMES, let_in
 from stratagem.coordinator.observe.profiles import Profiles

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.common.rpc import server as rpc_server
 from stratagem.common.rpc.admission import DEFAULT_LIMITS
-from stratagem.common.rpc.grpc_options import SERVER_OPTIONS
+from stratagem.common.rpc.channel import SERVER_OPTIONS
 from stratagem.common.rpc.health_service import MAX_WATCHERS, HealthService
 from stratagem.common.rpc.server import add_health, bind, make_health_server
 from tests.patience import PATIENCE_S

@@ -11,7 +11,7 @@ from stratagem.common.base.errors import UnavailableError
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
-from stratagem.common.rpc.stall_timeout import StallTimeout, takes_nothing
+from stratagem.common.rpc.streams import StallTimeout, takes_nothing
 from stratagem.common.rpc.tensor_transfer import pull, serve_get
 from stratagem.common.tensors.manifest import Purpose, build_manifest
 from stratagem.v1 import worker_pb2, worker_pb2_grpc

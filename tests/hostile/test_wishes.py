@@ -10,7 +10,7 @@ import pytest
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, Incarnation, WorkerId
-from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.base.retry import Backoff
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution import execute_plan as module
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.identity.certificates import Authority, make_authority
-from stratagem.common.identity.tls_files import Role, of_pool
+from stratagem.common.identity.tls import Role, of_pool
 
 
 @pytest.fixture(scope="session")

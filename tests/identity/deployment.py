@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratagem.common.identity.authentication import Authorizer
-from stratagem.common.identity.bearer_tokens import Scope, add_token, new_token
+from stratagem.common.identity.callers import Authorizer, Scope, add_token, new_token
 from stratagem.common.identity.certificates import Authority
-from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.identity.tls import Role, TlsFiles
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.coordinator.app.app import App

@@ -14,11 +14,10 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.common.identity import authorities
-from stratagem.common.identity.authentication import Authorizer, current_caller
-from stratagem.common.identity.bearer_tokens import TokenBook
+from stratagem.common.identity import certificates as authorities
+from stratagem.common.identity.callers import Authorizer, TokenBook, current_caller
 from stratagem.common.identity.certificates import Authority, make_authority
-from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.identity.tls import Role, TlsFiles
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.v1 import coordinator_pb2 as pb

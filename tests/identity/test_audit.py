@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from stratagem.common.identity.certificates import Authority
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted
 from stratagem.coordinator.core.facts.fact_serialization import decode

@@ -18,15 +18,14 @@ from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
 from stratagem.common.base.errors import InvalidInputError, WrongStateError
-from stratagem.common.diagnostics import findings
-from stratagem.common.diagnostics.environment import environment_of
-from stratagem.common.identity import authorities
+from stratagem.common.identity import certificates as authorities
 from stratagem.common.identity.certificates import Authority, init, issue, make_authority, show
-from stratagem.common.identity.grpc_credentials import FreshFiles
-from stratagem.common.identity.tls_files import Role, TlsFiles
-from stratagem.common.observe.certificate_expiry import EXPIRY, START, expiries
+from stratagem.common.identity.tls import FreshFiles, Role, TlsFiles
+from stratagem.common.observe import findings
+from stratagem.common.observe.findings import environment_of
+from stratagem.common.observe.metrics_server import EXPIRY, START, expiries
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.rpc.tls_probe import explain
+from stratagem.common.rpc.probe import explain
 from tests.identity.rig import expire, refused, serving, who_am_i
 from tests.settings import coordinator_settings
 

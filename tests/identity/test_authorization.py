@@ -13,12 +13,24 @@ from stratagem.common.base.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from stratagem.common.identity.authentication import NOBODY, Authorizer, current_caller
-from stratagem.common.identity.authorization import TABLE, Anyone, is_open
-from stratagem.common.identity.bearer_tokens import HEADER, Scope, TokenBook, add_token, new_token
+from stratagem.common.identity.callers import (
+    HEADER,
+    NOBODY,
+    TABLE,
+    Anyone,
+    Authorizer,
+    RevokedFile,
+    Scope,
+    TokenBook,
+    add_revoked,
+    add_token,
+    current_caller,
+    fingerprint,
+    is_open,
+    new_token,
+)
 from stratagem.common.identity.certificates import Authority
-from stratagem.common.identity.revocation import RevokedFile, add_revoked, fingerprint
-from stratagem.common.identity.tls_files import Role
+from stratagem.common.identity.tls import Role
 from stratagem.v1 import coordinator_pb2, peer_pb2, worker_pb2
 from tests.repository import ROOT
 

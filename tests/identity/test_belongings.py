@@ -16,11 +16,10 @@ from google.protobuf.descriptor import MethodDescriptor
 from structlog.testing import capture_logs
 
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.identity.authentication import Authorizer
-from stratagem.common.identity.authorization import TABLE
+from stratagem.common.identity.callers import TABLE, Authorizer
 from stratagem.common.identity.certificates import Authority, make_authority
-from stratagem.common.identity.tls_files import Role
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.identity.tls import Role
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.coordinator.core.facts import ROOT

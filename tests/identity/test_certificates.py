@@ -8,9 +8,8 @@ import pytest
 
 from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError
 from stratagem.common.identity.certificates import Authority, init, show
-from stratagem.common.identity.grpc_credentials import FreshFiles
-from stratagem.common.identity.tls_files import CertId, Role, TlsFiles, tls_files
-from stratagem.common.observe.scrape_guard import Guard
+from stratagem.common.identity.tls import CertId, FreshFiles, Role, TlsFiles, tls_files
+from stratagem.common.observe.metrics_server import Guard
 
 
 def test_a_development_cluster_gets_a_certificate_for_everybody(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from stratagem.common.identity.certificates import (
     retire_authority,
     show,
 )
-from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.identity.tls import Role, TlsFiles
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.identity.bearer_tokens import Scope, read_tokens
+from stratagem.common.identity.callers import Scope, read_tokens
 from stratagem.common.identity.certificates import Authority, show
-from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.identity.tls import TlsFiles
 from stratagem.common.rpc.server import make_server
 from stratagem.coordinator.app import listeners
 from stratagem.worker.process.worker_security import WorkerSecurity

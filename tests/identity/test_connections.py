@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError, UnauthenticatedError
-from stratagem.common.identity.bearer_tokens import Scope, add_token, new_token
+from stratagem.common.identity.callers import Scope, add_token, new_token
 from stratagem.common.identity.certificates import Authority
-from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.identity.tls import Role, TlsFiles
 from stratagem.common.rpc import channel as channels
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.status_codes import from_rpc_error

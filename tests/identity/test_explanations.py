@@ -15,11 +15,11 @@ import pytest
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import UnauthenticatedError, UnavailableError
 from stratagem.common.identity.certificates import Authority
-from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.identity.tls import Role, TlsFiles
 from stratagem.common.rpc import channel as channels
 from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.probe import explain
 from stratagem.common.rpc.server import bind, make_server
-from stratagem.common.rpc.tls_probe import explain
 from tests.free_ports import free_port
 from tests.identity.rig import serving
 from tests.patience import AT_ONCE_S, PATIENCE_S

@@ -9,11 +9,11 @@ import grpc
 import numpy as np
 
 from stratagem.common.base.ids import Digest, RunId
-from stratagem.common.identity.bearer_tokens import Scope, add_token, new_token, remove_token
+from stratagem.common.identity.callers import Scope, add_token, new_token, remove_token
 from stratagem.common.identity.certificates import Authority
 from stratagem.common.rpc.tensor_transfer import push
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
-from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.coordinator.core.commands import Report
 from stratagem.coordinator.core.facts import ROOT, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.state import CoordinatorState

@@ -14,7 +14,7 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import StratagemError, UserCodeError
 from stratagem.common.identity.certificates import Authority
-from stratagem.common.identity.tls_files import Role
+from stratagem.common.identity.tls import Role
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import ALLOWED, assert_same_bits, events_of, federated, train
 from tests.identity.rig import authority_of_cluster, cluster_of, flags

@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.common.diagnostics.findings import Level
 from stratagem.common.identity.certificates import Authority
+from stratagem.common.observe.findings import Level
 from stratagem.common.rpc.channel import Proof, open_channel
-from stratagem.common.rpc.http_proxy import check_proxy, proxy_for
+from stratagem.common.rpc.probe import check_proxy, explain, proxy_for
 from stratagem.common.rpc.signed_objects import SignedObjects
-from stratagem.common.rpc.tls_probe import explain
 from stratagem.tools.doctor.__main__ import examine
 from stratagem.worker.process.worker_settings import from_command_line
 from tests import connect_proxy

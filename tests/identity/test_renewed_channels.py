@@ -11,7 +11,7 @@ import pytest
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.identity.certificates import Authority
-from stratagem.common.identity.tls_files import Role
+from stratagem.common.identity.tls import Role
 from stratagem.common.rpc import channel as channels
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.v1 import coordinator_pb2 as pb

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError, UnauthenticatedError
-from stratagem.common.identity.bearer_tokens import (
+from stratagem.common.identity.callers import (
     Scope,
     TokenBook,
     TokenFile,

@@ -13,8 +13,8 @@ from examples.interop import plain_loop
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import RunStatus
-from stratagem.common.diagnostics.findings import Level
 from stratagem.common.job import JobSpec, load_job
+from stratagem.common.observe.findings import Level
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.memory_estimate import estimate_memory

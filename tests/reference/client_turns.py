@@ -3,7 +3,7 @@
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.mixed_keys import Key
+from stratagem.common.numerics.keys import Key
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather

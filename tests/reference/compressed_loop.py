@@ -20,10 +20,10 @@ from stratagem.common.compression import (
     derive,
     make_codec,
 )
-from stratagem.common.compression.error_feedback import RESIDUAL
+from stratagem.common.compression.codec import RESIDUAL
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import Node, split_rows, tree_sum
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.numerics.shards import Node, split_rows, tree_sum
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness

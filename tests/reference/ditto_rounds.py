@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.job.derived_jobs import with_fields
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.job.derived import with_fields
+from stratagem.common.schema.json import JSON
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import Prepared, Result, federated_loop, train_one_client, trained_of
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy import DataParallel, Decentralized
-from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.coded_gossip import CodedMixing
 from tests.reference.decoded_update import is_coded

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.mixed_keys import Key, mix
+from stratagem.common.numerics.keys import Key, mix
 from stratagem.worker.data.generators import seed_generators
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.step.step_view import StepView

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy import DataParallel, Nesterov
 from stratagem.common.strategy.local_steps import fragments_of
 from stratagem.worker.user_code.entrypoints import EntryPoints

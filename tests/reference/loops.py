@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import Node, split_rows, tree_sum
-from stratagem.common.numerics.mixed_keys import Key
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.keys import Key
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.numerics.shards import Node, split_rows, tree_sum
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.models.model_builder import build_model

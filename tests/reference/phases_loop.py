@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec, PhasesSpec
-from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.numerics.shards import split_rows
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.order.sampler import BatchOrder

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
-from stratagem.common.schema.frozen import thawed
+from stratagem.common.schema.json import thawed
 from stratagem.common.strategy import Federated
 from tests.reference.private_round import noised, normals, uniforms
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.shards import split_rows
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.mixed_keys import Key, mix
+from stratagem.common.numerics.keys import Key, mix
 from stratagem.worker.data.datasets import Dataset, Gather, Subset, map_tensors
 from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.data.stream_dataset import StreamDataset

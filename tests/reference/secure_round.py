@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.common.strategy.secure_options import SecureAggregation
+from stratagem.common.strategy.secure import SecureAggregation
 
 
 def secure_means(

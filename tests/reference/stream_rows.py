@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.numerics.mixed_keys import Key, mix
+from stratagem.common.numerics.keys import Key, mix
+from stratagem.common.numerics.shards import split_rows
 from stratagem.common.strategy import DataParallel
 from stratagem.worker.data.stream_dataset import StreamDataset
 from tests.reference.seeding import seed_all

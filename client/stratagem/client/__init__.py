@@ -41,7 +41,7 @@ from stratagem.common.base.errors import (
     UnavailableError,
     UserCodeError,
 )
-from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.identity.tls import TlsFiles
 
 __all__ = [
     "AsyncClient",

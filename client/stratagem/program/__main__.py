@@ -31,9 +31,9 @@ def main() -> None:
     if is_awaited:
         print("loading stratagem …", end="", flush=True)
     if _starts_cluster(sys.argv[1:]):
-        from stratagem.common.process import preloaded_programs
+        from stratagem.common.process import template
 
-        preloaded_programs.prepare()
+        template.prepare()
     gc.disable()  # a tenth of the time of these imports, and finds nothing
     from stratagem.client.cli.main import app
     from stratagem.client.cli.reporting import complain_of_warnings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.audit.audit_chain import GENESIS, line_of, parsed, torn_record
+from stratagem.common.identity.audit import GENESIS, line_of, parsed, torn_record
 from tests.client.cli.command_line import invoke
 
 pytestmark = pytest.mark.core

@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import load_file
 
 from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose
-from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.worker.process import worker_main
 from tests.client.cli.command_line import PROGRAM, invoke

@@ -13,7 +13,7 @@ from stratagem.client.sdk.views import Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.client.terminal.milestones import milestone
 from stratagem.client.terminal.run_line import live_line
-from stratagem.common.base.printable_text import is_printable, printable
+from stratagem.common.base.text import is_printable, printable
 from tests.client.terminal.items import finished
 from tests.odd_texts import MOVING, ODD_TEXTS
 

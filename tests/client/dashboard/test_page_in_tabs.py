@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.identity.certificates import make_authority
-from stratagem.common.identity.tls_files import Role
+from stratagem.common.identity.tls import Role
 from tests.client.dashboard.page_rig import PageRig, page_of, rig
 from tests.client.dashboard.page_tabs import expect, go, tab
 

@@ -13,9 +13,9 @@ import pytest
 from stratagem.client.dashboard.page_start import page_of as page_at
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.common.identity.bearer_tokens import Scope, add_token, new_token
+from stratagem.common.identity.callers import Scope, add_token, new_token
 from stratagem.common.identity.certificates import Authority, make_authority
-from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.identity.tls import Role, TlsFiles
 from stratagem.common.rpc.channel import Proof
 from tests.client.dashboard.page_process import PageProcess, command
 from tests.client.dashboard.page_rig import page_of

@@ -10,12 +10,7 @@ import pytest
 from stratagem.client.history.measured_actions import MeasuredStep, measured_step
 from stratagem.client.history.step_history import History, StepSeries
 from stratagem.common.history import Columns
-from stratagem.common.history.stage_actions import (
-    NONE,
-    StageAction,
-    StageReport,
-    party_of_stage,
-)
+from stratagem.common.history.recording import NONE, StageAction, StageReport, party_of_stage
 
 HOP_S = 0.25
 """Between two workers, for as long as nothing else is said."""

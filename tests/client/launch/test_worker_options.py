@@ -19,7 +19,7 @@ from stratagem.client.launch.worker_options import (
 )
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.observe.logs import LEVELS
-from stratagem.common.process.settings_rules import flag
+from stratagem.common.process.process import flag
 from stratagem.worker.process.worker_settings import PREEMPT_SIGNALS, WorkerSettings
 
 PORTS = "allowed is a whole number from 0 to 65535"

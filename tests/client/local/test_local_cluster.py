@@ -22,8 +22,8 @@ from stratagem.common.base.errors import (
     NotFoundError,
     UnavailableError,
 )
-from stratagem.common.process import parent_guard, preloaded_programs
-from stratagem.common.process.preloaded_programs import Process
+from stratagem.common.process import parent_guard, template
+from stratagem.common.process.template import Process
 from tests.client.local.stand_in_cluster import PROGRAMS, make_cluster
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
@@ -34,8 +34,8 @@ def light_template() -> Iterator[None]:
     """Stand-ins need nothing of what is imported for real processes."""
     with pytest.MonkeyPatch.context() as patch:
         servers: dict[Any, Any] = {}
-        patch.setattr(preloaded_programs, "PRELOADED", ())
-        patch.setattr(preloaded_programs, "_servers", servers)
+        patch.setattr(template, "PRELOADED", ())
+        patch.setattr(template, "_servers", servers)
         yield
         for server in servers.values():
             server.close()
@@ -181,7 +181,7 @@ def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     def start(*args: Any, **options: Any) -> Process:
         if failures:
             raise failures.pop()
-        return preloaded_programs.start(*args, **options)
+        return template.start(*args, **options)
 
     with make_cluster(tmp_path, workers=1) as cluster:
         monkeypatch.setattr(process_supervisor, "start", start)

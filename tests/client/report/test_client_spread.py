@@ -6,7 +6,7 @@ from typing import Any
 from stratagem.client.report.lines import LinesFolding
 from stratagem.client.terminal.run_line import evaluation_texts
 from stratagem.client.terminal.tables import metrics_text
-from stratagem.common.job.evaluation.client_spread import SHARES
+from stratagem.common.job.fields import SHARES
 
 OWN = "test.task:f1"
 

@@ -27,7 +27,7 @@ from stratagem.client.report.run_panels import strategy_panels, time_line_panel
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk.views import Event, Phase, UserError, Worker
 from stratagem.common.history import Columns
-from stratagem.common.history.stage_actions import StageAction, StageReport, party_of_stage
+from stratagem.common.history.recording import StageAction, StageReport, party_of_stage
 from tests.client.course.recorded import golden
 from tests.client.report.reported import recorded, reported
 from tests.client.report.tags import Tags

@@ -15,8 +15,7 @@ from stratagem.common.base.errors import (
     UnavailableError,
     WrongStateError,
 )
-from stratagem.common.diagnostics.environment import environment_of
-from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.observe.findings import Finding, Level, environment_of
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from tests.client.cli.command_line import invoke

@@ -19,7 +19,7 @@ from stratagem.common.base.errors import (
     StandbyError,
     UnavailableError,
 )
-from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.base.retry import Backoff
 from stratagem.common.rpc.status_codes import to_status
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.audit.audit_chain import (
+from stratagem.common.base.errors import IntegrityError
+from stratagem.common.identity.audit import (
     GENESIS,
     check_lines,
     hashes,
@@ -14,7 +15,6 @@ from stratagem.common.audit.audit_chain import (
     parsed,
     torn_record,
 )
-from stratagem.common.base.errors import IntegrityError
 
 pytestmark = pytest.mark.core
 

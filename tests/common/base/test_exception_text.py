@@ -5,9 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratagem.common.base.errors import NotFoundError, UnavailableError
-from stratagem.common.base.exception_frames import without_frames
-from stratagem.common.base.exception_text import leaves, led_to, sole, told
+from stratagem.common.base.errors import (
+    NotFoundError,
+    UnavailableError,
+    leaves,
+    led_to,
+    sole,
+    told,
+    without_frames,
+)
 
 
 def nested() -> BaseExceptionGroup[Exception]:

@@ -5,9 +5,8 @@ import socket
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.host_port import dialled_host, is_loopback, split_address
-from stratagem.common.base.sizes import size_bytes
-from stratagem.common.base.wording import beyond_text
+from stratagem.common.base.text import beyond_text, dialled_host, is_loopback, split_address
+from stratagem.common.base.units import size_bytes
 
 pytestmark = pytest.mark.core
 

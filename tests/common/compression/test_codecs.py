@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout, make_codec
 from stratagem.common.compression.codec import in_memory
-from stratagem.common.compression.coded_step import unit
-from stratagem.common.compression.ternary import Ternary, pack, quantise, unpack
+from stratagem.common.compression.quantize import Ternary, pack, quantise, unpack
+from stratagem.common.compression.table import unit
 from stratagem.common.compression.top_k import largest
 from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of, places_beside
 from stratagem.common.job import CompressionSpec
-from stratagem.common.numerics.counter_random import derive, hash32, lowbias32, places, uniform
-from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
-from stratagem.common.numerics.tree_sums import tree_sum
+from stratagem.common.numerics.keys import derive, hash32, lowbias32, places, uniform
+from stratagem.common.numerics.rules import CURRENT, FIRST
+from stratagem.common.numerics.shards import pairwise_sum
 from tests.common.compression.support import CODECS, ODD, codec_of, flat, values
 
 pytestmark = pytest.mark.core
@@ -266,9 +266,9 @@ def test_the_ternary_scale_is_the_best_one(numbers: list[float], threshold: floa
 @pytest.mark.parametrize(("numbers", "total"), [([], 0), ([-0.0], 0), ([1e16, 1, 1], 1e16 + 1)])
 def test_sums_go_over_the_tree_of_neighbours(numbers: list[float], total: float) -> None:
     values = np.array(numbers)
-    assert (tree_sum(values), math.copysign(1, tree_sum(values))) == (total, 1)
+    assert (pairwise_sum(values), math.copysign(1, pairwise_sum(values))) == (total, 1)
     # 1e16 + 1 is 1e16; so the order shows: (1e16 + 1) + (1 + 1) is not the sum from the left.
-    assert tree_sum(np.array([1e16, 1, 1, 1])) == 1e16 + 2
+    assert pairwise_sum(np.array([1e16, 1, 1, 1])) == 1e16 + 2
 
 
 def test_gradients_of_other_size_do_not_share_a_scale() -> None:

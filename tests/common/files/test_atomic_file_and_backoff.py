@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.base.retry_backoff import Backoff
-from stratagem.common.files.atomic_file import whole_file
+from stratagem.common.base.files import whole_file
+from stratagem.common.base.retry import Backoff
 
 pytestmark = pytest.mark.core
 

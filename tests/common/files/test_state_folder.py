@@ -7,7 +7,7 @@ import pytest
 
 from stratagem.common.base.errors import IntegrityError, NotFoundError, UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder, digest_and_upload
+from stratagem.common.tensors.leaves import StateFolder, digest_and_upload
 
 CONTENT = b"of a leaf"
 DIGEST = Digest(hashlib.sha256(CONTENT).hexdigest())

@@ -12,7 +12,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.history import Columns, Recorder, Series, SeriesRows, joined
-from stratagem.common.history.packing import (
+from stratagem.common.history.recording import (
     MAX_PART_BYTES,
     pack,
     pack_columns,

@@ -3,13 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.history.recording import MAX_SERIES, is_series_name
-from stratagem.common.history.stage_actions import (
+from stratagem.common.history.recording import (
     MAX_ACTIONS,
+    MAX_SERIES,
     NONE,
     StageAction,
     StageReport,
     is_of_newest_segment,
+    is_series_name,
     party_of_stage,
     told,
 )

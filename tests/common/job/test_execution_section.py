@@ -6,7 +6,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, JobSpec
-from stratagem.common.job.execution_section import (
+from stratagem.common.job.execution import (
     PRESETS,
     Accumulated,
     Checkpointed,

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, entry_points, member_job, with_fields
-from stratagem.common.schema.field_types import Kwargs
-from stratagem.common.schema.frozen import FrozenDict, FrozenList, frozen, thawed
+from stratagem.common.schema.document import Kwargs
+from stratagem.common.schema.json import FrozenDict, FrozenList, frozen, thawed
 from stratagem.common.strategy import Custom, Strategy, describe, dump_strategy
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN

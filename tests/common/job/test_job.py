@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stratagem.common.base import limits
+from stratagem.common.base import ids
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import (
@@ -26,10 +26,8 @@ from stratagem.common.job import (
     ScheduleSpec,
     with_fields,
 )
-from stratagem.common.job.optimizer.optimizer_section import check_optimizer
-from stratagem.common.job.optimizer.search_section import read_short_form
-from stratagem.common.strategy import AllReduce, DataParallel, Federated, Local, PopulationBased
-from stratagem.common.strategy.search_space import (
+from stratagem.common.job.optimizer import check_optimizer
+from stratagem.common.job.search_space import (
     Categorical,
     Conditional,
     Float,
@@ -37,7 +35,9 @@ from stratagem.common.strategy.search_space import (
     Ordinal,
     Scale,
     SearchSpace,
+    read_short_form,
 )
+from stratagem.common.strategy import AllReduce, DataParallel, Federated, Local, PopulationBased
 from tests.common.job.documents import MINIMAL
 from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED
 from tests.common.strategy.strategies import EXAMPLES, json_values, training_strategies
@@ -127,7 +127,7 @@ def test_the_canonical_text_is_pinned() -> None:
     changed = changed.replace('"cross_entropy"', '"their_loss"').replace('"sgd"', '"their_sgd"')
     with pytest.raises(InvalidInputError, match=r"loss.name: 'their_loss'"):
         JobSpec.from_json(changed)
-    with limits.lifted():
+    with ids.lifted():
         assert JobSpec.from_json(changed).loss.name == "their_loss"
 
 

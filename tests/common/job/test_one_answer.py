@@ -11,9 +11,9 @@ import pytest
 
 from stratagem.client.sdk import job_check
 from stratagem.common.base.errors import InvalidInputError, UnavailableError, Violation
-from stratagem.common.diagnostics.findings import Level
 from stratagem.common.job import JobSpec, load_job
-from stratagem.common.job.job_files import parse_yaml
+from stratagem.common.job.files import parse_yaml
+from stratagem.common.observe.findings import Level
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.common.job.documents import MINIMAL

@@ -6,7 +6,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.privacy.row_rules import AFTER_THE_NOISE
+from stratagem.common.job.privacy import AFTER_THE_NOISE
 from stratagem.common.strategy import Federated, FederatedOptions
 from tests.common.strategy.documents import FEDERATED
 from tests.jobs import document

@@ -14,12 +14,10 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.identity.certificates import Authority, make_authority
-from stratagem.common.identity.tls_files import Role
-from stratagem.common.observe import metrics_endpoint
-from stratagem.common.observe.event_loop_lag import INTERVAL_S, LoopLag
-from stratagem.common.observe.metric_definition import Metric, Readings, one
-from stratagem.common.observe.metrics_endpoint import metrics_served
-from stratagem.common.observe.scrape_guard import PLAIN, Guard, deployment_of
+from stratagem.common.identity.tls import Role
+from stratagem.common.observe import metrics_server
+from stratagem.common.observe.metrics import INTERVAL_S, LoopLag, Metric, Readings, one
+from stratagem.common.observe.metrics_server import PLAIN, Guard, deployment_of, metrics_served
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.coordinator.app.app import App
@@ -55,7 +53,7 @@ async def test_only_requests_for_metrics_are_answered(monkeypatch: pytest.Monkey
         ):
             assert (await raw(address, request)).split()[1] == status
         with monkeypatch.context() as patched:
-            patched.setattr(metrics_endpoint, "REQUEST_TIMEOUT_S", 0.05)
+            patched.setattr(metrics_server, "REQUEST_TIMEOUT_S", 0.05)
             for request in (b"", b"GET /metrics", b"x" * 100_000):
                 with suppress(ConnectionError):  # reset, where not all of it was read
                     assert await raw(address, request) == b""

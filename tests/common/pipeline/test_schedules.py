@@ -7,13 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.pipeline.schedule_simulation import (
-    check,
-    consumers,
-    format_lists,
-    peak_live,
-    required,
-)
 from stratagem.common.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -28,6 +21,7 @@ from stratagem.common.pipeline.schedules import (
     one_f_one_b,
     zero_bubble,
 )
+from stratagem.common.pipeline.simulation import check, consumers, format_lists, peak_live, required
 
 pytestmark = pytest.mark.core
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import InvalidInputError, LimitError
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.model.program import chain, flatten
-from stratagem.common.model.stage_partition import plan_stages
-from stratagem.common.pipeline.transfer_tags import MAX_TAG, base_of, control_tag, tag_of
+from stratagem.common.model.stages import plan_stages
+from stratagem.common.pipeline.schedules import MAX_TAG, base_of, control_tag, tag_of
 from tests.worker.pipeline.graphs import BRANCHES, NESTED, SKIPS
 
 pytestmark = pytest.mark.core

@@ -8,12 +8,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.privacy.gaussian_noise import (
-    derived_key,
-    rounded_to_grid,
-    standard_normal,
-    uniform,
-)
+from stratagem.common.privacy.noise import derived_key, rounded_to_grid, standard_normal, uniform
 
 pytestmark = pytest.mark.core
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.privacy.privacy_secret import (
+from stratagem.common.privacy.noise import (
     PrivacySecret,
     SecretLostError,
     fingerprint_of,

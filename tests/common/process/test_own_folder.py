@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.process.own_folder import (
+from stratagem.common.process.process import (
     OwnFolder,
     remove_abandoned,
     remove_temporary,
@@ -34,7 +34,7 @@ def test_without_locks_no_folder_is_removed(
 
 LEFT = """
 import sys
-from stratagem.common.process.own_folder import temporary_folder
+from stratagem.common.process.process import temporary_folder
 inside = temporary_folder("code").path / "bundle"
 inside.mkdir()
 (inside / "m.py").touch()

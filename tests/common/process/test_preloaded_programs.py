@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stratagem.common.process import preloaded_programs
+from stratagem.common.process import template
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
@@ -40,9 +40,9 @@ def program(folder: Path, text: str) -> list[str]:
 
 def started(
     folder: Path, argv: list[str], environment: Mapping[str, str] = os.environ, text: bytes = b""
-) -> preloaded_programs.Process:
+) -> template.Process:
     with (folder / "log").open("ab") as log:
-        process = preloaded_programs.start(argv, environment, log, with_input=bool(text))
+        process = template.start(argv, environment, log, with_input=bool(text))
     if text:
         assert process.stdin is not None
         with process.stdin as pipe:
@@ -50,7 +50,7 @@ def started(
     return process
 
 
-def report(folder: Path, process: preloaded_programs.Process) -> dict[str, Any]:
+def report(folder: Path, process: template.Process) -> dict[str, Any]:
     assert process.wait(PATIENCE_S) == 7, (folder / "log").read_text()
     facts: dict[str, Any] = json.loads((folder / "log").read_text())
     return facts
@@ -59,7 +59,7 @@ def report(folder: Path, process: preloaded_programs.Process) -> dict[str, Any]:
 def test_a_fork_sees_what_an_executed_program_sees(tmp_path: Path) -> None:
     argv = [*program(tmp_path, REPORT), "one", "two words"]
     environment = {"WORD": "wörd", "HOME": "/nowhere", "LC_ALL": "C.UTF-8"}
-    early = dict(preloaded_programs._read_early(os.environ))
+    early = dict(template._read_early(os.environ))
     facts = []
     for more in ({}, {"OMP_PROC_BIND": "false"}):  # OpenMP would have read it: no fork
         (tmp_path / "log").unlink(missing_ok=True)
@@ -99,12 +99,12 @@ def test_signals_and_exceptions_and_how_it_ended(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[preloaded_programs._ForkServer]:
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[template._ForkServer]:
     """Not the one that other tests' clusters are forks of, and loaded sooner."""
-    monkeypatch.setattr(preloaded_programs, "PRELOADED", ("wave",))
-    servers: dict[preloaded_programs.Early, preloaded_programs._ForkServer] = {}
-    monkeypatch.setattr(preloaded_programs, "_servers", servers)
-    server = preloaded_programs._server_for(os.environ)
+    monkeypatch.setattr(template, "PRELOADED", ("wave",))
+    servers: dict[template.Early, template._ForkServer] = {}
+    monkeypatch.setattr(template, "_servers", servers)
+    server = template._server_for(os.environ)
     assert server is not None
     yield server
     server.close()
@@ -112,7 +112,7 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[preloaded_programs._
 
 @linux_only
 def test_forks_end_with_their_server_and_the_next_one_has_a_new_server(
-    tmp_path: Path, own_server: preloaded_programs._ForkServer
+    tmp_path: Path, own_server: template._ForkServer
 ) -> None:
     orphan = started(tmp_path, program(tmp_path, WAIT))
     server = own_server._process
@@ -148,9 +148,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_nobody_counts_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was imported is kept from all collections, and libraries would take it for leaks."""
     complaining = "tests.client.complaining.sitecustomize"
-    monkeypatch.setattr(preloaded_programs, "PRELOADED", (complaining,))
+    monkeypatch.setattr(template, "PRELOADED", (complaining,))
     monkeypatch.chdir(ROOT)
-    server = preloaded_programs._ForkServer()
+    server = template._ForkServer()
     for last, status in (("", 0), ("sys.exit()", 0), ("sys.exit(259)", 3), ("sys.exit('gone')", 1)):
         argv = program(tmp_path, f"import sys\n{last}")
         with (tmp_path / "log").open("ab") as log:
@@ -174,9 +174,9 @@ def test_a_program_waits_for_its_own_part(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "late.py").write_text(f"open({str(gate)!r}).close()")
     for fifo in (gate, told):
         os.mkfifo(fifo)
-    monkeypatch.setattr(preloaded_programs, "PRELOADED", ("early.part", "late"))
+    monkeypatch.setattr(template, "PRELOADED", ("early.part", "late"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    server = preloaded_programs._ForkServer()
+    server = template._ForkServer()
     with (tmp_path / "log").open("ab") as log:
         first = server.fork(["-m", "early"], dict(os.environ), log, with_input=False)
         assert told.read_text() == "False"
@@ -191,11 +191,11 @@ def test_a_program_waits_for_its_own_part(tmp_path: Path, monkeypatch: pytest.Mo
 @linux_only
 def test_an_idle_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
-    monkeypatch.setattr(preloaded_programs, "PRELOADED", ("endless",))
+    monkeypatch.setattr(template, "PRELOADED", ("endless",))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(preloaded_programs, "_servers", {})
-    preloaded_programs.prepare()
-    (server,) = preloaded_programs._servers.values()
+    monkeypatch.setattr(template, "_servers", {})
+    template.prepare()
+    (server,) = template._servers.values()
     server.close()
     assert server._process is not None
     assert server._process.returncode == -signal.SIGKILL
@@ -203,7 +203,7 @@ def test_an_idle_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 ORPHAN = """
 import os, socket
-from stratagem.common.process.process_template import _detach
+from stratagem.common.process.template import _detach
 pid = os.fork()
 if pid == 0:
     _detach(os.getpid(), socket.socket(), {}, [])  # as a fork whose parent is not the server

@@ -14,11 +14,10 @@ from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
-from stratagem.common.tensors.chunks import ChunkWriter, into
+from stratagem.common.tensors.files import blob_digest
+from stratagem.common.tensors.local_files import MemoryCopy, is_near, serve_copy
 from stratagem.common.tensors.manifest import Manifest, from_proto
-from stratagem.common.tensors.open_file_transfer import serve_copy
-from stratagem.common.tensors.open_files import MemoryCopy, is_near
-from stratagem.common.tensors.safetensors_file import blob_digest
+from stratagem.common.tensors.stream import ChunkWriter, into
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 
 

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.common.base import errors
-from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.process.process import tune_malloc
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import add_health, bind, make_server

@@ -12,7 +12,7 @@ import pytest
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, UnavailableError
 from stratagem.common.identity.certificates import make_authority
-from stratagem.common.identity.tls_files import Role
+from stratagem.common.identity.tls import Role
 from stratagem.common.rpc import signed_objects
 from stratagem.common.rpc.signed_objects import MAX_URL_CHARS, SignedObjects, check_signed_url
 

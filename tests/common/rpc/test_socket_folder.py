@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.process.own_folder import machine_prefix
-from stratagem.common.rpc.socket_folder import SocketFolder
+from stratagem.common.process.process import machine_prefix
+from stratagem.common.rpc.streams import SocketFolder
 
 CHILD = """
 import sys
-from stratagem.common.rpc.socket_folder import SocketFolder
+from stratagem.common.rpc.streams import SocketFolder
 print(SocketFolder().path("a.sock"), flush=True)
 sys.stdin.read()
 """

@@ -21,13 +21,11 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES, Retry, pull, push
-from stratagem.common.tensors import open_file_transfer
-from stratagem.common.tensors.chunks import CHUNK_BYTES
-from stratagem.common.tensors.frames import Data
+from stratagem.common.tensors import local_files
+from stratagem.common.tensors.files import blob_digest
+from stratagem.common.tensors.local_files import Near, UnreadableFileError, place
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, to_proto
-from stratagem.common.tensors.open_file_transfer import Near
-from stratagem.common.tensors.open_files import UnreadableFileError, place
-from stratagem.common.tensors.safetensors_file import blob_digest
+from stratagem.common.tensors.stream import CHUNK_BYTES, Data
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import worker_pb2
 from tests.common.rpc.rig import Store, fragile_wire, serving, stub_of
@@ -280,9 +278,9 @@ async def test_silent_caller_is_told_so() -> None:
 MEMORY = """
 import asyncio
 import numpy, torch
-from stratagem.common.process.malloc import tune_malloc
-from stratagem.common.tensors.chunks import CHUNK_BYTES
-from stratagem.common.tensors.frames import Data
+from stratagem.common.process.process import tune_malloc
+from stratagem.common.tensors.stream import CHUNK_BYTES
+from stratagem.common.tensors.stream import Data
 from tests.common.rpc.rig import Store, serving
 from tests.common.rpc.tensor_store import download, filled
 
@@ -380,7 +378,7 @@ async def test_who_does_not_get_the_copy_gets_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if has_left:
-        monkeypatch.setattr(open_file_transfer, "readable_copy", forbidden)
+        monkeypatch.setattr(local_files, "readable_copy", forbidden)
     store, taken = filled(Store(), STATE_OF_TWO), Taken()
     store.tamper, store.makes_copies = tamper, makes_copies
     async with serving(store) as port:

@@ -7,15 +7,15 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
-from stratagem.common.secure_aggregation.client_secrets import (
+from stratagem.common.secure.secrets import (
     SEALED_BYTES,
     ClientSecrets,
+    SecureRound,
     dropped_pair_key,
     public_of,
     self_mask_key,
 )
-from stratagem.common.secure_aggregation.secret_sharing import reconstruct
-from stratagem.common.secure_aggregation.transcripts import SecureRound
+from stratagem.common.secure.sharing import reconstruct
 
 ROUND = SecureRound("run", Party(""), 3, 0)
 CONTEXT = b"who the holders are"

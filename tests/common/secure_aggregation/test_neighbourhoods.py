@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.secure_aggregation.neighbourhoods import (
+from stratagem.common.secure.sharing import (
     AUTO,
     is_complete,
     neighbours,

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.secure_aggregation.mask_stream import apply_mask
-from stratagem.common.secure_aggregation.quantisation import Quantisation
+from stratagem.common.secure.masks import Quantisation, apply_mask
 
 KEY = bytes(range(32))
 

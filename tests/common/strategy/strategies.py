@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 
 from stratagem.common import strategy as s
-from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
+from stratagem.common.strategy.strategies import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
 
 Made = TypeVar("Made")
 _counts = st.integers(1, 2**64 - 1)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.strategy import parse_strategy
-from stratagem.common.strategy.demand import workers_used
+from stratagem.common.strategy.strategies import workers_used
 from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED, POPULATION
 
 pytestmark = pytest.mark.core

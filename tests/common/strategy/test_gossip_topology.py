@@ -6,12 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
-from stratagem.common.strategy.gossip_topology import (
-    Graph,
-    graph_of,
-    is_connected,
-    metropolis_hastings,
-)
+from stratagem.common.strategy.topology import Graph, graph_of, is_connected, metropolis_hastings
 
 pytestmark = pytest.mark.core
 
@@ -123,7 +118,7 @@ def test_what_does_not_fit_says_the_reason(topology: str, num_nodes: int, reason
 
 def test_random_graph_is_drawn_again_until_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = {seed: graph_of("random:1", 30, seed) for seed in range(20)}
-    monkeypatch.setattr("stratagem.common.strategy.gossip_topology.MAX_DRAWS", 1)
+    monkeypatch.setattr("stratagem.common.strategy.topology.MAX_DRAWS", 1)
     refused = 0
     for seed, graph in graphs.items():
         try:

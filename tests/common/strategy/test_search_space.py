@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.schema.document import Section
-from stratagem.common.schema.json_text import dump_json, load_json
-from stratagem.common.strategy.search_space import (
+from stratagem.common.job.search_space import (
     Categorical,
     Conditional,
     Float,
@@ -17,6 +15,8 @@ from stratagem.common.strategy.search_space import (
     Scale,
     SearchSpace,
 )
+from stratagem.common.schema.document import Section
+from stratagem.common.schema.json import dump_json, load_json
 
 pytestmark = pytest.mark.core
 

@@ -14,7 +14,7 @@ from stratagem.common import strategy as s
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.schema import document
 from stratagem.common.strategy import describe, dump_strategy, dumps_strategy, parse_strategy
-from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
+from stratagem.common.strategy.strategies import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
 from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED, POPULATION, wrong
 from tests.common.strategy.strategies import EXAMPLES, training_strategies
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from stratagem.common.tensors.chunks import fill_chunk, iter_views
+from stratagem.common.tensors.stream import fill_chunk, iter_views
 from stratagem.v1 import tensor_pb2
 
 

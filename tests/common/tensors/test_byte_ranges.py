@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import OutOfRangeError
-from stratagem.common.tensors.byte_ranges import ByteReader, pieces_manifest
-from stratagem.common.tensors.chunks import CHUNK_BYTES, iter_views, piece_bytes
+from stratagem.common.tensors.leaves import ByteReader, pieces_manifest
+from stratagem.common.tensors.stream import CHUNK_BYTES, iter_views, piece_bytes
 
 KIB = 2**10
 MIB = 2**20

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.tensors.frames import (
+from stratagem.common.tensors.stream import (
     ChunkFrame,
     crc32c,
     frame,

@@ -18,8 +18,8 @@ from stratagem.common.base.errors import (
     LimitError,
     OutOfRangeError,
 )
-from stratagem.common.tensors.chunks import MAX_CHUNK_BYTES, ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Purpose, build_manifest, from_proto, to_proto
+from stratagem.common.tensors.stream import MAX_CHUNK_BYTES, ChunkWriter
 from stratagem.v1 import tensor_pb2
 
 Message = tensor_pb2.Manifest

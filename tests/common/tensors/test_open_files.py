@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import IntegrityError
-from stratagem.common.tensors import open_files
-from stratagem.common.tensors.frames import crc32c
-from stratagem.common.tensors.open_files import (
+from stratagem.common.tensors import local_files
+from stratagem.common.tensors.local_files import (
     MemoryCopy,
     UnreadableFileError,
     contents,
@@ -24,6 +23,7 @@ from stratagem.common.tensors.open_files import (
     place,
     readable_copy,
 )
+from stratagem.common.tensors.stream import crc32c
 from stratagem.v1 import tensor_pb2, worker_pb2
 
 PIECE = 2**16
@@ -130,12 +130,12 @@ def test_files_of_another_place_are_not_offered_here(monkeypatch: pytest.MonkeyP
     assert offered(elsewhere) is None
     assert offered(worker_pb2.GetStateResponse()) is None
     assert offered(worker_pb2.GetGradientsRequest()) is None, "it has no such field"
-    monkeypatch.setattr(open_files._Place, "name", place())  # put back behind the test
+    monkeypatch.setattr(local_files._Place, "name", place())  # put back behind the test
     leave_place()
     assert offered(here) is None
     assert not is_near("")
     # In a namespace of processes whose /proc belongs to another one.
-    monkeypatch.setattr(open_files._Place, "name", None)
+    monkeypatch.setattr(local_files._Place, "name", None)
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert place() == ""
 

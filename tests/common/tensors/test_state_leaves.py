@@ -8,9 +8,8 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.common.tensors.safetensors_file import blob_digest
-from stratagem.common.tensors.state_leaves import (
+from stratagem.common.tensors.files import blob_digest
+from stratagem.common.tensors.leaves import (
     LEAF_BYTES,
     SMALL_BYTES,
     Leaf,
@@ -23,6 +22,7 @@ from stratagem.common.tensors.state_leaves import (
     read_list,
     state_digest,
 )
+from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 
 LEAF, SMALL = 10, 4
 """Sizes at which few bytes are several leaves."""

@@ -16,16 +16,15 @@ from safetensors.torch import load_file as load_with_package
 from safetensors.torch import save_file as save_with_package
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, LimitError
-from stratagem.common.tensors.chunks import CHUNK_BYTES, ChunkWriter, iter_views
-from stratagem.common.tensors.dtypes import DTYPES
-from stratagem.common.tensors.manifest import Purpose, from_proto, to_proto
-from stratagem.common.tensors.safetensors_file import (
+from stratagem.common.tensors.files import (
     blob_digest,
     file_digest,
     from_file,
     header_bytes,
     read_header,
 )
+from stratagem.common.tensors.manifest import DTYPES, Purpose, from_proto, to_proto
+from stratagem.common.tensors.stream import CHUNK_BYTES, ChunkWriter, iter_views
 from stratagem.common.tensors.torch_codec import TORCH_DTYPES, allocate, load_file, manifest_of
 from stratagem.v1 import tensor_pb2, worker_pb2
 from tests.common.tensors.chunk_messages import iter_chunks

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.ids import Digest, RunId
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Purpose, build_manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.core.commands import (
     CancelRun,

@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series
-from stratagem.common.history.packing import pack
+from stratagem.common.history.recording import pack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.housekeeping import House
 from stratagem.coordinator.core.commands import CancelRun, DeleteRun, SubmitRun

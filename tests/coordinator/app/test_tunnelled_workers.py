@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Incarnation, WorkerId
-from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.common.rpc.channel import PLAINTEXT, open_channel
-from stratagem.common.rpc.leader_channel import Coordinators
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.rpc.channel import PLAINTEXT, Coordinators, open_channel
 from stratagem.common.rpc.server import bind_socket, make_server
-from stratagem.common.rpc.socket_folder import SocketFolder
+from stratagem.common.rpc.streams import SocketFolder
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import Command, LeaveWorker, LoseWorker, RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import (

@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
-from stratagem.common.numerics.numerics_rules import CURRENT, FIRST, KEEPS_DTYPES, check_numerics
+from stratagem.common.numerics.rules import CURRENT, FIRST, KEEPS_DTYPES, check_numerics
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
 from stratagem.coordinator.core.fact_messages import MAX_METRICS, metrics_text, sentence

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import RunId
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.facts import MembersFormed, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.state import RunPhase

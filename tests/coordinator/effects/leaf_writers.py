@@ -12,7 +12,7 @@ import grpc
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
-from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.leaves import StateFolder
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
 from stratagem.coordinator.core.facts import ROOT, Capability, Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

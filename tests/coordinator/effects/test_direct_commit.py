@@ -14,8 +14,7 @@ import torch
 
 from stratagem.common.base.errors import LimitError
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder
-from stratagem.common.tensors.state_leaves import SMALL_BYTES, state_digest
+from stratagem.common.tensors.leaves import SMALL_BYTES, StateFolder, state_digest
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.leaf_signing import MAX_ASKED, MAX_SIGNED, LeafSigning
 from stratagem.coordinator.effects.execution.state_writing import reads_by_itself

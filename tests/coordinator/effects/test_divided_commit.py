@@ -15,10 +15,9 @@ import torch
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, WorkerId
-from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.leaves import SMALL_BYTES, StateFolder, state_digest
 from stratagem.common.tensors.manifest import Purpose
-from stratagem.common.tensors.state_leaves import SMALL_BYTES, state_digest
-from stratagem.common.tensors.state_slices import SliceName
+from stratagem.common.tensors.same_bytes import SliceName
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.core.facts import Capability, Member
 from stratagem.coordinator.effects.synchronous.divided_commit import written_by_owners

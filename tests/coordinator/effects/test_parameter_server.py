@@ -11,8 +11,8 @@ import pytest
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.rpc.channel import PLAINTEXT
-from stratagem.common.tensors.chunks import CHUNK_BYTES, fill_chunk
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
+from stratagem.common.tensors.stream import CHUNK_BYTES, fill_chunk
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps

@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series, joined
-from stratagem.common.history.packing import packed_parts, unpack
+from stratagem.common.history.recording import packed_parts, unpack
 from stratagem.coordinator.effects.synchronous.segment_history import TrainedSteps, rows_of
 from stratagem.coordinator.observe.live_history import PackedRows
 from stratagem.coordinator.store.journal.history_rows import HistoryRow

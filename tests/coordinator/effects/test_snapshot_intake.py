@@ -21,9 +21,9 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
-from stratagem.common.tensors.frames import crc32c
+from stratagem.common.tensors.files import blob_digest, header_bytes, header_of
 from stratagem.common.tensors.manifest import Manifest, to_proto
-from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, header_of
+from stratagem.common.tensors.stream import crc32c
 from stratagem.coordinator.core.facts import ROOT, Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot

@@ -6,7 +6,7 @@ import numpy as np
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series
-from stratagem.common.history.packing import pack
+from stratagem.common.history.recording import pack
 from stratagem.coordinator.observe.live_history import (
     LiveHistory,
     SegmentTail,

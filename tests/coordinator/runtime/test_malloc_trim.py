@@ -7,7 +7,7 @@ import sys
 from stratagem.coordinator.runtime.malloc_trim import rest
 
 LEAVES_HOLES = """
-from stratagem.common.process.malloc import give_back, tune_malloc
+from stratagem.common.process.process import give_back, tune_malloc
 
 def rss_mb():
     with open("/proc/self/status") as status:

@@ -12,7 +12,7 @@ import pytest
 
 from stratagem.common.base.errors import LimitError, UnavailableError, WrongStateError
 from stratagem.common.base.ids import Incarnation, WorkerId
-from stratagem.common.rpc.relay_copy import FRAME_BYTES
+from stratagem.common.rpc.streams import FRAME_BYTES
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime import relay_hub
 from stratagem.coordinator.runtime.relay_hub import RelayHub

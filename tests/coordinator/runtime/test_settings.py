@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from stratagem.common.process.settings_rules import told
+from stratagem.common.process.process import told
 from stratagem.coordinator.process import main as coordinator_main
 from stratagem.coordinator.process import restore
 from stratagem.worker.process import worker_main

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.stream_begin import has_begun
+from stratagem.common.rpc.streams import has_begun
 from stratagem.common.rpc.tensor_transfer import push
+from stratagem.common.tensors.files import blob_digest, header_bytes
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
-from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.rpc.channel import open_channel
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2

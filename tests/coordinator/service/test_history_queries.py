@@ -10,7 +10,7 @@ from stratagem.client.history.step_history import History
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.history import Recorder, Series
-from stratagem.common.history.packing import pack
+from stratagem.common.history.recording import pack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import JournalEntry, SubmitRun
 from stratagem.coordinator.core.facts import RunResumed

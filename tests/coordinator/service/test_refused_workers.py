@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 
 from stratagem.common.base.errors import UnavailableError
-from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
+from stratagem.common.base.ids import PROTOCOL_KEY, PROTOCOL_VERSION
 from stratagem.common.rpc.channel import open_channel
 from stratagem.coordinator.observe.refused_workers import FORGET_S, MAX_REFUSED, Refusals
 from stratagem.v1 import coordinator_pb2 as pb

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from stratagem.common.base.ids import Incarnation, WorkerId
-from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.rpc.channel import open_channel
+from stratagem.common.tensors.leaves import StateFolder
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import LeaveWorker, LoseWorker, RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member

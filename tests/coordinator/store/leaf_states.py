@@ -4,8 +4,8 @@ import random
 from functools import cache
 
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.leaves import SMALL_BYTES, leaves_of, pieces_of
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.common.tensors.state_leaves import SMALL_BYTES, leaves_of, pieces_of
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from tests.coordinator.store.places import digest_of, read
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import ConflictError
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series, joined
-from stratagem.common.history.packing import pack, unpack
+from stratagem.common.history.recording import pack, unpack
 from stratagem.coordinator.store.journal.history_rows import HistoryRow, one_row
 from stratagem.coordinator.store.journal.journal import DuplicateKeyError, Journal
 from stratagem.coordinator.store.journal.lead import FencedError

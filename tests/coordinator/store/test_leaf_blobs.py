@@ -8,10 +8,9 @@ import pytest
 
 from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.files import blob_digest, header_bytes, header_of
+from stratagem.common.tensors.leaves import SMALL_BYTES, StateFolder, state_digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
-from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, header_of
-from stratagem.common.tensors.state_leaves import SMALL_BYTES, state_digest
 from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves import leaf_blobs

@@ -11,7 +11,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.identity.certificates import make_authority
-from stratagem.common.identity.tls_files import Role
+from stratagem.common.identity.tls import Role
 from stratagem.common.rpc import signed_objects
 from stratagem.coordinator.store.blobs import object_store_keys, s3
 from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file

@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Digest, Party, RunId
-from stratagem.common.tensors.safetensors_file import read_header
+from stratagem.common.tensors.files import read_header
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from tests.coordinator.store.places import Bucket, Place

@@ -13,10 +13,9 @@ import pytest
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.chunks import CHUNK_BYTES, piece_bytes
-from stratagem.common.tensors.frames import crc32c, frame, has_crc
+from stratagem.common.tensors.files import header_bytes, header_of
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
-from stratagem.common.tensors.safetensors_file import header_bytes, header_of
+from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c, frame, has_crc, piece_bytes
 from stratagem.coordinator.runtime.broadcast import SharedFrames
 from stratagem.coordinator.service.stream_calls import download
 from stratagem.coordinator.store.blobs.blob_store import BlobStore, DamagedBlobError

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlparse
 
-from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.identity.tls import TlsFiles
 from tests.patience import PATIENCE_S
 
 OK, UNAVAILABLE, FORBIDDEN = 200, 503, 403

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.schema.json_text import JSON
-from stratagem.common.strategy import Binary, Perturbation, Resample, Truncation
-from stratagem.common.strategy.search_space import (
+from stratagem.common.job.search_space import (
     Categorical,
     Conditional,
     Float,
@@ -23,6 +21,8 @@ from stratagem.common.strategy.search_space import (
     Scale,
     SearchSpace,
 )
+from stratagem.common.schema.json import JSON
+from stratagem.common.strategy import Binary, Perturbation, Resample, Truncation
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.population.evolution import donors, draw, explored, stream

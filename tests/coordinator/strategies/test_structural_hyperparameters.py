@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, member_job, with_fields
-from stratagem.common.job.optimizer.search_section import read_short_form
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.job.search_space import read_short_form
+from stratagem.common.schema.json import JSON
 from stratagem.common.strategy import ExploreStrategy, Perturbation, Resample
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import Build

@@ -6,7 +6,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.evaluation.client_spread import without_spreads
+from stratagem.common.job.fields import without_spreads
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import ResumeRun, Tick
 from stratagem.coordinator.core.effects import Build, EvaluateState, TrainClient

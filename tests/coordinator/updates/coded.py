@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.common.base.ids import Digest
-from stratagem.common.compression.coded_update import PAYLOAD, update_codec, update_key
+from stratagem.common.compression.table import PAYLOAD, update_codec, update_key
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs

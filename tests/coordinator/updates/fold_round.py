@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.files import blob_digest, header_bytes, read_header
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, read_header
 from stratagem.coordinator.store.blobs.blob_store import BlobWriter
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.updates.folding.fold import Folded, fold_weighted_mean

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates import update_decoding
 from stratagem.coordinator.updates.folding import fold

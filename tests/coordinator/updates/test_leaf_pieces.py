@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.common.tensors.byte_ranges import ByteReader
+from stratagem.common.tensors.leaves import ByteReader, leaves_of, pieces_of
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest, Purpose
-from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
-from stratagem.common.tensors.state_slices import SliceName
+from stratagem.common.tensors.same_bytes import SliceName
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.updates.members.leaf_pieces import PartPiece, pieced_leaves, shared_out
 from stratagem.coordinator.updates.members.merge_slices import whole_of

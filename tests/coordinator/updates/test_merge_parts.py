@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from stratagem.common.tensors.files import header_bytes, read_header
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Manifest, Purpose
-from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.store.blobs.blob_store import file_writer
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Manifest, Purpose
-from stratagem.common.tensors.safetensors_file import blob_digest
-from stratagem.common.tensors.state_slices import (
+from stratagem.common.tensors.same_bytes import (
     ParameterSlice,
     SliceName,
     parameter_slice,

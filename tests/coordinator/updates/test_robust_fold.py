@@ -21,8 +21,7 @@ from stratagem.common.strategy import (
     TrimmedMean,
     is_judged,
 )
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
 from stratagem.coordinator.updates.folding import fold
 from stratagem.coordinator.updates.folding.fold import FoldStoppedError
 from stratagem.coordinator.updates.numpy_floats import Raw

@@ -14,8 +14,8 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.base.ids import Party, RunId
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun

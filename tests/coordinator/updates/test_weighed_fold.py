@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.manifest import Manifest, dtype_named
 from stratagem.coordinator.updates.folding import fold
 from stratagem.coordinator.updates.folding.fold import mean_factors
 from stratagem.coordinator.updates.robust import changes

@@ -8,8 +8,7 @@ import google_crc32c
 import numpy as np
 
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
+from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest, dtype_named
 from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun

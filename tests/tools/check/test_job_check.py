@@ -17,8 +17,8 @@ from stratagem.client.sdk.job_check import check_job as check_file
 from stratagem.client.sdk.views import Worker
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
-from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import InitialSpec, JobSpec
+from stratagem.common.observe.findings import Finding, Level
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.questions.__main__ import answer
 from stratagem.worker.plans.build_plan import _begin_from

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.identity.certificates import make_authority
-from stratagem.common.identity.tls_files import Role
+from stratagem.common.identity.tls import Role
+from stratagem.common.observe.findings import Finding, Level
 from stratagem.tools.doctor.__main__ import _advertising, examine
 from stratagem.tools.doctor.worker_findings import local_findings
 from stratagem.v1 import types_pb2

@@ -9,7 +9,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec
-from stratagem.common.tensors.open_files import MAX_COPY_BYTES
+from stratagem.common.tensors.local_files import MAX_COPY_BYTES
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
 from stratagem.tools.planning.measured_step import measure_training

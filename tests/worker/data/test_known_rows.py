@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from stratagem.common.base.errors import UserCodeError
-from stratagem.common.numerics.mixed_keys import mix
+from stratagem.common.numerics.keys import mix
 from stratagem.worker.data import row_datasets
 from stratagem.worker.data.datasets import map_tensors
 from stratagem.worker.data.generators import generators_kept, seed_generators

@@ -4,7 +4,7 @@ from typing import Any
 
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DataParallel, Decentralized
-from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 from stratagem.worker.engine import GossipTrainer, Tally, build_gossip_trainer
 from stratagem.worker.exchange import GossipExchange
 from tests.jobs import job

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.shards import assign_shards
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest, Purpose
-from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.updates.members.merge_slices import are_sliced, joined_slices
 from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer

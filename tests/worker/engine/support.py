@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import assign_shards
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.numerics.shards import assign_shards
 from stratagem.worker.engine import EvaluationPart, Trainer, build_trainer
 from stratagem.worker.engine.numerics.layer_support import ALL_NUMBERS, obstacle
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets

@@ -16,7 +16,7 @@ from torch import nn
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec, JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.worker.engine import Tally, Trainer
 from stratagem.worker.engine.trainers.federated_client import ClientRunner
 from stratagem.worker.exchange import GradientReducer, solo_exchange

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import UserCodeError
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.numerics.torch_compile import CompileGate

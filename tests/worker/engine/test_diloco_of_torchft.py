@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy.local_steps import fragments_of
 from tests.reference.replicas import Replicas
 from tests.reference.torchft_diloco import TorchftDiLoCo

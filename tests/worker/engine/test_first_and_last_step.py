@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.shards import assign_shards
 from stratagem.worker.engine.step.backward_pass import run_backward
 from tests.every_pair import every_pair
 from tests.jobs import job

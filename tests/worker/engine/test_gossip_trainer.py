@@ -8,7 +8,7 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 from stratagem.worker.engine import Tally
 from tests.every_pair import every_pair, every_value
 from tests.jobs import user_data

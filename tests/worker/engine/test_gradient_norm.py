@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.worker.exchange import SingleMemberReducer, single_member
 from stratagem.worker.exchange.buckets.gradient_norm import (
     BLOCK,

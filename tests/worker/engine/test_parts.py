@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec
-from stratagem.common.job.objective.built_in_names import FROM_LOSS, LOSSES, METRICS, RETURNED
+from stratagem.common.job.fields import FROM_LOSS, LOSSES, METRICS, RETURNED
 from stratagem.worker.engine.numerics.fingerprint import numerics_fingerprint, processor_name
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.objectives.evaluation_metrics import _METRICS, make_metrics

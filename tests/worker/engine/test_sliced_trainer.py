@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
-from stratagem.common.tensors.state_slices import parameter_slice, slice_name
+from stratagem.common.tensors.same_bytes import parameter_slice, slice_name
 from stratagem.worker.engine import EvaluationPart, EvaluationShare, build_sliced_trainer
 from stratagem.worker.engine.trainers import synchronous_trainer
 from stratagem.worker.engine.trainers.dealt_tensors import dealt_out

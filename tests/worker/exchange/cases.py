@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.numerics.batch_shards import Node, tree_sum
+from stratagem.common.numerics.shards import Node, tree_sum
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars, mesh_exchange
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 from stratagem.worker.exchange.buckets.step_scalars import num_scalars

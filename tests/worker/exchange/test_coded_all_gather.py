@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.shards import assign_shards
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import ExchangeError, GradientBuckets, mesh_exchange
 from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES

@@ -10,7 +10,7 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import CompressionSpec, JobSpec, with_fields
-from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.numerics import mixed_precision
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange

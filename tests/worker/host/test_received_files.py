@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import LimitError, UnavailableError
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose
-from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import worker_pb2
 from stratagem.worker.host import worker_blob_cache as module
@@ -24,7 +24,7 @@ from tests.common.tensors.chunk_messages import iter_chunks
 OTHER = """
 import sys
 from pathlib import Path
-from stratagem.common.process.own_folder import OwnFolder
+from stratagem.common.process.process import OwnFolder
 print(OwnFolder(Path(sys.argv[1]), sys.argv[2]).path, flush=True)
 sys.stdin.read()
 """

@@ -7,14 +7,14 @@ device must be the one that it would make there.
 import numpy as np
 from numpy.typing import NDArray
 
-from stratagem.common.compression import ternary, vsa
-from stratagem.common.numerics import counter_random
+from stratagem.common.compression import quantize, vsa
+from stratagem.common.numerics import keys
 
 Floats = NDArray[np.float32]
 
 
 def signs(seed: int, numel: int) -> Floats:
-    return vsa.signs_of(seed, counter_random.places(numel))
+    return vsa.signs_of(seed, keys.places(numel))
 
 
 def deterministic(x: Floats, threshold: float) -> Floats:
@@ -23,12 +23,12 @@ def deterministic(x: Floats, threshold: float) -> Floats:
 
 
 def stochastic(x: Floats, scale: float, seed: int) -> Floats:
-    noise = counter_random.uniform(seed, counter_random.places(x.size)) * np.float32(scale)
+    noise = keys.uniform(seed, keys.places(x.size)) * np.float32(scale)
     return np.sign(x) * (noise < np.abs(x)) + np.float32(0)
 
 
 def pack(trits: Floats) -> NDArray[np.uint8]:
-    return ternary.pack(trits.astype(np.int8))
+    return quantize.pack(trits.astype(np.int8))
 
 
 def tree_sum(numbers: list[float]) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import CompressionSpec
-from stratagem.common.numerics.batch_shards import Node
+from stratagem.common.numerics.shards import Node
 from stratagem.worker.exchange.buckets.bucket_layout import plan_layout
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stratagem.common.numerics.tree_sums import tree_sum
+from stratagem.common.numerics.shards import pairwise_sum
 from stratagem.worker import kernels
 from stratagem.worker.kernels import torch_kernels
 from stratagem.worker.kernels.kernel_ops import Backend, backend
@@ -90,13 +90,13 @@ def test_sums(fused: Backend, device: torch.device, n: int) -> None:
     x, y = vector(n, 4), vector(n, 5)
     products = (x.double() * y.double()).numpy()
     plain = torch_kernels.dot(x, y)
-    assert plain.item() == oracle.tree_sum(products.tolist()) == tree_sum(products)
+    assert plain.item() == oracle.tree_sum(products.tolist()) == pairwise_sum(products)
     assert_same(fused.dot(x.to(device), y.to(device)), plain)
     for threshold in (-1.0, 0.5):
         magnitude = np.abs(x.numpy()).astype(np.float64)
         kept = np.where(magnitude > threshold, magnitude, 0.0)
         counted = torch_kernels.sum_magnitudes(x, threshold)
-        assert counted.tolist() == [tree_sum(kept), (magnitude > threshold).sum()]
+        assert counted.tolist() == [pairwise_sum(kept), (magnitude > threshold).sum()]
         assert_same(fused.sum_magnitudes(x.to(device), threshold), counted)
 
 
@@ -114,7 +114,7 @@ def test_a_sum_is_never_a_negative_zero(fused: Backend, device: torch.device) ->
         x, y = torch.full((n,), -0.0), torch.ones(n)
         for total in (torch_kernels.dot(x, y), fused.dot(x.to(device), y.to(device))):
             assert math.copysign(1.0, total.item()) == 1.0
-        assert math.copysign(1.0, tree_sum(x.numpy())) == 1.0
+        assert math.copysign(1.0, pairwise_sum(x.numpy())) == 1.0
 
 
 @pytest.mark.parametrize(

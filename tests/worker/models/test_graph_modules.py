@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from stratagem.common.job.nested_strategies import WITHOUT_PARAMETERS
+from stratagem.common.job.nested import WITHOUT_PARAMETERS
 from stratagem.worker.models.graph_model import MODULES
 
 CALLS: tuple[tuple[Any, ...], ...] = (

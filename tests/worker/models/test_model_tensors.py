@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT, KEEPS_DTYPES
+from stratagem.common.numerics.rules import CURRENT, KEEPS_DTYPES
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.step.step_report import Tally
 from stratagem.worker.engine.trainers.federated_client import ClientRunner

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stratagem.common.job.phases_section import PhasesSpec
+from stratagem.common.job.schedules import PhasesSpec
 from stratagem.worker.phases import PhaseTraining, TrainingPhase
 
 TOLERANCE = 1e-6

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.shards import assign_shards
 from stratagem.worker.engine import StepReport, Trainer
 from stratagem.worker.exchange import (
     GradientBuckets,

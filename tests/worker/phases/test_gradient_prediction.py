@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.job.phases_section import PhasesSpec, PredictorSpec
+from stratagem.common.job.schedules import PhasesSpec, PredictorSpec
 from stratagem.worker.phases.gradient_extrapolation import coefficients
 from stratagem.worker.phases.gradient_prediction import GradientHistory, quality
 from stratagem.worker.phases.phase_schedule import Quality

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from stratagem.common.numerics.numerics_rules import FIRST
+from stratagem.common.numerics.rules import FIRST
 from stratagem.worker.phases.loss_history import LossHistory
 
 pytestmark = pytest.mark.core

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.job.phases_section import PhasesSpec
-from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.common.job.schedules import PhasesSpec
+from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.worker.phases import phase_schedule
 from stratagem.worker.phases.loss_history import LossHistory
 from stratagem.worker.phases.phase_adaptation import Lengths, adapted, after_failed_check

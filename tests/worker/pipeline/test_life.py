@@ -9,8 +9,8 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import with_fields
-from stratagem.common.numerics.batch_shards import Node, tree_sum
-from stratagem.common.numerics.numerics_rules import CURRENT, KEEPS_DTYPES
+from stratagem.common.numerics.rules import CURRENT, KEEPS_DTYPES
+from stratagem.common.numerics.shards import Node, tree_sum
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.exchange import GradientBuckets, StepScalars, solo_exchange
 from stratagem.worker.mesh.link import ExchangeError

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from stratagem.common.history.stage_actions import NONE, StageReport
+from stratagem.common.history.recording import NONE, StageReport
 from stratagem.common.pipeline.schedules import EAGER_FROM, Action, TaskKind, has_eager, suited
 from stratagem.worker.host.clock_number import clock_number
 from stratagem.worker.pipeline.build_stages import StageAssignment

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from stratagem.common.rpc.leader_channel import Coordinators
+from stratagem.common.rpc.channel import Coordinators
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2

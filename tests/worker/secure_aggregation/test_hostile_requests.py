@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
-from stratagem.common.secure_aggregation.client_secrets import SEALED_BYTES
-from stratagem.common.secure_aggregation.transcripts import SecureRound
+from stratagem.common.secure.secrets import SEALED_BYTES, SecureRound
 from stratagem.v1 import worker_pb2 as pb
 from tests.worker.secure_aggregation.round_of_clients import SEED, RoundOfClients
 

@@ -11,7 +11,7 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, KeysLostError, RefusedBySiteError
 from stratagem.common.base.ids import Party
-from stratagem.common.secure_aggregation.transcripts import SecureRound
+from stratagem.common.secure.secrets import SecureRound
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.secure_aggregation.masked_update import masked_update
 from tests.worker.secure_aggregation.round_of_clients import (

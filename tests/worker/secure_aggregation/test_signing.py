@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from stratagem.common.base.errors import InvalidInputError, UnauthenticatedError
-from stratagem.common.identity import authorities
+from stratagem.common.identity import certificates
+from stratagem.common.identity.callers import RevokedFile, add_revoked
 from stratagem.common.identity.certificates import Authority, make_authority
-from stratagem.common.identity.revocation import RevokedFile, add_revoked
-from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.identity.tls import Role, TlsFiles
 from stratagem.worker.secure_aggregation.signing import SignedIdentity, WorkerSigner, is_signed_by
 from stratagem.worker.site.site_file import PeerPins
 from tests.worker.secure_aggregation.round_of_clients import RoundOfClients, secure_job, worker
@@ -84,10 +84,10 @@ KEYS: dict[str, Any] = {
 def files_with(folder: Path, operator: Authority, key: Any, names: x509.Extension[Any]) -> TlsFiles:
     """A certificate of the operator's authority for a key of any kind."""
     folder.mkdir()
-    authority, signer = authorities.signer(operator.folder)
+    authority, signer = certificates.signer(operator.folder)
     end = operator.end_of(timedelta(days=1))
     certificate = (
-        authorities.builder(authorities.subject("any"), end)
+        certificates.builder(certificates.subject("any"), end)
         .issuer_name(authority.subject)
         .public_key(key.public_key())
         .add_extension(names.value, critical=False)
@@ -95,9 +95,9 @@ def files_with(folder: Path, operator: Authority, key: Any, names: x509.Extensio
         .sign(signer, SHA256())
     )
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    authorities.write(folder / "own.key", pem, 0o600)
-    authorities.write(folder / "own.crt", certificate.public_bytes(Encoding.PEM), 0o644)
-    return TlsFiles(operator.folder / authorities.CA_FILE, folder / "own.crt", folder / "own.key")
+    certificates.write(folder / "own.key", pem, 0o600)
+    certificates.write(folder / "own.crt", certificate.public_bytes(Encoding.PEM), 0o644)
+    return TlsFiles(operator.folder / certificates.CA_FILE, folder / "own.crt", folder / "own.key")
 
 
 def names_of(operator: Authority) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from stratagem.common.process import preloaded_programs
+from stratagem.common.process import template
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import coordinator_pb2 as cpb
@@ -109,7 +109,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
 @dataclass
 class Worker:
     name: str
-    process: preloaded_programs.Process
+    process: template.Process
     address: str
     incarnation: str
     ready: Mapping[str, Any]
@@ -144,7 +144,7 @@ class Rig:
         ]
         with (self.directory / f"{name}.log").open("ab") as log:
             environment = {**os.environ, **variables}
-            process = preloaded_programs.start(command, environment, log, with_input=False)
+            process = template.start(command, environment, log, with_input=False)
         count = self.coordinator.num_registered[name]
         await self.coordinator.wait(lambda: self.coordinator.num_registered[name] > count)
         async with asyncio.timeout(PATIENCE_S):

@@ -10,11 +10,11 @@ import pytest
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import assign_shards
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.rpc.tensor_transfer import pull, push
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Manifest, Purpose, to_proto
-from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import allocate, manifest_of
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb

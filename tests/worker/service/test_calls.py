@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.common.tensors.frames import crc32c
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.tensors.local_files import contents, offer, opened_copy, place, readable_copy
 from stratagem.common.tensors.manifest import Purpose, to_proto
-from stratagem.common.tensors.open_files import contents, offer, opened_copy, place, readable_copy
+from stratagem.common.tensors.stream import crc32c
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb

@@ -18,8 +18,8 @@ from stratagem.common.base.errors import (
     StaleError,
     UnavailableError,
 )
+from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose
-from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb

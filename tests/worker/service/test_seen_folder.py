@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.rpc.channel import PLAINTEXT
+from stratagem.common.tensors.leaves import StateFolder
 from stratagem.worker.service.worker_diagnosis import say_mismatch, surroundings
 
 

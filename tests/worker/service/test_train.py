@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT, REFUSES_INFINITE
+from stratagem.common.numerics.rules import CURRENT, REFUSES_INFINITE
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.v1 import worker_pb2 as pb
 from tests.jobs import user_model

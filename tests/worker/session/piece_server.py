@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.tensor_transfer import serve_get
+from stratagem.common.tensors.leaves import StateFolder
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1 import worker_pb2_grpc
 from stratagem.worker.session.joined_leaves import sent_pieces

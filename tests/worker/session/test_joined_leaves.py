@@ -15,9 +15,8 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.rpc.channel import PLAINTEXT
-from stratagem.common.tensors.state_leaves import LEAF_BYTES
+from stratagem.common.tensors.leaves import LEAF_BYTES, StateFolder
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.session.joined_leaves import LeafPieces, check_leaves, sent_pieces
 from stratagem.worker.session.session_states import Frozen, freeze

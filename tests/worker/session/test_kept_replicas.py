@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import NotFoundError, SoleCopyLostError
-from stratagem.common.tensors.safetensors_file import blob_digest, file_digest
+from stratagem.common.tensors.files import blob_digest, file_digest
 from stratagem.worker.session.kept_replicas import MAX_RUNS, KeptReplicas
 
 RUN = "run-1"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
+from stratagem.common.tensors.leaves import leaves_of, pieces_of
 from stratagem.worker.session import known_leaves
 from stratagem.worker.session.known_leaves import KnownLeaves, hashed
 from stratagem.worker.session.session_states import Frozen, StateStore, freeze

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from stratagem.common.rpc.tensor_transfer import serve_get
+from stratagem.common.tensors.local_files import copy_of, opened_copy, readable_copy
 from stratagem.common.tensors.manifest import Purpose
-from stratagem.common.tensors.open_files import copy_of, opened_copy, readable_copy
-from stratagem.common.tensors.traffic import sent
+from stratagem.common.tensors.stream import sent
 from stratagem.v1 import types_pb2, worker_pb2
 from stratagem.worker.service.session_table import Session, Sessions, key_from
 from stratagem.worker.service.worker_service import WorkerServicer

@@ -21,8 +21,8 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import Digest
 from stratagem.common.rpc.signed_objects import SignedObjects
+from stratagem.common.tensors.leaves import leaves_of, list_bytes, pieces_of
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, from_proto
-from stratagem.common.tensors.state_leaves import leaves_of, list_bytes, pieces_of
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host import signed_stream
 from stratagem.worker.host.signed_states import fetch_state, received_list

@@ -14,9 +14,14 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.leaves import (
+    LeafList,
+    StateFolder,
+    leaves_of,
+    list_bytes,
+    state_digest,
+)
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, from_proto
-from stratagem.common.tensors.state_leaves import LeafList, leaves_of, list_bytes, state_digest
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.direct_states import DirectStates
 from stratagem.worker.host.worker_blob_cache import ReceivedBlobs

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.audit.audit_chain import check_lines
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.identity.audit import check_lines
 from stratagem.worker.site.audit_file import AuditFile
 
 pytestmark = pytest.mark.core

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.code.signatures import make_keys
-from stratagem.common.process.process_exit import MISTAKEN
+from stratagem.common.code.bundle import make_keys
+from stratagem.common.process.process import MISTAKEN
 from stratagem.worker.process import worker_main
 from stratagem.worker.site.site_file import read_site
 from tests.repository import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import ConflictError, InvalidInputError, UserCodeError
-from stratagem.common.schema.frozen import frozen
+from stratagem.common.schema.json import frozen
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 from tests.jobs import ALLOW, LOSSES
 

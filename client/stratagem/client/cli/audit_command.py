@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from stratagem.client.cli.reporting import reporting
-from stratagem.common.audit.audit_chain import check_lines, hashes
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
+from stratagem.common.identity.audit import check_lines, hashes
 
 audit = typer.Typer(help="The audit that a site keeps.", no_args_is_help=True)
 

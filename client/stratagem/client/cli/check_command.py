@@ -9,8 +9,8 @@ from stratagem.client.cli.run_commands import JobArgument, SetOption
 from stratagem.client.sdk.job_check import check_job
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.terminal import tables
-from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import load_job
+from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 

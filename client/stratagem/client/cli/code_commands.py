@@ -12,9 +12,8 @@ from stratagem.client.cli.reporting import reporting
 from stratagem.client.code.code_folder import bundle_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
-from stratagem.common.code.bundle import digest_of
-from stratagem.common.code.signatures import make_keys
-from stratagem.common.code.signatures import sign as signature_of
+from stratagem.common.code.bundle import digest_of, make_keys
+from stratagem.common.code.bundle import sign as signature_of
 from stratagem.common.job import CodeSpec, load_job
 
 code = typer.Typer(help="Code that travels with jobs.", no_args_is_help=True)

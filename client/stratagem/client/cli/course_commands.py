@@ -28,7 +28,7 @@ from stratagem.client.report.pages.comparison_page import comparison_page
 from stratagem.client.report.run_values import time_text
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
-from stratagem.common.base.wording import values_text
+from stratagem.common.base.text import values_text
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 

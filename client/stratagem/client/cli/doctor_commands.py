@@ -16,7 +16,7 @@ from stratagem.client.cli.reporting import FAILED, make_console, reporting
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.cluster_doctor import examine
 from stratagem.client.terminal import tables
-from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 WORKER_SETTINGS: Final = "--worker-settings"

@@ -25,7 +25,7 @@ from stratagem.client.sinks.run_outlets import LogOutlets
 from stratagem.client.terminal.completion import sink_forms
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
-from stratagem.common.schema.json_text import not_one_of
+from stratagem.common.schema.json import not_one_of
 
 ModelForm = Literal["hf", "torch-export", "onnx"]
 MODEL_FORMS: Final = ("hf", "torch-export", "onnx")

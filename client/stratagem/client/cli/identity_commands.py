@@ -14,14 +14,8 @@ from rich.table import Table
 
 from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.identity.bearer_tokens import (
-    Scope,
-    add_token,
-    new_token,
-    read_tokens,
-    remove_token,
-)
-from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, Role
+from stratagem.common.identity.callers import Scope, add_token, new_token, read_tokens, remove_token
+from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN, Role
 
 certs = typer.Typer(help="Certificates for development.", no_args_is_help=True)
 token = typer.Typer(help="Tokens by which people are known.", no_args_is_help=True)
@@ -189,7 +183,7 @@ def revoke_certs(
     From the next call on, wherever the file is given. A name stands for every certificate of
     that name, also a later one; a file for itself alone.
     """
-    from stratagem.common.identity.revocation import add_revoked, fingerprint
+    from stratagem.common.identity.callers import add_revoked, fingerprint
 
     with reporting():
         named = [

@@ -19,11 +19,10 @@ from stratagem.client.launch.worker_launch import WorkerLaunch, check_addresses,
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.host_port import is_loopback, split_address
 from stratagem.common.base.ids import RunId, check_run_id, new_run_id
+from stratagem.common.base.text import is_loopback, split_address
 from stratagem.common.job import JobSpec, load_job
-from stratagem.common.rpc.channel import PLAINTEXT, Proof
-from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.common.rpc.channel import PLAINTEXT, Proof, split_addresses
 
 TAKES_OPTIONS: Final = {"allow_extra_args": True, "ignore_unknown_options": False}
 

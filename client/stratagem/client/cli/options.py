@@ -13,9 +13,9 @@ from stratagem.client.local.local_cluster import local_names
 from stratagem.client.sdk.async_client import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from stratagem.client.terminal.completion import run_ids, sink_forms
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.identity.tls_files import tls_files
+from stratagem.common.identity.tls import tls_files
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.schema.json_text import not_one_of
+from stratagem.common.schema.json import not_one_of
 
 DATA_DIR: Final = Path(".stratagem")
 

@@ -17,7 +17,7 @@ from stratagem.client.sdk.planning import estimate_memory
 from stratagem.client.sdk.planning import recommend as recommend_settings
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Worker
-from stratagem.common.base.sizes import size_bytes
+from stratagem.common.base.units import size_bytes
 from stratagem.common.job import load_job
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 

@@ -25,7 +25,7 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import LogLine, Phase, RunStatus
 from stratagem.client.terminal import tables
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 

@@ -25,7 +25,7 @@ from stratagem.common.base.errors import (
     UnavailableError,
     UserCodeError,
 )
-from stratagem.common.base.printable_text import printable
+from stratagem.common.base.text import printable
 from stratagem.common.observe import tracing
 
 UNLIMITED_WIDTH: Final = sys.maxsize

@@ -55,7 +55,7 @@ from stratagem.client.terminal.completion import event_kinds
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.common.base.errors import InvalidInputError, RunFailedError
 from stratagem.common.base.ids import check_run_id, new_run_id
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import entry_points, load_job, with_fields
 from stratagem.common.process.cpu_threads import ThreadChoice
 from stratagem.common.rpc.channel import PLAINTEXT, Proof

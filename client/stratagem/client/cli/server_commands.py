@@ -23,10 +23,9 @@ from stratagem.client.dashboard.page_start import DEFAULT_LISTEN, page_beside, p
 from stratagem.client.local.local_cluster import LocalCluster, threads_each
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.host_port import split_address
-from stratagem.common.base.wording import counted
-from stratagem.common.health.health_probe import TIMEOUT_S, health_of, is_healthy
+from stratagem.common.base.text import counted, split_address
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
+from stratagem.common.rpc.health_probe import TIMEOUT_S, health_of, is_healthy
 
 
 def up(  # noqa: PLR0913  (each parameter is an option of the command line)

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.code.code_section import CodeSpec
 from stratagem.common.job import JobSpec, entry_points
-from stratagem.common.process.own_folder import temporary_folder
+from stratagem.common.process.process import temporary_folder
 
 MAGIC: Final = "stratagem"
 _FILE: Final = re.compile(r"[A-Za-z_]\w*(/[A-Za-z_]\w*)*\.py")

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratagem.client.course.payloads import number, party_of
 from stratagem.client.course.shapes import EventLike, RunLike
-from stratagem.common.base.wording import values_text
+from stratagem.common.base.text import values_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from typing import Any, Final
 from stratagem.client.course.population import Ancestor, Population
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.job import JobSpec, member_job
-from stratagem.common.schema.frozen import thawed
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.schema.json import JSON, thawed
 
 SUFFIX: Final = "-replay"
 MAX_NAME: Final = 64

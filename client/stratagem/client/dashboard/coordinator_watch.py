@@ -15,8 +15,8 @@ from stratagem.common.base.errors import (
     StratagemError,
     UnauthenticatedError,
     WrongStateError,
+    told,
 )
-from stratagem.common.base.exception_text import told
 
 ASK_PAUSE_S: Final = 2.0
 """Between two questions to the coordinator."""

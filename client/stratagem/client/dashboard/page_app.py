@@ -43,8 +43,8 @@ from stratagem.common.base.errors import (
     PermissionDeniedError,
     StratagemError,
     UnauthenticatedError,
+    told,
 )
-from stratagem.common.base.exception_text import told
 
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = frozenset(path.name for path in STATIC.iterdir())

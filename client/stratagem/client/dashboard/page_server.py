@@ -19,8 +19,8 @@ from stratagem.client.dashboard.page_rules import address_of
 from stratagem.client.dashboard.page_sessions import PageSessions, token_in
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
-from stratagem.common.base.host_port import split_address
-from stratagem.common.identity.tls_files import certificates_in, names_of
+from stratagem.common.base.text import split_address
+from stratagem.common.identity.tls import certificates_in, names_of
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 PATIENCE_S: Final = 10.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from stratagem.common.base.printable_text import printable
+from stratagem.common.base.text import printable
 
 
 def plain(value: Any) -> Any:

@@ -13,8 +13,7 @@ from stratagem.client.dashboard.followed import RETRY_S, Followed
 from stratagem.client.dashboard.page_values import server_sent
 from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.views import Event, Progress, RunStatus
-from stratagem.common.base.errors import NotFoundError
-from stratagem.common.base.exception_text import told
+from stratagem.common.base.errors import NotFoundError, told
 
 KEPT: Final = 500
 """Events that are kept for tabs; one that is behind them reads on by itself."""

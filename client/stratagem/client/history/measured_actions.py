@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Final
 
 from stratagem.client.course.shapes import SeriesLike
-from stratagem.common.history.stage_actions import (
+from stratagem.common.history.recording import (
     NONE,
     PREFIX,
     StageAction,

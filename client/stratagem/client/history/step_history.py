@@ -12,8 +12,7 @@ from stratagem.client.pictures.drawing.scales import short, size_text
 from stratagem.client.pictures.picture import NumberTable
 from stratagem.common.history import Columns, joined
 from stratagem.common.history.columns import part_of
-from stratagem.common.history.packing import unpack_columns
-from stratagem.common.history.stage_actions import is_of_newest_segment
+from stratagem.common.history.recording import is_of_newest_segment, unpack_columns
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:

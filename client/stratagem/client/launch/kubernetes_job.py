@@ -23,7 +23,7 @@ from stratagem.client.launch.site_program import answer_of, check_program
 from stratagem.client.launch.worker_launch import WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import check_worker_id
-from stratagem.common.process.process_exit import PREEMPTED
+from stratagem.common.process.process import PREEMPTED
 
 TRIES: Final = 3
 """A worker that ends by itself with an error is started again so often."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from stratagem.client.launch.site_program import answer_of, check_program
 from stratagem.client.launch.worker_launch import WorkerLaunch
-from stratagem.common.process.process_exit import PREEMPTED
+from stratagem.common.process.process import PREEMPTED
 
 _WHERE: Final = "where Ray's are"
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from stratagem.client.launch.site_program import answer_of, check_options, check_program
 from stratagem.client.launch.worker_launch import WorkerLaunch
-from stratagem.common.process.process_exit import PREEMPTED
+from stratagem.common.process.process import PREEMPTED
 
 GRACE_S: Final = 60
 """Before a job's time ends Slurm sends the signal this long ahead."""

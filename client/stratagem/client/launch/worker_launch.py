@@ -10,7 +10,7 @@ from stratagem.client.launch.worker_options import names_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec, entry_points
-from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.common.rpc.channel import split_addresses
 
 OF_THE_LAUNCHER: Final = ("--rendezvous", "--coordinator", "--for-run", "--name")
 

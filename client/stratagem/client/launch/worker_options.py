@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.schema.json_text import suggest
+from stratagem.common.schema.json import suggest
 
 FLAGS: Final = frozenset(
     {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stratagem.common.process.preloaded_programs import Process
+from stratagem.common.process.template import Process
 
 TAIL_BYTES: Final = 4000
 

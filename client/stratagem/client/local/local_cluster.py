@@ -28,9 +28,9 @@ from stratagem.common.base.errors import (
     NotFoundError,
     WrongStateError,
 )
-from stratagem.common.base.host_port import split_address
+from stratagem.common.base.text import split_address
 from stratagem.common.process.cpu_threads import ThreadChoice, threads_told
-from stratagem.common.process.own_folder import OwnFolder, remove_temporary, temporary_folder
+from stratagem.common.process.process import OwnFolder, remove_temporary, temporary_folder
 
 if TYPE_CHECKING:
     from stratagem.client.sdk.blocking_client import Client

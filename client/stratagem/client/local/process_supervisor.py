@@ -30,7 +30,7 @@ from stratagem.client.local.child_process import (
     tail,
 )
 from stratagem.common.base.errors import NotFoundError, UnavailableError
-from stratagem.common.process.preloaded_programs import Process, end_descriptor, start
+from stratagem.common.process.template import Process, end_descriptor, start
 
 log = structlog.get_logger(__name__)
 

@@ -13,13 +13,8 @@ from stratagem.client.course.shapes import EventLike, SeriesLike
 from stratagem.client.pictures.curve_rows import Line
 from stratagem.common.history import Columns
 from stratagem.common.history.columns import Floats, Ints, shortened
-from stratagem.common.history.stage_actions import PREFIX, party_of_stage
-from stratagem.common.job.evaluation.client_spread import (
-    CLIENT_MAX,
-    CLIENT_MEAN,
-    CLIENT_MIN,
-    of_metric,
-)
+from stratagem.common.history.recording import PREFIX, party_of_stage
+from stratagem.common.job.fields import CLIENT_MAX, CLIENT_MEAN, CLIENT_MIN, of_metric
 
 _TRAIN = "train.loss"
 _RATE = "train.lr"

@@ -17,7 +17,7 @@ from stratagem.client.report.curve_panels import curve_panels
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.client.report.run_values import ReportedRun, StatusLike, progress_text, time_text
 from stratagem.common.base.errors import WrongStateError
-from stratagem.common.job.evaluation.client_spread import without_spreads
+from stratagem.common.job.fields import without_spreads
 
 Item = TypeVar("Item")
 Columns = Mapping[str, Callable[[Any], str]]

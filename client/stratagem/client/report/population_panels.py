@@ -7,7 +7,7 @@ from stratagem.client.pictures.picture import Picture
 from stratagem.client.pictures.scores import scores
 from stratagem.client.report.panel import Panel
 from stratagem.client.report.run_values import ReportedRun
-from stratagem.common.base.wording import values_text
+from stratagem.common.base.text import values_text
 
 
 def population_panels(run: ReportedRun, path: str = "") -> list[Panel]:

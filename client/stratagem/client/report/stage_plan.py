@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from stratagem.client.history.measured_actions import MeasuredStep
 from stratagem.client.pictures.stages import Task
-from stratagem.common.pipeline.schedule_simulation import consumers, required
 from stratagem.common.pipeline.schedules import SCHEDULES, Action, Schedule, TaskKind, choose
+from stratagem.common.pipeline.simulation import consumers, required
 
 MAX_TASKS: Final = 4096
 _TAKES: Final = {

@@ -7,8 +7,8 @@ from stratagem.client.pictures.picture import Picture
 from stratagem.client.pictures.topology import topology
 from stratagem.client.report.panel import Panel
 from stratagem.client.report.run_values import ReportedRun
-from stratagem.common.numerics.batch_shards import assign_shards
-from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.common.numerics.shards import assign_shards
+from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 
 
 def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "") -> list[Panel]:

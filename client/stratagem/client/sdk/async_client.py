@@ -41,12 +41,12 @@ from stratagem.common.base.errors import (
     WrongStateError,
 )
 from stratagem.common.base.ids import RunId, check_run_id, new_run_id
-from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.identity.tls import TlsFiles
 from stratagem.common.job import JobSpec, with_fields
-from stratagem.common.job.job_files import read_overrides
+from stratagem.common.job.files import read_overrides
 from stratagem.common.observe import tracing
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.schema.json import JSON
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from stratagem.common.base.errors import (
     UserCodeError,
 )
 from stratagem.common.base.ids import RunId
-from stratagem.common.base.sizes import size_bytes
+from stratagem.common.base.units import size_bytes
 from stratagem.common.job import JobSpec
 from stratagem.v1 import coordinator_pb2 as pb
 

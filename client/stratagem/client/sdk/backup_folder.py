@@ -18,13 +18,13 @@ import grpc
 
 from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.common.base.errors import IntegrityError
+from stratagem.common.base.files import whole_file
 from stratagem.common.base.ids import Digest, check_digest
-from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.rpc.tensor_transfer import pull
-from stratagem.common.tensors.chunks import Sink
+from stratagem.common.tensors.files import header_bytes
+from stratagem.common.tensors.leaves import StateHasher
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.common.tensors.state_leaves import StateHasher
+from stratagem.common.tensors.stream import Sink
 from stratagem.v1 import coordinator_pb2 as pb
 
 

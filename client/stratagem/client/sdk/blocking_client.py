@@ -30,7 +30,7 @@ from stratagem.client.sdk.views import (
     RunStatus,
     Worker,
 )
-from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.identity.tls import TlsFiles
 
 if TYPE_CHECKING:
     pass

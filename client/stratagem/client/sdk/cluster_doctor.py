@@ -13,10 +13,9 @@ from typing import Final
 from stratagem.client.pictures.drawing.scales import duration
 from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.common.base.errors import InvalidInputError, StratagemError
-from stratagem.common.diagnostics import findings
-from stratagem.common.diagnostics.environment import environment_of
-from stratagem.common.diagnostics.findings import Finding, Level
-from stratagem.common.identity.tls_files import Role
+from stratagem.common.identity.tls import Role
+from stratagem.common.observe import findings
+from stratagem.common.observe.findings import Finding, Level, environment_of
 from stratagem.common.rpc.channel import Proof
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2

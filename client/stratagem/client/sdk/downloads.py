@@ -13,15 +13,15 @@ from stratagem.client.sdk.model_files.model_shards import whole_folder
 from stratagem.client.sdk.model_files.plain_model import AVERAGE, PlainModel
 from stratagem.client.sdk.torch_process import ask
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
+from stratagem.common.base.files import whole_file
 from stratagem.common.base.ids import RunId
-from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.job import JobSpec
-from stratagem.common.process.own_folder import temporary_folder
+from stratagem.common.process.process import temporary_folder
 from stratagem.common.rpc.tensor_transfer import Accept, pull
-from stratagem.common.tensors.chunks import Sink
+from stratagem.common.tensors.files import header_bytes
+from stratagem.common.tensors.leaves import StateHasher
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.common.tensors.state_leaves import StateHasher
+from stratagem.common.tensors.stream import Sink
 from stratagem.v1 import coordinator_pb2 as pb
 
 

@@ -20,9 +20,9 @@ from stratagem.client.sdk.uploads import send
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import InitialSpec, JobSpec
-from stratagem.common.schema.frozen import frozen
+from stratagem.common.schema.json import frozen
+from stratagem.common.tensors.files import blob_digest, from_file, read_header
 from stratagem.common.tensors.manifest import Purpose
-from stratagem.common.tensors.safetensors_file import blob_digest, from_file, read_header
 from stratagem.v1 import coordinator_pb2 as pb
 
 _FINAL: Final = "final"

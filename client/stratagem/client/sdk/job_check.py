@@ -9,9 +9,9 @@ from stratagem.client.sdk.job_input import Job, parse_job
 from stratagem.client.sdk.torch_process import ask
 from stratagem.client.sdk.views import Worker
 from stratagem.common.base.errors import InvalidInputError, UnavailableError, Violation
-from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import JobSpec
-from stratagem.common.job.submission.strategy_rules import check_submitted
+from stratagem.common.job.strategy_rules import check_submitted
+from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.strategy import ModelParallel, Partition, RemoteTarget, Strategy, Tag
 
 _CHECK: Final = "check"

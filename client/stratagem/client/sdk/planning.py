@@ -10,7 +10,7 @@ from stratagem.client.sdk.torch_process import ask
 from stratagem.client.sdk.views import Worker
 from stratagem.common import strategy as strategies
 from stratagem.common.job import JobSpec
-from stratagem.common.job.execution_section import DataParallel
+from stratagem.common.job.execution import DataParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Any, Final
 from stratagem.client.sdk.views import Commit, RunStatus
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import JobSpec
-from stratagem.common.job.evaluation.followed_metric import plateau_metric, stop_metric
-from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.job.fields import plateau_metric, stop_metric
+from stratagem.common.job.schedules import ScheduleSpec
+from stratagem.common.schema.json import JSON
 
 MAY_CHANGE: Final = (
     *("name", "initial", "epochs", "steps", "strategy.rounds"),

@@ -13,8 +13,8 @@ from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.client.sdk.downloads import pull_state
 from stratagem.client.sdk.model_files.plain_model import AVERAGE, MODEL_PREFIX, means_of
 from stratagem.common.base.ids import RunId
-from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.stream import Sink
 from stratagem.common.tensors.torch_codec import allocate, element_type, manifest_of, torch_dtype
 
 

@@ -19,10 +19,15 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.code.bundle import manifest_of
 from stratagem.common.job import CodeSpec, JobSpec
 from stratagem.common.rpc.tensor_transfer import push
-from stratagem.common.tensors.chunks import Source
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest, to_proto
-from stratagem.common.tensors.safetensors_file import blob_digest
+from stratagem.common.tensors.files import blob_digest
+from stratagem.common.tensors.manifest import (
+    Manifest,
+    Purpose,
+    build_manifest,
+    dtype_named,
+    to_proto,
+)
+from stratagem.common.tensors.stream import Source
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from stratagem.client.sdk.views import Event, Progress, RunStatus
 from stratagem.client.sinks.contract import Cursor, RowBlock, Sink, SinkRun
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.history.columns import Columns
-from stratagem.common.history.stage_actions import is_of_newest_segment
+from stratagem.common.history.recording import is_of_newest_segment
 
 KINDS: Final = (
     *("RunSubmitted", "RunResumed", "MembersFormed", "ModelBuilt"),

@@ -4,7 +4,7 @@ from importlib.metadata import entry_points
 
 from stratagem.client.sinks.contract import GROUP, Sink
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.schema.json_text import not_one_of
+from stratagem.common.schema.json import not_one_of
 
 
 def sink_names() -> list[str]:

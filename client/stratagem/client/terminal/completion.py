@@ -15,7 +15,7 @@ from typer import completion as of_typer
 
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.client.sinks.registry import sink_names
-from stratagem.common.identity.tls_files import tls_files
+from stratagem.common.identity.tls import tls_files
 
 PATIENCE_S: Final = 0.3
 """For the answer of a coordinator; without one there are no ids."""

@@ -20,7 +20,7 @@ from stratagem.client.terminal.run_line import (
     loss_of,
 )
 from stratagem.client.terminal.wording import number_text
-from stratagem.common.base.wording import values_text
+from stratagem.common.base.text import values_text
 
 TROUBLE: Final = frozenset({"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"})
 ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})

@@ -23,8 +23,8 @@ from stratagem.client.terminal.wording import (
     more_text,
     number_text,
 )
-from stratagem.common.base.printable_text import printable
-from stratagem.common.job.evaluation.client_spread import range_of, without_spreads
+from stratagem.common.base.text import printable
+from stratagem.common.job.fields import range_of, without_spreads
 
 SEPARATOR: Final = "  "
 MAX_BAR_CELLS: Final = 12

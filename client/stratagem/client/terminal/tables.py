@@ -29,10 +29,9 @@ from stratagem.client.sdk.views import (
     Worker,
 )
 from stratagem.client.terminal.wording import few, more_text
-from stratagem.common.base.printable_text import printable
-from stratagem.common.base.wording import counted, values_text
-from stratagem.common.diagnostics.findings import Finding, Level
-from stratagem.common.job.evaluation.client_spread import range_of, without_spreads
+from stratagem.common.base.text import counted, printable, values_text
+from stratagem.common.job.fields import range_of, without_spreads
+from stratagem.common.observe.findings import Finding, Level
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 
 DIGITS: Final = 3
 """Significant digits of a number in a line."""

@@ -5,9 +5,14 @@ Owns how an id is spelled and how a new one is made. Does not know what any id s
 
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final, NewType
 
 from stratagem.common.base.errors import InvalidInputError
+
+# ---- ids ----
 
 RunId = NewType("RunId", str)
 WorkerId = NewType("WorkerId", str)
@@ -102,3 +107,36 @@ def check_party(value: str) -> Party:
             f"{_MAX_PARTY_CHARS} characters, such as 'silo0/replica1'",
         )
     return Party(value)
+
+
+# ---- limits ----
+#
+# Switches the limits on the size of a job: checked at submit, lifted for jobs accepted earlier.
+#
+# A limit guards against who asks for too much. A journal holds jobs that were accepted under the
+# limits of their time; a coordinator that has others now must be able to read them.
+
+_are_checked: ContextVar[bool] = ContextVar("limits are checked", default=True)
+
+
+def are_checked() -> bool:
+    """Return whether input that is read now may be refused for its size."""
+    return _are_checked.get()
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Lift the limits inside the block, for input that was accepted before. Await nothing in it."""
+    token = _are_checked.set(False)
+    try:
+        yield
+    finally:
+        _are_checked.reset(token)
+
+
+# ---- protocol version ----
+#
+# The version of the wire protocol that this side speaks, and the metadata key that carries it.
+
+PROTOCOL_KEY: Final = "stratagem-protocol"
+PROTOCOL_VERSION: Final = "1"

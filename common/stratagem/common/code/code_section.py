@@ -13,8 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest, check_digest
-from stratagem.common.schema.document import Section, one_of, only_with
-from stratagem.common.schema.field_types import NonEmptyItems, NonEmptyText
+from stratagem.common.schema.document import NonEmptyItems, NonEmptyText, Section, one_of, only_with
 from stratagem.common.schema.rules import rule
 
 _MAX_CHARS: Final = 256

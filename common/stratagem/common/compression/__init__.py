@@ -18,8 +18,8 @@ from stratagem.common.compression.codec import (
     State,
     TensorLayout,
 )
-from stratagem.common.compression.codec_table import make_codec
-from stratagem.common.numerics.counter_random import derive
+from stratagem.common.compression.table import make_codec
+from stratagem.common.numerics.keys import derive
 
 __all__ = [
     "ByteArray",

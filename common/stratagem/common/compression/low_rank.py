@@ -30,7 +30,7 @@ from stratagem.common.compression.codec import (
     joined,
     to_bytes,
 )
-from stratagem.common.numerics.counter_random import derive, name_seed, places, uniform
+from stratagem.common.numerics.keys import derive, name_seed, places, uniform
 
 BASIS: Final = "basis/"
 _MIN_RATIO: Final = 1e-6

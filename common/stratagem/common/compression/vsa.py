@@ -36,17 +36,9 @@ from stratagem.common.compression.codec import (
     split,
     to_bytes,
 )
-from stratagem.common.compression.int8 import Int8
-from stratagem.common.compression.ternary import Ternary
-from stratagem.common.numerics.counter_random import (
-    SIGN_SALT,
-    Words,
-    derive,
-    hash32,
-    name_seed,
-    places,
-)
-from stratagem.common.numerics.tree_sums import tree_sum
+from stratagem.common.compression.quantize import Int8, Ternary
+from stratagem.common.numerics.keys import SIGN_SALT, Words, derive, hash32, name_seed, places
+from stratagem.common.numerics.shards import pairwise_sum
 
 MIN_DIMENSION: Final = 64
 BUNDLE: Final = "the bundle of all tensors"
@@ -283,7 +275,7 @@ def power_of_two_below(value: float) -> int:
 def best_scale(x: FloatArray, y: FloatArray) -> np.float32:
     """The s for which s·y is nearest to x; 0 where y is nothing."""
     wide = y.astype(np.float64)  # squares of float32 overflow; products of two are exact
-    return scale_of(tree_sum(wide * x), tree_sum(wide * wide))
+    return scale_of(pairwise_sum(wide * x), pairwise_sum(wide * wide))
 
 
 def scale_of(product: float, square: float) -> np.float32:

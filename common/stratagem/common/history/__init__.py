@@ -6,14 +6,15 @@ average.
 
 from stratagem.common.history.columns import (
     EMPTY,
+    MAX_ROWS,
     Columns,
     clipped,
     coarsened,
     joined,
     shortened,
+    stride_of,
 )
 from stratagem.common.history.recording import Recorder, Series, SeriesRows
-from stratagem.common.history.strides import MAX_ROWS, stride_of
 
 __all__ = [
     "EMPTY",

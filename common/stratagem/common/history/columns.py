@@ -12,6 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+# ---- columns ----
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -151,3 +153,19 @@ def shortened(columns: Columns, stride: int, max_rows: int) -> tuple[Columns, in
 
 def _rows(columns: Columns, places: Ints) -> Columns:
     return Columns(*(column[places] for column in columns.arrays))
+
+
+# ---- strides ----
+#
+# How many steps one row stands for: a power of two, so two rows make one of the next stride.
+
+MAX_ROWS: Final = 2048
+"""Rows of a series over all steps of a run."""
+
+
+def stride_of(num_steps: int) -> int:
+    """Return the smallest power of two with which so many steps take at most MAX_ROWS rows."""
+    stride = 1
+    while -(-num_steps // stride) > MAX_ROWS:
+        stride *= 2
+    return stride

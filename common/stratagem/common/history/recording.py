@@ -3,19 +3,34 @@
 `add` is called in every step, so it only keeps the values; many at once are put in rows.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple, Self
 
-from stratagem.common.base.printable_text import is_printable
+import numpy as np
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.text import is_printable
 from stratagem.common.history.columns import (
     EMPTY,
+    MAX_ROWS,
+    ROW_BYTES,
     Columns,
     concatenated,
+    from_bytes,
     from_values,
+    in_planes,
     joined,
+    out_of_planes,
     part_of,
 )
+
+# ---- recording ----
 
 MAX_SERIES: Final = 256
 """Series of one party; more are not recorded."""
@@ -141,3 +156,245 @@ class Recorder:
 def is_series_name(name: str) -> bool:
     """Return whether a series can have this name."""
     return 0 < len(name) <= MAX_NAME and is_printable(name)
+
+
+# ---- packing ----
+#
+# Packed rows, as they go over the wire and into the journal's database.
+#
+# The rows of several series are compressed as one: the length of a JSON head, the head (name,
+# whether it is observed, and number of rows of each series), the columns, each with the rows of one
+# series after those of the other. A byte before the compressed ones says that the numbers of the
+# columns stand in planes; rows that were packed before there were any begin without it. What is
+# unpacked is checked against a limit before it is allocated, as it may come from anybody.
+
+MAX_PART_BYTES: Final = 256 * 1024
+"""Of one packed part of a recording."""
+MAX_UNPACKED_BYTES: Final = MAX_SERIES * (MAX_ROWS + 1) * ROW_BYTES + (1 << 18)
+"""All rows of a recording with as many series as there may be, and their names."""
+
+_PART_ROWS: Final = 5000
+"""Of one part: as many as are no larger than a part even where nothing can be compressed."""
+_LEVEL: Final = 3
+"""As small as at a higher level, but for some percent, in half the time."""
+_LENGTH: Final = struct.Struct("<I")
+_IN_PLANES: Final = b"\x01"
+"""No compressed bytes begin with it: those of zlib begin with their method, which is another."""
+
+
+def pack(rows: SeriesRows) -> bytes:
+    """Return the rows of all series, packed; the same rows in the same order give equal bytes."""
+    head = [[series.name, series.observed, len(columns)] for series, columns in rows.items()]
+    text = json.dumps(head, separators=(",", ":")).encode()
+    body = in_planes(concatenated([*rows.values()]).to_bytes())
+    return _IN_PLANES + zlib.compress(b"".join([_LENGTH.pack(len(text)), text, body]), _LEVEL)
+
+
+def packed_parts(rows: SeriesRows) -> Iterator[bytes]:
+    """Yield rows as packed parts of at most MAX_PART_BYTES; none where there are no rows."""
+    part: dict[Series, Columns] = {}
+    room = _PART_ROWS
+    for series, columns in rows.items():
+        start = 0
+        while start < len(columns):
+            taken = part_of(columns, start, start + room)
+            part[series] = taken
+            start, room = start + len(taken), room - len(taken)
+            if not room:
+                yield pack(part)
+                part, room = {}, _PART_ROWS
+    if part:
+        yield pack(part)
+
+
+def unpack(data: bytes, max_bytes: int = MAX_UNPACKED_BYTES) -> dict[Series, Columns]:
+    """Return what `pack` has packed.
+
+    Raises InvalidInputError, for what is larger than max_bytes before it is decompressed.
+    """
+    has_planes = data.startswith(_IN_PLANES)
+    raw = _inflated(data[len(_IN_PLANES) :] if has_planes else data, max_bytes)
+    try:
+        (length,) = _LENGTH.unpack_from(raw)
+        head = json.loads(raw[_LENGTH.size : _LENGTH.size + length])
+        sizes = {Series(str(name), bool(observed)): int(num) for name, observed, num in head}
+    except (struct.error, ValueError, TypeError, RecursionError) as error:
+        raise InvalidInputError.at("rows", f"the head cannot be read: {error}") from None
+    body = raw[_LENGTH.size + length :]
+    _check_head(sizes, len(head), len(body))
+    whole = from_bytes(out_of_planes(body) if has_planes else body)
+    starts = [0, *accumulate(sizes.values())]
+    _check(whole, starts)
+    return {
+        series: part_of(whole, start, end)
+        for series, (start, end) in zip(sizes, pairwise(starts), strict=True)
+    }
+
+
+def _check_head(sizes: Mapping[Series, int], num_series: int, num_bytes: int) -> None:
+    if len(sizes) != num_series or num_series > MAX_SERIES or min(sizes.values(), default=0) < 0:
+        raise InvalidInputError.at("rows", f"at most {MAX_SERIES} series, each once")
+    num_rows = sum(sizes.values())
+    if num_bytes != num_rows * ROW_BYTES:
+        raise InvalidInputError.at("rows", f"{num_bytes} bytes for {num_rows} rows")
+    for series in sizes:
+        if not is_series_name(series.name):
+            raise InvalidInputError.at("rows", f"{series.name[:80]!r} is no name of a series")
+
+
+def pack_columns(columns: Columns) -> bytes:
+    """Return the columns of one series, compressed."""
+    return zlib.compress(columns.to_bytes(), _LEVEL)
+
+
+def unpack_columns(data: bytes, max_rows: int) -> Columns:
+    """Return what `pack_columns` has packed. Raises InvalidInputError, also for more rows."""
+    raw = _inflated(data, max_rows * ROW_BYTES)
+    if len(raw) % ROW_BYTES:
+        raise InvalidInputError.at("columns", f"{len(raw)} bytes are no rows of {ROW_BYTES} bytes")
+    columns = from_bytes(raw)
+    _check(columns, [0])
+    return columns
+
+
+def _inflated(data: bytes, max_bytes: int) -> bytes:
+    inflating: Any = zlib.decompressobj()
+    try:
+        raw: bytes = inflating.decompress(data, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidInputError.at("rows", f"cannot be decompressed: {error}") from None
+    if len(raw) > max_bytes or not inflating.eof:
+        raise InvalidInputError.at("rows", f"are cut off, or more than {max_bytes} bytes")
+    return raw
+
+
+def _check(columns: Columns, starts: Sequence[int]) -> None:
+    """Refuse rows that no recording has. starts: where the rows of each series begin."""
+    falls = np.flatnonzero(np.diff(columns.step) <= 0) + 1
+    is_first_step = columns.step[[start for start in starts if start < len(columns)]] < 1
+    if not set(falls.tolist()) <= set(starts) or is_first_step.any():
+        raise InvalidInputError.at("rows", "steps must ascend, from 1 on")
+    if len(columns) and min(columns.count.min(), columns.nonfinite.min()) < 0:
+        raise InvalidInputError.at("rows", "numbers of values must not be negative")
+
+
+# ---- stage actions ----
+#
+# What a stage of a pipeline has done in one step, and when, as values of the step history.
+#
+# Of each segment its last step is told, in a party of its own beside that of the stage, and of a
+# run that of its newest segment is kept. Times are seconds since the worker of the stage has begun
+# the step, by its own clock, in whole units of 2^-20 s: that is what they are good for, and such
+# numbers take little room.
+
+PREFIX: Final = "action."
+"""Of the names of all series."""
+MAX_ACTIONS: Final = 64
+"""Of one stage that are told: 3 values each, and fewer than a party has series."""
+MIN_WAIT_S: Final = 1e-5
+"""A shorter one is as long as it takes to see that nothing is waited for, and is not told."""
+NONE: Final = -1
+"""Instead of a micro-batch, of what is done once for all of them."""
+
+_PARTY: Final = "actions"
+_UNITS_PER_S: Final = 1 << 20
+_VALUE: Final = re.compile(r"action\.([a-z]+)(?:\.(\d{1,9}))?\.(begin_s|end_s|wait_s)")
+_SOURCE: Final = re.compile(r"action\.from\.(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class StageAction:
+    """One piece of work of a stage."""
+
+    kind: str
+    """forward, backward, input and weight (the two halves of a backward pass), exchange (the sums
+    over micro-batches, stages and replicas), optimizer."""
+    micro_batch: int
+    """Counted over all shards of the worker; NONE of what is done once."""
+    begin_s: float
+    end_s: float
+    wait_s: float = 0.0
+    """That the stage waited, before it, for what other stages had to send."""
+
+
+def party_of_stage(stage: int) -> str:
+    """Return the name of the part of a party that tells of a stage."""
+    return f"{_PARTY}/{stage}"
+
+
+def is_of_newest_segment(party: str) -> bool:
+    """Return whether of a party only the newest segment is kept."""
+    return party.rpartition("/")[0].rpartition("/")[2] == _PARTY
+
+
+def told(actions: Sequence[StageAction]) -> list[StageAction]:
+    """Return at most MAX_ACTIONS of these: of every so many micro-batches, and of the last one."""
+    numbers = sorted({each.micro_batch for each in actions if each.micro_batch != NONE})
+    stride = 1
+    chosen = set(numbers)
+    while sum(each.micro_batch in chosen for each in actions) > MAX_ACTIONS - 2:
+        stride *= 2
+        chosen = {*numbers[::stride], numbers[-1]}
+        if len(chosen) < 3:
+            break
+    return [each for each in actions if each.micro_batch == NONE or each.micro_batch in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What a stage has done in a step."""
+
+    rank: int
+    """Of its worker among those of the pipeline."""
+    sources: Sequence[int]
+    """The stages that it receives activations from, and sends gradients to."""
+    actions: Sequence[StageAction]
+    began_s: float = 0.0
+    """When the worker has begun the step, by its clock."""
+    clock: int = 0
+    """Workers with the same number have the same clock; 0: it has none."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """By name of the series."""
+        values = {
+            f"{PREFIX}rank": float(self.rank),
+            f"{PREFIX}began_s": _rounded(self.began_s),
+            f"{PREFIX}clock": float(self.clock),
+        }
+        values |= {f"{PREFIX}from.{stage}": 1.0 for stage in self.sources}
+        for each in self.actions:
+            number = "" if each.micro_batch == NONE else f".{each.micro_batch}"
+            name = f"{PREFIX}{each.kind}{number}"
+            values[f"{name}.begin_s"] = _rounded(each.begin_s)
+            values[f"{name}.end_s"] = _rounded(each.end_s)
+            if each.wait_s >= MIN_WAIT_S:
+                values[f"{name}.wait_s"] = _rounded(each.wait_s)
+        return values
+
+    @classmethod
+    def of(cls, values: Mapping[str, float]) -> Self:
+        """Return the report that these are the values of, its actions in order of time; without
+        what is incomplete."""
+        found: dict[tuple[str, int], dict[str, float]] = {}
+        sources: list[int] = []
+        for name, value in values.items():
+            if its := _VALUE.fullmatch(name):
+                key = its[1], NONE if its[2] is None else int(its[2])
+                found.setdefault(key, {})[its[3]] = value
+            elif its := _SOURCE.fullmatch(name):
+                sources.append(int(its[1]))
+        actions = [
+            StageAction(kind, number, each["begin_s"], each["end_s"], each.get("wait_s", 0.0))
+            for (kind, number), each in found.items()
+            if "begin_s" in each and "end_s" in each
+        ]
+        in_order = sorted(actions, key=lambda each: (each.begin_s, each.end_s))
+        rank, began_s, clock = (
+            values.get(f"{PREFIX}{name}", 0.0) for name in ("rank", "began_s", "clock")
+        )
+        return cls(int(rank), sorted(sources), in_order, began_s, int(clock))
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds * _UNITS_PER_S) / _UNITS_PER_S

@@ -15,26 +15,191 @@ from typing import Final
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError
+from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError, WrongStateError
+from stratagem.common.base.files import check_private, whole_file
 from stratagem.common.base.ids import check_worker_id
-from stratagem.common.identity import authorities
-from stratagem.common.identity.authorities import CA_FILE, CA_KEY_FILE
-from stratagem.common.identity.certificate_chain import AUTHORITY
-from stratagem.common.identity.tls_files import (
+from stratagem.common.base.text import plainly
+from stratagem.common.identity.tls import (
+    AUTHORITY,
     DEFAULT_TRUST_DOMAIN,
     POOL,
     CertId,
     Role,
     TlsFiles,
     certificates_in,
+    has_signed,
     names_of,
     of_pool,
     uris_of,
     worker_name,
 )
+
+# ---- authorities ----
+#
+# Authorities for development: how one is made, takes the place of another, and signs.
+#
+# A folder has `ca.crt`, the authorities that are trusted, and `ca.key`, the key of the one that
+# signs now. While one takes the place of another both are trusted, so that certificates of either
+# count and no processes have to be restarted together; their names are the same, their keys are
+# different. Knows nothing of who the certificates are for (`certificates.py`).
+
+CA_FILE: Final = "ca.crt"
+CA_KEY_FILE: Final = "ca.key"
+DAYS: Final = 3650
+"""How long an authority is valid, which is not renewed every month."""
+SKEW: Final = timedelta(minutes=5)
+"""For clocks that are behind: what is new is valid from before now on."""
+
+
+def create(folder: Path, trust_domain: str, valid: timedelta) -> None:
+    """The files of a first authority; AlreadyExistsError where there is one."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name = subject(f"{trust_domain} development authority")
+    key, certificate = _new(name, valid)
+    write(folder / CA_KEY_FILE, private_pem(key), 0o600)
+    write(folder / CA_FILE, certificate.public_bytes(Encoding.PEM), 0o644)
+
+
+def trusted(folder: Path) -> list[x509.Certificate]:
+    """The authorities in a folder that `certs init` has made."""
+    return certificates_in("folder", folder / CA_FILE)
+
+
+def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """The authority that signs now: of those that are trusted the one whose key is there."""
+    path = folder / CA_KEY_FILE
+    try:
+        key = load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else plainly(error)
+        raise InvalidInputError.at("folder", f"{path}: {reason}") from None
+    check_private("folder", path)
+    for certificate in trusted(folder):
+        if isinstance(key, ec.EllipticCurvePrivateKey) and (
+            certificate.public_key() == key.public_key()
+        ):
+            return certificate, key
+    message = f"{path} is the key of no authority in {folder / CA_FILE}"
+    raise InvalidInputError.at("folder", message)
+
+
+def renew(folder: Path, valid: timedelta) -> None:
+    """A new authority next to the old one, which stays trusted; from now on the new one signs.
+
+    WrongStateError while two are trusted already. A crash between the two files leaves an authority
+    that is trusted and has signed nothing; `retire` drops it.
+    """
+    old, _ = signer(folder)
+    if len(trusted(folder)) > 1:
+        raise WrongStateError(
+            f"{folder / CA_FILE} holds two authorities already; `stratagem certs retire-authority "
+            f"{folder}` drops the one that signs no more"
+        )
+    key, certificate = _new(old.subject, valid)
+    both = certificate.public_bytes(Encoding.PEM) + old.public_bytes(Encoding.PEM)
+    write(folder / CA_FILE, both, 0o644, replace=True)
+    write(folder / CA_KEY_FILE, private_pem(key), 0o600, replace=True)
+
+
+def retire(folder: Path, signed: Sequence[Path]) -> None:
+    """Trust the authority that signs now alone. WrongStateError when there is no other, and while
+    one of the certificates in these files is of another."""
+    current, _ = signer(folder)
+    if len(trusted(folder)) == 1:
+        raise WrongStateError(f"{folder / CA_FILE} holds one authority; there is none to retire")
+    left = [path.name for path in signed if not _has_signed(current, path)]
+    if left:
+        raise WrongStateError(
+            f"the authority that signs now has not signed {', '.join(left)}: "
+            f"`stratagem certs issue {folder} --renew` first, and give the new files to everybody"
+        )
+    write(folder / CA_FILE, current.public_bytes(Encoding.PEM), 0o644, replace=True)
+
+
+def subject(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name[:64])])
+
+
+def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
+    """Return a builder of a certificate that is valid from now until `ends`."""
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(datetime.now(UTC), ends) - SKEW)
+        .not_valid_after(ends)
+    )
+
+
+def issued_by(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    """Return an authority's identifier by its key: an authority and its successor have the same
+    name."""
+    key_id = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
+
+
+def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> None:
+    """All of it or nothing, never with more rights than `mode`."""
+    if path.exists() and not replace:
+        raise AlreadyExistsError(f"{path} is there already")
+    with whole_file(path, mode=mode) as file:
+        file.write(content)
+
+
+def certificate_of(
+    key: ec.EllipticCurvePrivateKey, name: x509.Name, valid: timedelta
+) -> x509.Certificate:
+    """Sign the certificate of an authority with this key."""
+    public = key.public_key()
+    return (
+        builder(name, datetime.now(UTC) + valid)
+        .issuer_name(name)
+        .public_key(public)
+        .add_extension(x509.BasicConstraints(True, 0), critical=True)
+        .add_extension(_CA_USAGE, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _new(name: x509.Name, valid: timedelta) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    return key, certificate_of(key, name, valid)
+
+
+def _has_signed(authority: x509.Certificate, path: Path) -> bool:
+    try:
+        return has_signed(authority, x509.load_pem_x509_certificate(path.read_bytes()))
+    except (OSError, ValueError):  # no certificate at all
+        return False
+
+
+_CA_USAGE: Final = x509.KeyUsage(
+    digital_signature=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
+# ---- certificates ----
 
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS: Final = 90
@@ -69,15 +234,15 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(key.public_key(), cert_id, hosts, self.end_of(valid))
         for path, content, mode in (
-            (self.folder / f"{file}.key", authorities.private_pem(key), 0o600),
+            (self.folder / f"{file}.key", private_pem(key), 0o600),
             (self.folder / f"{file}.crt", certificate.public_bytes(Encoding.PEM), 0o644),
         ):
-            authorities.write(path, content, mode, replace=renew)
+            write(path, content, mode, replace=renew)
         return self.files(file)
 
     def end_of(self, valid: timedelta | None) -> datetime:
         """Return the end of a certificate that is signed now: never after that of its authority."""
-        authority, _ = authorities.signer(self.folder)
+        authority, _ = signer(self.folder)
         now, last = datetime.now(UTC), authority.not_valid_after_utc
         path = self.folder / CA_FILE
         if last <= now:
@@ -110,19 +275,19 @@ class Authority:
         hosts: Sequence[str],
         ends: datetime,
     ) -> x509.Certificate:
-        authority, key = authorities.signer(self.folder)
+        authority, key = signer(self.folder)
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if cert_id.role is not Role.CLIENT:
             uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
         names = x509.SubjectAlternativeName([*map(_general_name, _names(cert_id, hosts))])
         return (
-            authorities.builder(authorities.subject(str(cert_id)), ends)
+            builder(subject(str(cert_id)), ends)
             .issuer_name(authority.subject)
             .public_key(public_key)
             .add_extension(names, critical=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .add_extension(x509.BasicConstraints(False, None), critical=True)
-            .add_extension(authorities.issued_by(authority), critical=False)
+            .add_extension(issued_by(authority), critical=False)
             .sign(key, hashes.SHA256())
         )
 
@@ -130,10 +295,10 @@ class Authority:
 def make_authority(
     folder: Path,
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
-    valid: timedelta = timedelta(days=authorities.DAYS),
+    valid: timedelta = timedelta(days=DAYS),
 ) -> Authority:
     """A new authority; AlreadyExistsError where there is one."""
-    authorities.create(folder, trust_domain, valid)
+    create(folder, trust_domain, valid)
     return Authority(folder, trust_domain)
 
 
@@ -152,8 +317,8 @@ def init(
     AlreadyExistsError where one of the files is there, InvalidInputError where `days` are more than
     an authority has; then nothing is written.
     """
-    if days is not None and days > authorities.DAYS:
-        message = f"{days} is more than the {authorities.DAYS} for which an authority is valid"
+    if days is not None and days > DAYS:
+        message = f"{days} is more than the {DAYS} for which an authority is valid"
         raise InvalidInputError.at("days", message)
     wanted = [(Role.COORDINATOR, "coordinator"), *_named(workers, pools, clients)]
     names = ["ca", *(_file_name(CertId(trust_domain, *party)) for party in wanted)]
@@ -198,13 +363,13 @@ def issue(
 def renew_authority(folder: Path) -> Path:
     """A new authority in a folder of `init`, next to the old one; the file with both."""
     _signed(folder)
-    authorities.renew(folder, timedelta(days=authorities.DAYS))
+    renew(folder, timedelta(days=DAYS))
     return folder / CA_FILE
 
 
 def retire_authority(folder: Path) -> Path:
     """Drop the authority that signs no more; the file with the one that is left."""
-    authorities.retire(folder, [Path(cert.file) for cert in _signed(folder)])
+    retire(folder, [Path(cert.file) for cert in _signed(folder)])
     return folder / CA_FILE
 
 

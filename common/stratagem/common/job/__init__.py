@@ -2,8 +2,8 @@
 
 from stratagem.common.code.code_section import CodeSpec
 from stratagem.common.job.accumulation import AccumulationSpec
-from stratagem.common.job.compression_section import CompressionSpec, exchanged_codec
-from stratagem.common.job.derived_jobs import (
+from stratagem.common.job.compression import CompressionSpec, exchanged_codec
+from stratagem.common.job.derived import (
     entry_points,
     entry_points_by_field,
     member_job,
@@ -11,29 +11,28 @@ from stratagem.common.job.derived_jobs import (
     seed_of,
     with_fields,
 )
-from stratagem.common.job.execution_section import ExecutionSpec
-from stratagem.common.job.initial_state import InitialSpec
-from stratagem.common.job.interval import Every
-from stratagem.common.job.job_files import load_job, parse_yaml
-from stratagem.common.job.optimizer.optimizer_section import (
+from stratagem.common.job.execution import ExecutionSpec
+from stratagem.common.job.fields import Every
+from stratagem.common.job.files import load_job, parse_yaml
+from stratagem.common.job.job import JobSpec
+from stratagem.common.job.optimizer import (
     GroupSpec,
     OptimizerSpec,
+    WeightAverageSpec,
     check_optimizer,
 )
-from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
-from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
-from stratagem.common.job.phases_section import AdaptationSpec, PhasesSpec, PredictorSpec
-from stratagem.common.job.privacy_section import PrivacySpec
+from stratagem.common.job.privacy import PrivacySpec
+from stratagem.common.job.schedules import AdaptationSpec, PhasesSpec, PredictorSpec, ScheduleSpec
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
     EvaluationSpec,
+    InitialSpec,
     LossSpec,
     ModelSpec,
     PartitionSpec,
     RecordingSpec,
 )
-from stratagem.common.job.spec import JobSpec
 from stratagem.common.model.graph import (
     EdgeSpec,
     GraphSpec,

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.schema.document import Section
-from stratagem.common.schema.field_types import Count
+from stratagem.common.numerics.shards import split_rows
+from stratagem.common.schema.document import Count, Section
 from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import ModelParallel, Pipeline
 
 if TYPE_CHECKING:
-    from stratagem.common.job.spec import JobSpec
+    from stratagem.common.job.job import JobSpec
 
 
 class AccumulationSpec(Section):

@@ -14,13 +14,11 @@ from typing import Annotated, Final, TypeAlias
 from pydantic import AfterValidator
 
 from stratagem.common.base.errors import MAX_VIOLATIONS, InvalidInputError, NotFoundError, Violation
-from stratagem.common.schema.document import Section
-from stratagem.common.schema.field_types import Items, Kwargs, Whole
-from stratagem.common.schema.frozen import FrozenDict
-from stratagem.common.schema.json_text import suggest
+from stratagem.common.schema.document import Items, Kwargs, Section, Whole
+from stratagem.common.schema.json import FrozenDict, suggest
 from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import Local, Strategy
-from stratagem.common.strategy.kinds import StrategyField
+from stratagem.common.strategy.strategies import StrategyField
 
 MAX_COMPARED: Final = 10_000
 

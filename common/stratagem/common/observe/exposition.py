@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from stratagem.common.observe.metric_definition import Durations, Metric, Readings, Values
+from stratagem.common.observe.metrics import Durations, Metric, Readings, Values
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -9,16 +9,22 @@ for code that must remember it. Knows nothing of what is traced.
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
+
+from google.protobuf.descriptor import Descriptor
+from structlog.contextvars import bind_contextvars
 
 from stratagem.common.base.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
+
+# ---- tracing ----
 
 ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -56,7 +62,7 @@ def start(process: str, name: str = "") -> bool:
     if protocol != "grpc":
         raise InvalidInputError.at(PROTOCOLS[1], f"{protocol!r} is not spoken here; it is grpc")
     try:
-        from stratagem.common.observe.otlp_exporter import provider_of
+        from stratagem.common.observe.otlp import provider_of
     except ImportError as error:
         raise InvalidInputError.at(
             ENDPOINTS[0], f"traces need OpenTelemetry ({error}): pip install 'stratagem[otel]'"
@@ -198,3 +204,56 @@ def _propagator() -> Any:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator()
+
+
+# ---- request ids ----
+#
+# Finds which run, party, segment and worker a request is about, for the log lines of its call.
+#
+# Owns where requests of our services carry such ids. Bound to the task of the call, and so gone
+# with it; the values are the caller's, and are only ever shown.
+
+_PLACES: Final = (
+    ("run_id", ("run_id",)),
+    ("run_id", ("session", "run_id")),
+    ("party", ("party",)),
+    ("party", ("session", "party")),
+    ("segment", ("segment",)),
+    ("worker_id", ("worker_id",)),
+    ("term", ("fence", "term")),
+    ("membership", ("fence", "membership")),
+)
+_MAX_CHARS: Final = 256
+
+
+def bind_ids(message: Any) -> None:
+    """Name in every later log line of this call what its request, or header, is about."""
+    descriptor = getattr(message, "DESCRIPTOR", None)
+    if descriptor is None:
+        return
+    ids = {key: read(message) for key, read in _readers(descriptor)}
+    if ids:
+        bind_contextvars(**ids)
+
+
+@cache
+def _readers(descriptor: Descriptor) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    return tuple((key, _reader(path)) for key, path in _PLACES if _has(descriptor, path))
+
+
+def _has(descriptor: Descriptor, path: tuple[str, ...]) -> bool:
+    inside: Descriptor | None = descriptor
+    for name in path:
+        if inside is None or name not in inside.fields_by_name:
+            return False
+        inside = inside.fields_by_name[name].message_type
+    return inside is None
+
+
+def _reader(path: tuple[str, ...]) -> Callable[[Any], Any]:
+    def read(message: Any) -> Any:
+        for name in path:
+            message = getattr(message, name)
+        return message[:_MAX_CHARS] if isinstance(message, str) else message
+
+    return read

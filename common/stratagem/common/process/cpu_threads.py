@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 
 VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which an operator limits threads, in all of torch and in its matrix products."""

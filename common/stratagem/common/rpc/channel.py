@@ -10,7 +10,8 @@ import asyncio
 import math
 import time
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Final, Self
 from weakref import WeakSet
@@ -19,20 +20,82 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from stratagem.common.base.errors import ConflictError, InvalidInputError, UnavailableError
-from stratagem.common.base.host_port import is_loopback
-from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
-from stratagem.common.identity.bearer_tokens import TokenFile
-from stratagem.common.identity.grpc_credentials import FreshFiles, channel_credentials
-from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, TlsFiles, worker_name
-from stratagem.common.observe import tracing
-from stratagem.common.rpc.grpc_options import (
-    CLIENT_OPTIONS,
-    NEAR_OPTIONS,
-    SHALLOW_OPTIONS,
-    Options,
+from stratagem.common.base.errors import (
+    ConflictError,
+    InvalidInputError,
+    StandbyError,
+    UnavailableError,
 )
-from stratagem.common.tensors.frames import reading_frames
+from stratagem.common.base.ids import PROTOCOL_KEY, PROTOCOL_VERSION
+from stratagem.common.base.text import is_loopback, split_address
+from stratagem.common.identity.callers import TokenFile
+from stratagem.common.identity.tls import (
+    DEFAULT_TRUST_DOMAIN,
+    FreshFiles,
+    TlsFiles,
+    channel_credentials,
+    worker_name,
+)
+from stratagem.common.observe import tracing
+from stratagem.common.rpc.status_codes import name_of
+from stratagem.common.tensors.stream import reading_frames
+
+# ---- grpc options ----
+#
+# Settings of gRPC that clients and servers must agree on.
+#
+# Owns the numbers. Limits on messages are finite on purpose: a peer must not be able to make this
+# process buffer what it likes. The other knobs of gRPC were measured to change nothing.
+
+MAX_MESSAGE_BYTES: Final = 4 * 2**20
+_KEEPALIVE_MS: Final = 30_000
+
+Options = tuple[tuple[str, int], ...]
+
+_COMMON: Final[Options] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 * 2**10),
+    ("grpc.absolute_max_metadata_size", 32 * 2**10),
+    # Keepalive finds half-open connections; liveness of workers is the heartbeats' business.
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+CLIENT_OPTIONS: Final[Options] = (
+    *_COMMON,
+    # A restarted coordinator or worker should be found again within its first second or two.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # It may have come back under another IP address; gRPC asks the name again only every 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+)
+
+# For who reads streams more slowly than they come, such as onto a disk. gRPC else measures what
+# the network could carry and buffers as much: tens of megabytes a stream on a loopback.
+SHALLOW_OPTIONS: Final[Options] = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 * 2**20),
+)
+# The same on this machine, where the next bytes are there as soon as they are asked for.
+NEAR_OPTIONS: Final[Options] = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 2**20),
+)
+
+SERVER_OPTIONS: Final[Options] = (
+    *_COMMON,
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # Two coordinators must not silently share a port.
+    ("grpc.so_reuseport", 0),
+)
+
+
+# ---- channel ----
 
 _PROTOCOL: Final = ((PROTOCOL_KEY, PROTOCOL_VERSION),)
 _LOOK_EVERY_S: Final = 1.0
@@ -246,3 +309,103 @@ class _RenewedChannel(DelegatingChannel):
         for channel in [*self._calls_of]:
             await channel.close(grace)
         await asyncio.gather(*self._closing)
+
+
+# ---- leader channel ----
+#
+# A channel to a cluster of several coordinators, of which one leads.
+#
+# Owns going on to the next address when a call fails because no server answers there, or because
+# that coordinator only stands by. Repeating the call is the caller's: all of ours are repeated with
+# pauses, so the next attempt meets the next address. Knows no service.
+
+
+def split_addresses(text: str) -> tuple[str, ...]:
+    """ "host1:7070,host2:7070" as its parts. Raises ValueError when there is none, or one of them
+    is no address."""
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not addresses:
+        raise ValueError(f"{text!r} is not HOST:PORT[,HOST:PORT...]")
+    for address in addresses:
+        split_address(address)
+    return addresses
+
+
+@dataclass(slots=True)
+class Coordinators:
+    """The addresses of the coordinators of one cluster, and which of them is asked now.
+
+    Several channels of one process may share it: then they move on together.
+    """
+
+    addresses: tuple[str, ...]
+    present: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.present = self.addresses[0]
+
+    @property
+    def are_several(self) -> bool:
+        return len(self.addresses) > 1
+
+    def move_on(self, failed: str) -> None:
+        """Ask the next one from now on, unless another call has moved on already."""
+        if failed == self.present:
+            index = self.addresses.index(failed)
+            self.present = self.addresses[(index + 1) % len(self.addresses)]
+
+
+class CoordinatorChannel(DelegatingChannel):
+    """A channel whose calls each go to the coordinator that is asked at that time."""
+
+    def __init__(
+        self,
+        coordinators: Coordinators,
+        open_one: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        self._coordinators = coordinators
+        self._open_one = open_one
+        self._channels: Final[dict[str, grpc.aio.Channel]] = {}
+        self._looks: Final[set[asyncio.Task[None]]] = set()
+        self._present()  # raises now what is wrong with the caller's files
+
+    async def close(self, grace: float | None = None) -> None:
+        for channel in self._channels.values():
+            await channel.close(grace)
+
+    def _present(self) -> grpc.aio.Channel:
+        return self._channel(self._coordinators.present)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = self._open_one(address)
+        return self._channels[address]
+
+    def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made: dict[str, Callable[..., Any]] = {}
+
+        def call(*call_args: Any, **call_kwargs: Any) -> Any:
+            address = self._coordinators.present
+            if address not in made:
+                made[address] = getattr(self._channel(address), kind)(*args, **kwargs)
+            started = made[address](*call_args, **call_kwargs)
+            if self._coordinators.are_several:
+                started.add_done_callback(lambda ended: self._ended(address, ended))
+            return started
+
+        return call
+
+    def _ended(self, address: str, call: Any) -> None:
+        task = asyncio.get_running_loop().create_task(self._look(address, call))
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
+
+    async def _look(self, address: str, call: Any) -> None:
+        if await call.code() is not grpc.StatusCode.UNAVAILABLE:
+            return
+        details, trailing = await call.details(), await call.trailing_metadata()
+        initial = await call.initial_metadata()
+        error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, initial, trailing, details)
+        # A leader that refuses for reasons of its own (a full disk) is still the one to ask.
+        if name_of(error) in ("", StandbyError.__name__):
+            self._coordinators.move_on(address)

@@ -12,15 +12,25 @@ import asyncio
 import errno
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+)
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 
@@ -29,18 +39,24 @@ from stratagem.common.base.errors import (
     StratagemError,
     UnavailableError,
     WrongStateError,
+    sole,
+    without_frames,
 )
-from stratagem.common.base.exception_frames import without_frames
-from stratagem.common.base.exception_text import sole
-from stratagem.common.base.host_port import is_loopback
-from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
-from stratagem.common.identity.authentication import Authorizer
-from stratagem.common.identity.authorization import is_open
-from stratagem.common.identity.grpc_credentials import server_credentials
-from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.base.ids import PROTOCOL_KEY, PROTOCOL_VERSION
+from stratagem.common.base.text import is_loopback
+from stratagem.common.identity.callers import (
+    TABLE,
+    UNCHECKED,
+    Authorizer,
+    Caller,
+    Names,
+    current_caller,
+    is_open,
+)
+from stratagem.common.identity.tls import TlsFiles, server_credentials
 from stratagem.common.observe import tracing
-from stratagem.common.observe.call_metrics import DEFECT, CallStats, name_of
-from stratagem.common.observe.request_ids import bind_ids
+from stratagem.common.observe.metrics_server import DEFECT, CallStats, name_of
+from stratagem.common.observe.tracing import bind_ids
 from stratagem.common.rpc.admission import (
     DEFAULT_LIMITS,
     MALFORMED,
@@ -49,11 +65,13 @@ from stratagem.common.rpc.admission import (
     ParsedStream,
     only_request,
 )
-from stratagem.common.rpc.grpc_options import SERVER_OPTIONS
+from stratagem.common.rpc.channel import SERVER_OPTIONS
 from stratagem.common.rpc.health_service import HealthService
-from stratagem.common.rpc.stall_timeout import StallTimeout, takes_nothing
 from stratagem.common.rpc.status_codes import to_status
-from stratagem.common.tensors.frames import reading_frames
+from stratagem.common.rpc.streams import StallTimeout, takes_nothing
+from stratagem.common.tensors.stream import reading_frames
+
+# ---- server ----
 
 log = structlog.get_logger()
 
@@ -391,3 +409,117 @@ async def _abort(context: Context, method: str, raised: Exception, calls: CallSt
     error_id = secrets.token_hex(6)
     log.error("call failed", method=method, error_id=error_id, exc_info=raised)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}")
+
+
+# ---- ownership check ----
+#
+# Makes a servicer check that what a request names is for its caller, before the handler sees it.
+#
+# Owns how the rules of `authorization.TABLE` are put before the handlers of a servicer: all of
+# them, or the class is not made. What belongs to whom the servicer knows.
+
+Check = Callable[[Any, Any, Caller], Awaitable[None] | None]
+"""Of the servicer, the request and the caller: raises when what is named is not for that one. Of a
+stream the first request."""
+
+S = TypeVar("S")
+
+
+def checks_what_is_named(
+    service: ServiceDescriptor, checks: Mapping[Names, Check]
+) -> Callable[[type[S]], type[S]]:
+    """A class decorator for the servicer of a service. KeyError names a call or a check that is
+    missing."""
+
+    def decorate(servicer: type[S]) -> type[S]:
+        for method in service.methods:
+            names = TABLE[f"/{service.full_name}/{method.name}"].names
+            if names not in UNCHECKED:
+                handler = getattr(servicer, method.name)
+                setattr(servicer, method.name, _checked(handler, method, checks[names]))
+        return servicer
+
+    return decorate
+
+
+def _checked(handler: Any, method: MethodDescriptor, check: Check) -> Any:
+    async def look(servicer: Any, request: Any) -> None:
+        waiting = check(servicer, request, current_caller())
+        if waiting is not None:
+            await waiting
+
+    if method.client_streaming:
+
+        @wraps(handler)
+        def call_stream(servicer: Any, requests: AsyncIterator[Any], context: Any) -> Any:
+            first = _FirstChecked(requests, lambda request: look(servicer, request))
+            return handler(servicer, first, context)
+
+        return call_stream
+    if method.server_streaming:
+
+        @wraps(handler)
+        def call_streaming(servicer: Any, request: Any, context: Any) -> Any:
+            answers = handler(servicer, request, context)
+            return _AnswersOnceChecked(answers, look(servicer, request))
+
+        return call_streaming
+
+    @wraps(handler)
+    async def call(servicer: Any, request: Any, context: Any) -> Any:
+        await look(servicer, request)
+        return await handler(servicer, request, context)
+
+    return call
+
+
+class _FirstChecked:
+    """A stream of requests, the first of which is looked at; costs the others nothing."""
+
+    __slots__ = ("_look", "_requests")
+
+    def __init__(
+        self, requests: AsyncIterator[Any], look: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        self._requests = aiter(requests)
+        self._look: Callable[[Any], Awaitable[None]] | None = look
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    def __anext__(self) -> Awaitable[Any]:
+        return anext(self._requests) if self._look is None else self._first(self._look)
+
+    async def _first(self, look: Callable[[Any], Awaitable[None]]) -> Any:
+        request = await anext(self._requests)
+        self._look = None
+        await look(request)
+        return request
+
+
+class _AnswersOnceChecked:
+    """The answers of a handler that begins once its request was looked at; as cheap."""
+
+    __slots__ = ("_answers", "_look")
+
+    def __init__(self, answers: AsyncGenerator[Any, None], look: Coroutine[Any, Any, None]) -> None:
+        self._answers = answers
+        self._look: Coroutine[Any, Any, None] | None = look
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    def __anext__(self) -> Awaitable[Any]:
+        return anext(self._answers) if self._look is None else self._first()
+
+    async def _first(self) -> Any:
+        look, self._look = self._look, None
+        if look is not None:
+            await look
+        return await anext(self._answers)
+
+    async def aclose(self) -> None:
+        """The handler ends, wherever it is."""
+        if self._look is not None:
+            self._look.close()
+        await self._answers.aclose()

@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, UnavailableError
-from stratagem.common.rpc.http_proxy import proxy_for
+from stratagem.common.rpc.probe import proxy_for
 
 TIMEOUT_S: Final = 30.0
 """Without any progress."""

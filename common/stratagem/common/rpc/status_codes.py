@@ -40,7 +40,7 @@ from stratagem.common.base.errors import (
     Violation,
     WrongStateError,
 )
-from stratagem.common.base.printable_text import printable
+from stratagem.common.base.text import printable
 
 Code = grpc.StatusCode
 

@@ -20,21 +20,12 @@ import grpc
 import grpc.aio
 
 from stratagem.common.base.errors import ConflictError, InvalidInputError, UnavailableError
-from stratagem.common.base.retry_backoff import Backoff
-from stratagem.common.observe.request_ids import bind_ids
+from stratagem.common.base.retry import Backoff
+from stratagem.common.observe.tracing import bind_ids
 from stratagem.common.rpc.channel import write_message
-from stratagem.common.rpc.stall_timeout import StallTimeout
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.tensors.chunks import (
-    CarriesChunk,
-    ChunkWriter,
-    Sink,
-    Source,
-    check_offset,
-    from_buffers,
-    piece_bytes,
-)
-from stratagem.common.tensors.frames import ChunkFrame, iter_frames, recut
+from stratagem.common.rpc.streams import StallTimeout
+from stratagem.common.tensors.local_files import Near, offered, take_offered
 from stratagem.common.tensors.manifest import (
     DEFAULT_LIMITS,
     Limits,
@@ -43,9 +34,20 @@ from stratagem.common.tensors.manifest import (
     from_proto,
     to_proto,
 )
-from stratagem.common.tensors.open_file_transfer import Near, take_offered
-from stratagem.common.tensors.open_files import offered
-from stratagem.common.tensors.traffic import Flow, sent
+from stratagem.common.tensors.stream import (
+    CarriesChunk,
+    ChunkFrame,
+    ChunkWriter,
+    Flow,
+    Sink,
+    Source,
+    check_offset,
+    from_buffers,
+    iter_frames,
+    piece_bytes,
+    recut,
+    sent,
+)
 from stratagem.v1 import tensor_pb2
 
 IDLE_TIMEOUT_S: Final = 30.0

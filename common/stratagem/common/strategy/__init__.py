@@ -38,12 +38,24 @@ from stratagem.common.strategy.choices import (
     WorkerIdTarget,
     num_drawn,
 )
-from stratagem.common.strategy.federated_options import (
+from stratagem.common.strategy.federated import (
     DEFAULT_SERVER_LEARNING_RATE,
+    Bulyan,
     FederatedOptions,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    NormBound,
+    RobustRule,
+    Roster,
+    Strikes,
+    TrimmedMean,
+    fewest_updates,
+    is_judged,
 )
-from stratagem.common.strategy.json_form import dump_strategy, dumps_strategy, parse_strategy
-from stratagem.common.strategy.kinds import (
+from stratagem.common.strategy.local_steps import MeanOfReplicas, Nesterov, OuterOptimizer
+from stratagem.common.strategy.strategies import (
     DIRECT_ALL_REDUCE,
     Custom,
     DataParallel,
@@ -58,29 +70,18 @@ from stratagem.common.strategy.kinds import (
     all_reduce_of,
     are_models_apart,
     describe,
+    dump_strategy,
+    dumps_strategy,
     fewest_mirrored,
     is_cut,
     is_distributed,
     local_steps_of,
     needs_peers,
     num_fragments_of,
+    parse_strategy,
     partitions_parameters,
     partitions_state,
     upload_every_of,
-)
-from stratagem.common.strategy.local_steps import MeanOfReplicas, Nesterov, OuterOptimizer
-from stratagem.common.strategy.membership_options import Roster, Strikes
-from stratagem.common.strategy.robust import (
-    Bulyan,
-    GeometricMedian,
-    Krum,
-    Median,
-    MultiKrum,
-    NormBound,
-    RobustRule,
-    TrimmedMean,
-    fewest_updates,
-    is_judged,
 )
 
 __all__ = [

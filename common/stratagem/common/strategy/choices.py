@@ -6,14 +6,14 @@ a reader meets its members with `match` and `assert_never`.
 
 import math
 import re
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from pydantic import AfterValidator, Field
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import WorkerId
-from stratagem.common.schema.document import DocumentValue
-from stratagem.common.schema.field_types import (
+from stratagem.common.schema.document import (
+    DocumentValue,
     Items,
     NonEmptyItems,
     NonEmptyText,
@@ -25,6 +25,8 @@ from stratagem.common.schema.field_types import (
     ZeroToBelowOne,
     ZeroToOne,
 )
+
+# ---- choices ----
 
 _TOPOLOGY: Final = re.compile(
     r"ring|complete|star|torus(:[1-9]\d{0,5}x[1-9]\d{0,5})?|hypercube|exponential|random:[1-9]\d{0,5}"
@@ -218,3 +220,15 @@ class Resample(DocumentValue, tag="method"):
 
 
 ExploreStrategy: TypeAlias = Perturbation | Resample
+
+
+# ---- schedule names ----
+#
+# The names that a job may give a pipeline's schedule; schedules.py makes them.
+#
+# Interleaving is no name: it follows where a worker owns several stages.
+
+AUTO: Final = "auto"
+"""1f1b, or eager where hops are slow; see `schedules.suited`."""
+ScheduleName: TypeAlias = Literal["auto", "1f1b", "eager", "gpipe", "zero_bubble"]
+SCHEDULE_NAMES: Final[tuple[str, ...]] = get_args(ScheduleName)

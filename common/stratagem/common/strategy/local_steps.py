@@ -15,8 +15,7 @@ from typing import Annotated, Final, NamedTuple, Protocol, TypeAlias
 
 from pydantic import Field
 
-from stratagem.common.schema.document import DocumentValue
-from stratagem.common.schema.field_types import Positive, ZeroToBelowOne
+from stratagem.common.schema.document import DocumentValue, Positive, ZeroToBelowOne
 
 
 class MeanOfReplicas(DocumentValue, tag="name", name="mean", is_extras=True):

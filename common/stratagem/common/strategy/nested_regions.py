@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from stratagem.common.base.errors import Violation
 from stratagem.common.schema.rules import differing
 from stratagem.common.strategy.choices import All, FedAvg, FedProx, Random
-from stratagem.common.strategy.federated_options import FederatedOptions
+from stratagem.common.strategy.federated import FederatedOptions
 from stratagem.common.strategy.regions import (
     against_regions,
     are_named,
@@ -21,7 +21,7 @@ from stratagem.common.strategy.regions import (
 )
 
 if TYPE_CHECKING:
-    from stratagem.common.strategy.kinds import Federated
+    from stratagem.common.strategy.strategies import Federated
 
 _INNER: Final = "options.inner"
 _OF_A_REGION: Final = (

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 from pydantic import PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.schema.frozen import FrozenDict, frozen
+from stratagem.common.schema.json import FrozenDict, frozen
 
 if TYPE_CHECKING:
-    from stratagem.common.strategy.federated_options import FederatedOptions
+    from stratagem.common.strategy.federated import FederatedOptions
 
 _FIELD: Final = "options.regions"
 _MAX_NAMED: Final = 8

@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.tensors.chunks import Sink
-from stratagem.common.tensors.dtypes import DTYPES, DTypeInfo, dtype_named
-from stratagem.common.tensors.frames import Data
-from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.common.tensors.safetensors_file import from_file, read_header
+from stratagem.common.tensors.files import from_file, read_header
+from stratagem.common.tensors.manifest import (
+    DTYPES,
+    DTypeInfo,
+    Manifest,
+    Purpose,
+    build_manifest,
+    dtype_named,
+)
+from stratagem.common.tensors.stream import Data, Sink
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     dtype.name: getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name)

@@ -16,11 +16,11 @@ import structlog
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.observe.logs import identify
-from stratagem.common.privacy.privacy_secret import PrivacySecret
+from stratagem.common.privacy.noise import PrivacySecret
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.process.malloc import give_back
+from stratagem.common.process.process import give_back
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.tensors.traffic import stream_bytes
+from stratagem.common.tensors.stream import stream_bytes
 from stratagem.coordinator.app.backups import Backups
 from stratagem.coordinator.app.collector import Collector
 from stratagem.coordinator.app.housekeeping import House

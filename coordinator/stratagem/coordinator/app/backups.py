@@ -18,8 +18,8 @@ import structlog
 
 from stratagem.common.base.errors import WrongStateError
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.files import header_bytes, header_of
 from stratagem.common.tensors.manifest import Purpose, build_manifest
-from stratagem.common.tensors.safetensors_file import header_bytes, header_of
 from stratagem.coordinator.core.commands import HoldBlobs
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from stratagem.coordinator.runtime.loop import Loop

@@ -9,11 +9,9 @@ import grpc.aio
 import structlog
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.host_port import is_loopback, split_address
-from stratagem.common.identity.authentication import Authorizer
-from stratagem.common.identity.bearer_tokens import TokenBook
-from stratagem.common.identity.revocation import RevokedFile
-from stratagem.common.identity.tls_files import Role, TlsFiles, tls_files
+from stratagem.common.base.text import is_loopback, split_address
+from stratagem.common.identity.callers import Authorizer, RevokedFile, TokenBook
+from stratagem.common.identity.tls import Role, TlsFiles, tls_files
 from stratagem.common.rpc.server import bind, bind_tls
 from stratagem.coordinator.runtime.settings import Settings
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stratagem.common.base.wording import counted, values_text
-from stratagem.common.job.evaluation.client_spread import range_of, without_spreads
+from stratagem.common.base.text import counted, values_text
+from stratagem.common.job.fields import range_of, without_spreads
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.crash_loops import how
 

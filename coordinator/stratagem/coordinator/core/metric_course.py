@@ -9,13 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec, ScheduleSpec
-from stratagem.common.job.evaluation.followed_metric import (
-    FollowedMetric,
-    plateau_metric,
-    stop_metric,
-)
+from stratagem.common.job.fields import FollowedMetric, plateau_metric, stop_metric
 
 STOP: Final = "stop."
 PLATEAU: Final = "plateau."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics import numerics_rules
+from stratagem.common.numerics import rules
 from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
 from stratagem.coordinator.core.persistent_map import PersistentMap
@@ -228,7 +228,7 @@ class World:
         return [record for record in self._usable if not self._is_current(record)]
 
     def _is_current(self, record: WorkerRecord) -> bool:
-        return numerics_rules.knows(record.capability.numerics_rules, self.numerics)
+        return rules.knows(record.capability.numerics_rules, self.numerics)
 
     @cached_property
     def _current(self) -> tuple[WorkerRecord, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.schema.json_text import suggest
+from stratagem.common.schema.json import suggest
 from stratagem.common.strategy import Custom, Federated, Local, ModelParallel, describe
 from stratagem.coordinator.core.facts import RunFailed
 from stratagem.coordinator.core.state import RunPhase

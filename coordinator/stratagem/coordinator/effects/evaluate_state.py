@@ -10,7 +10,7 @@ from functools import partial
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest, child_party
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.facts import ROOT, ClientEvaluated, Evaluated, Member, PartyFailed

@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from stratagem.common.base.exception_text import leaves
+from stratagem.common.base.errors import leaves
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import about
 from stratagem.coordinator.core.effect_failures import FailedTries, ending

@@ -14,7 +14,7 @@ import structlog
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party, RunId, child_party, is_party
 from stratagem.common.history import Columns, Series, joined
-from stratagem.common.history.packing import MAX_PART_BYTES, pack, unpack
+from stratagem.common.history.recording import MAX_PART_BYTES, pack, unpack
 from stratagem.v1 import worker_pb2
 
 log = structlog.get_logger()

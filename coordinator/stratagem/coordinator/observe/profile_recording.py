@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-from stratagem.common.base.printable_text import printable
+from stratagem.common.base.text import printable
 from stratagem.v1 import worker_pb2
 
 MAX_EVENT_BYTES: Final = 16 * 2**20

@@ -22,8 +22,8 @@ from typing import Any, Final
 import structlog
 
 from stratagem.common.base.errors import NotFoundError
+from stratagem.common.base.files import whole_file
 from stratagem.common.base.ids import RunId
-from stratagem.common.files.atomic_file import whole_file
 from stratagem.coordinator.observe.profile_recording import Recording, Row, UnreadableError
 from stratagem.v1 import worker_pb2
 

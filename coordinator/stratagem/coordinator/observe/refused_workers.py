@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from stratagem.common.base.errors import PermissionDeniedError, StandbyError, StratagemError
-from stratagem.common.base.printable_text import printable
-from stratagem.common.identity.authentication import current_caller
+from stratagem.common.base.text import printable
+from stratagem.common.identity.callers import current_caller
 from stratagem.v1 import coordinator_pb2 as pb
 
 MAX_REFUSED: Final = 64

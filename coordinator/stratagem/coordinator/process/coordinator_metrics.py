@@ -15,12 +15,17 @@ from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from stratagem.common.base.ids import RunId
-from stratagem.common.observe.call_metrics import CallStats, methods_of
-from stratagem.common.observe.metric_definition import Metric, Readings, Values, one
-from stratagem.common.observe.metrics_endpoint import metrics_served
-from stratagem.common.observe.process_metrics import SHARED, ProcessStats
-from stratagem.common.observe.scrape_guard import Guard, deployment_of
-from stratagem.common.strategy.demand import workers_used
+from stratagem.common.observe.metrics import Metric, Readings, Values, one
+from stratagem.common.observe.metrics_server import (
+    SHARED,
+    CallStats,
+    Guard,
+    ProcessStats,
+    deployment_of,
+    methods_of,
+    metrics_served,
+)
+from stratagem.common.strategy.strategies import workers_used
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import KINDS

@@ -11,16 +11,14 @@ import structlog
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 
-from stratagem.common.base import exception_text
+from stratagem.common.base import errors
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.base.host_port import dialled_host, split_address
-from stratagem.common.files.atomic_file import whole_file
+from stratagem.common.base.files import whole_file
+from stratagem.common.base.text import dialled_host, split_address
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import setup_logging
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
-from stratagem.common.process.malloc import tune_malloc
-from stratagem.common.process.process_exit import MISTAKEN
-from stratagem.common.process.settings_rules import told
+from stratagem.common.process.process import MISTAKEN, told, tune_malloc
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
 from stratagem.coordinator.app.app import App
@@ -59,10 +57,10 @@ def main() -> None:
         tracing.start("coordinator", settings.name)
         asyncio.run(_serve(settings))
     except* FencedError as group:
-        log.error("another coordinator leads", reason=exception_text.told(group))
+        log.error("another coordinator leads", reason=errors.told(group))
         sys.exit(EXIT_FENCED)
     except* (OSError, StratagemError) as group:
-        log.error("coordinator ends", reason=exception_text.told(group))
+        log.error("coordinator ends", reason=errors.told(group))
         sys.exit(1)
     finally:
         tracing.stop()

@@ -21,10 +21,8 @@ from stratagem.common.base.errors import (
     StratagemError,
 )
 from stratagem.common.base.ids import Digest, check_digest
-from stratagem.common.process.own_folder import temporary_folder
-from stratagem.common.process.process_exit import MISTAKEN
-from stratagem.common.process.settings_rules import told
-from stratagem.common.tensors.safetensors_file import from_file, read_header
+from stratagem.common.process.process import MISTAKEN, temporary_folder, told
+from stratagem.common.tensors.files import from_file, read_header
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.store.blobs.blob_store import BlobStore, DamagedBlobError

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from stratagem.common.tensors.frames import frame
-from stratagem.common.tensors.safetensors_file import FileSource
+from stratagem.common.tensors.files import FileSource
+from stratagem.common.tensors.stream import frame
 from stratagem.v1 import tensor_pb2
 
 NUM_KEPT: Final = 4

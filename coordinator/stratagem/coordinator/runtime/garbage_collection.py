@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-PAUSE_S: Final = 0.25
+COLLECTION_PAUSE_S: Final = 0.25
 GROWTH: Final = 1.5
 """Everything is looked at when there are so many times the blocks that the last look has left, or
 that were there at the start."""
@@ -42,7 +42,7 @@ class Portions:
 
 
 @asynccontextmanager
-async def small_portions(pause_s: float = PAUSE_S) -> AsyncIterator[None]:
+async def small_portions(pause_s: float = COLLECTION_PAUSE_S) -> AsyncIterator[None]:
     """Collect in portions inside the context."""
     task = asyncio.create_task(_collect_in_portions(Portions(), pause_s))
     try:

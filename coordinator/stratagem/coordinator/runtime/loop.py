@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from stratagem.common.base import limits
+from stratagem.common.base import ids
 from stratagem.common.base.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -25,7 +25,7 @@ from stratagem.common.base.errors import (
     WrongStateError,
 )
 from stratagem.common.base.ids import RunId
-from stratagem.common.observe.metric_definition import Durations
+from stratagem.common.observe.metrics import Durations
 from stratagem.coordinator.core.commands import Command, JournalEntry, Refusal, RefusalKind, Tick
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import ClusterSummed, RunDeleted
@@ -184,7 +184,7 @@ class Loop:
         for item in facts:
             run_id = item.entry.run_id
             before = self.state.find(run_id)
-            with limits.lifted():
+            with ids.lifted():
                 self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
             if run_id == CLUSTER:
                 self._num_of_cluster = item.index + 1

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import structlog
 
-from stratagem.common.base.exception_text import told
+from stratagem.common.base.errors import told
 from stratagem.coordinator.core.strategy_contract import VERSION, Strategy
 from stratagem.coordinator.core.strategy_table import (
     EVALUATION,

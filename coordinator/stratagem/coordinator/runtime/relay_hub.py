@@ -27,8 +27,7 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import WorkerId
 from stratagem.common.rpc.admission import RETRY_AFTER_S
-from stratagem.common.rpc.relay_copy import Receive, Send, copy_both_ways
-from stratagem.common.rpc.socket_folder import SocketFolder
+from stratagem.common.rpc.streams import Receive, Send, SocketFolder, copy_both_ways
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.tasks.chores import Chores
 

@@ -6,9 +6,9 @@ from typing import Final, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from stratagem.common.base.durations import Span
-from stratagem.common.process.settings_rules import HEARTBEATS_PER_TTL, at_least
-from stratagem.common.rpc.grpc_options import MAX_MESSAGE_BYTES
+from stratagem.common.base.units import Span
+from stratagem.common.process.process import HEARTBEATS_PER_TTL, at_least
+from stratagem.common.rpc.channel import MAX_MESSAGE_BYTES
 
 MAX_JOB_BYTES: Final = MAX_MESSAGE_BYTES // 4
 """Largest size of a job: in the event of its submission it is a text inside a text, with others."""

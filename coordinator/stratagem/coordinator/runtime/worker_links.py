@@ -13,13 +13,12 @@ import grpc
 import grpc.aio
 
 from stratagem.common.base.errors import UnavailableError
-from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.ids import RunId
+from stratagem.common.base.text import is_loopback
 from stratagem.common.rpc.channel import PLAINTEXT, DelegatingChannel, Proof, open_channel
+from stratagem.common.rpc.probe import explain
 from stratagem.common.rpc.status_codes import from_rpc_error, shown
-from stratagem.common.rpc.tls_probe import explain
-from stratagem.common.tensors.open_file_transfer import Near, Take
-from stratagem.common.tensors.open_files import place
+from stratagem.common.tensors.local_files import Near, Take, place
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import CoordinatorState

@@ -13,7 +13,7 @@ from typing import Final
 import grpc
 
 from stratagem.common.base.errors import UnavailableError
-from stratagem.common.diagnostics.environment import environment_of
+from stratagem.common.observe.findings import environment_of
 from stratagem.common.rpc.status_codes import shown
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.listeners import tls_of

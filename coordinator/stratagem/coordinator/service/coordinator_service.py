@@ -22,11 +22,11 @@ from stratagem.common.base.ids import (
     check_run_id,
     new_submission,
 )
-from stratagem.common.identity.authentication import Caller, current_caller
+from stratagem.common.identity.callers import Caller, current_caller
 from stratagem.common.observe import tracing
-from stratagem.common.rpc.ownership_check import checks_what_is_named
-from stratagem.common.rpc.stream_begin import BEGUN
-from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.rpc.server import checks_what_is_named
+from stratagem.common.rpc.streams import BEGUN
+from stratagem.common.tensors.stream import CHUNK_BYTES
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import (
     CancelRun,

@@ -7,7 +7,7 @@ import grpc
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId, check_run_id
-from stratagem.common.identity.authentication import check_caller_again
+from stratagem.common.identity.callers import check_caller_again
 from stratagem.coordinator.runtime.leadership.heartbeat_streams import HeartbeatStreams, Wire
 from stratagem.coordinator.service.relay_calls import first_of, member_of
 from stratagem.v1 import coordinator_pb2 as pb

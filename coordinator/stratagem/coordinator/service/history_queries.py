@@ -13,8 +13,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Columns, Series, clipped, joined, shortened
 from stratagem.common.history.columns import part_of
-from stratagem.common.history.packing import pack_columns, unpack
-from stratagem.common.history.stage_actions import is_of_newest_segment
+from stratagem.common.history.recording import is_of_newest_segment, pack_columns, unpack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.facts import ROOT
 from stratagem.coordinator.observe.live_history import SentRows, rows_in_flight

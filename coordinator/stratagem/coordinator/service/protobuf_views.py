@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from stratagem.common.base.ids import Digest, RunId
-from stratagem.common.schema.frozen import thawed
-from stratagem.common.schema.json_text import dump_json
+from stratagem.common.schema.json import dump_json, thawed
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import Member, Setting
 from stratagem.coordinator.core.secret_draws import draws_in_secret

@@ -8,7 +8,7 @@ import grpc
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Incarnation, check_worker_id
-from stratagem.common.rpc.relay_copy import PARKED
+from stratagem.common.rpc.streams import PARKED
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.relay_hub import RelayHub
 from stratagem.coordinator.service.request_limits import check_address

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from stratagem.common.base.errors import ConflictError, InvalidInputError, LimitError
-from stratagem.common.base.host_port import split_address
-from stratagem.common.base.printable_text import is_printable, printable
-from stratagem.common.identity.authentication import NOBODY, Caller
+from stratagem.common.base.text import is_printable, printable, split_address
+from stratagem.common.identity.callers import NOBODY, Caller
 from stratagem.common.rpc.admission import RETRY_AFTER_S
 from stratagem.v1 import types_pb2
 

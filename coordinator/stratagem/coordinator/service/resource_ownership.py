@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from stratagem.common.base.errors import PermissionDeniedError
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.identity.authentication import Caller
-from stratagem.common.identity.authorization import Names
-from stratagem.common.rpc.ownership_check import Check
+from stratagem.common.identity.callers import Caller, Names
+from stratagem.common.rpc.server import Check
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 from stratagem.v1 import coordinator_pb2 as pb

@@ -16,13 +16,13 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.base.ids import Digest, Party, RunId, check_digest
-from stratagem.common.identity.authentication import Caller, current_caller
+from stratagem.common.identity.callers import Caller, current_caller
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy import accountant
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
-from stratagem.common.tensors.chunks import CHUNK_BYTES, ChunkWriter
+from stratagem.common.tensors.files import header_bytes, header_of
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
-from stratagem.common.tensors.safetensors_file import header_bytes, header_of
+from stratagem.common.tensors.stream import CHUNK_BYTES, ChunkWriter
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.backups import Backups
 from stratagem.coordinator.core.commands import ClaimData

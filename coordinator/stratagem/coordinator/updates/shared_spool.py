@@ -16,8 +16,8 @@ from typing import Final
 
 from stratagem.common.base.errors import IntegrityError, LimitError
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.files import MAX_HEADER_BYTES, header_size, parse_header
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.safetensors_file import MAX_HEADER_BYTES, header_size, parse_header
 from stratagem.coordinator.store.blobs.object_store import (
     Objects,
     StoredObject,

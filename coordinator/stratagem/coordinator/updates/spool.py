@@ -23,8 +23,8 @@ import structlog
 from stratagem.common.base.errors import IntegrityError, NotFoundError
 from stratagem.common.base.ids import Digest, Party
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.durable_file import (
     MakeRoom,
     NoSpaceError,

@@ -18,13 +18,13 @@ from typing import Final, Self
 import numpy as np
 
 from stratagem.common.base.errors import IntegrityError, StaleError, StratagemError
+from stratagem.common.base.files import whole_file
 from stratagem.common.base.ids import Digest
 from stratagem.common.compression import ByteArray
-from stratagem.common.compression.coded_update import PAYLOAD
-from stratagem.common.files.atomic_file import whole_file
+from stratagem.common.compression.table import PAYLOAD
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.stream import crc32c
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.store.blobs.durable_file import (
     DurableFile,

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.files import header_of
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.verified_file import BlobFile
 from stratagem.coordinator.updates.numpy_floats import Raw, Wide, storage, widen

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
-from stratagem.common.tensors.chunks import Sink
-from stratagem.common.tensors.frames import Data
+from stratagem.common.tensors.stream import Data, Sink
 
 MAX_PIECES_BEHIND: Final = 2
 

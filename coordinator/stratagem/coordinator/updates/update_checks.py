@@ -10,8 +10,7 @@ import google_crc32c
 import numpy as np
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates.numpy_floats import Raw, is_finite, storage
 

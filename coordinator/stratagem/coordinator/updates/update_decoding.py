@@ -18,11 +18,11 @@ import numpy as np
 from stratagem.common.base.ids import Digest
 from stratagem.common.compression import ByteArray
 from stratagem.common.compression.codec import Decode, Read
-from stratagem.common.compression.coded_update import PAYLOAD, update_codec
+from stratagem.common.compression.table import PAYLOAD, update_codec
 from stratagem.common.job import JobSpec
-from stratagem.common.tensors.frames import crc32c
+from stratagem.common.tensors.files import parse_header
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
-from stratagem.common.tensors.safetensors_file import parse_header
+from stratagem.common.tensors.stream import crc32c
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.updates.numpy_floats import Raw

@@ -12,8 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import StandbyError, UnavailableError
-from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.leader_channel import Coordinators, split_addresses
+from stratagem.common.rpc.channel import Coordinators, open_channel, split_addresses
 from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.runtime.leadership.leader_gate import LIVE, LeaderGate

@@ -10,8 +10,13 @@ import grpc.aio
 import pytest
 from structlog.testing import capture_logs
 
-from stratagem.common.base.errors import DivergedError, StaleError, StratagemError, UnavailableError
-from stratagem.common.base.exception_text import told
+from stratagem.common.base.errors import (
+    DivergedError,
+    StaleError,
+    StratagemError,
+    UnavailableError,
+    told,
+)
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.coordinator.core.effect_failures import MAX_TRIES, TROUBLE, FailedTries, TryAgain

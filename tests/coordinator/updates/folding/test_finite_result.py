@@ -10,9 +10,8 @@ import pytest
 
 from stratagem.common.base.errors import DivergedError
 from stratagem.common.strategy import parse_strategy
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY
-from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.common.tensors.files import header_bytes
+from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, dtype_named
 from stratagem.coordinator.updates.folding.finite_result import fold_rule, server_rule
 from stratagem.coordinator.updates.folding.global_average import GlobalAverage
 from stratagem.coordinator.updates.folding.server_optimizers import fed_avg_m

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import DivergedError, IntegrityError, InvalidInputError
-from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.updates.folding import fold
 from stratagem.coordinator.updates.folding.fold import (

@@ -8,9 +8,8 @@ import pytest
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import NO_DIGEST, Digest
 from stratagem.common.job import WeightAverageSpec
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY
-from stratagem.common.tensors.safetensors_file import read_header
+from stratagem.common.tensors.files import read_header
+from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, dtype_named
 from stratagem.coordinator.updates.folding.fold import Folded
 from stratagem.coordinator.updates.folding.global_average import global_average
 from tests.coordinator.updates.fold_round import Round

@@ -9,8 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from stratagem.common.strategy import parse_strategy
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.manifest import Manifest, dtype_named
 from stratagem.coordinator.updates.folding import fold
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
 from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer

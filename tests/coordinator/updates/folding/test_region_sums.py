@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import IntegrityError
-from stratagem.common.tensors.dtypes import dtype_named
+from stratagem.common.tensors.manifest import dtype_named
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates.folding import region_sums, regional_mean
 from stratagem.coordinator.updates.folding.fold import FoldStoppedError

@@ -10,9 +10,8 @@ from torch import Tensor
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.strategy import parse_strategy
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import read_header
+from stratagem.common.tensors.files import read_header
+from stratagem.common.tensors.manifest import Manifest, dtype_named
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.updates.folding import fold
 from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratagem.common.privacy.gaussian_noise import derived_key, standard_normal
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.common.privacy.noise import derived_key, standard_normal
+from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
 from stratagem.coordinator.core.facts import ROOT, RoundAccounted
 from stratagem.coordinator.updates.folding import fold as folding
 from stratagem.coordinator.updates.privacy.private_mean import PrivateMean

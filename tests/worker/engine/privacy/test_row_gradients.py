@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.privacy.privacy_secret import seeded_secret
+from stratagem.common.privacy.noise import seeded_secret
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.row_datasets import BatchKeys

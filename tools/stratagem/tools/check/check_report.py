@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
-from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.observe.findings import Finding, Level
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError
-from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec, entry_points_by_field
+from stratagem.common.observe.findings import Finding
 from stratagem.common.strategy import Federated, partitions_state
-from stratagem.common.tensors.safetensors_file import read_header
+from stratagem.common.tensors.files import read_header
 from stratagem.tools.check.check_report import CheckReport
 from stratagem.tools.check.local_steps import local_steps
 from stratagem.tools.check.tried_step import (

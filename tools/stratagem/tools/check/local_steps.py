@@ -1,7 +1,7 @@
 """Says how many steps the clients of a federation make, as far as that is known before a round."""
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.shards import split_rows
 from stratagem.common.strategy import Federated
 from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.data_sources import ClientData

@@ -19,18 +19,17 @@ import grpc
 from pydantic import ValidationError
 
 from stratagem.common.base.errors import InvalidInputError, StandbyError, StratagemError
-from stratagem.common.base.host_port import is_loopback, split_address
-from stratagem.common.diagnostics import findings
-from stratagem.common.diagnostics.findings import Finding, Level
-from stratagem.common.files.state_folder import StateFolder
-from stratagem.common.observe.scrape_guard import Guard
-from stratagem.common.process.settings_rules import told
-from stratagem.common.rpc.channel import Proof, open_channel
-from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.common.base.text import is_loopback, split_address
+from stratagem.common.observe import findings
+from stratagem.common.observe.findings import Finding, Level
+from stratagem.common.observe.metrics_server import Guard
+from stratagem.common.process.process import told
+from stratagem.common.rpc.channel import Proof, open_channel, split_addresses
+from stratagem.common.rpc.probe import identity_problem
 from stratagem.common.rpc.server import make_server
-from stratagem.common.rpc.socket_folder import SocketFolder
 from stratagem.common.rpc.status_codes import from_rpc_error, name_of
-from stratagem.common.rpc.tls_probe import identity_problem
+from stratagem.common.rpc.streams import SocketFolder
+from stratagem.common.tensors.leaves import StateFolder
 from stratagem.tools.doctor.worker_findings import local_findings
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
@@ -199,7 +198,7 @@ def _exchange(name: str, security: WorkerSecurity) -> Iterator[Finding]:
 
 if __name__ == "__main__":
     # What the settings say of the allocator holds for a worker, which tunes it as it starts.
-    from stratagem.common.process.malloc import tune_malloc
+    from stratagem.common.process.process import tune_malloc
 
     tune_malloc()
     sys.exit(main(sys.argv[1:]))

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError
-from stratagem.common.base.wording import counted
-from stratagem.common.diagnostics import findings
-from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.base.text import counted
+from stratagem.common.observe import findings
+from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.process.cpu_threads import available_cores
 from stratagem.v1 import types_pb2
 from stratagem.worker.engine.numerics.layer_support import obstacles

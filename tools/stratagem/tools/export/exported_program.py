@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
-from stratagem.common.base.errors import StratagemError, UnavailableError
-from stratagem.common.base.exception_text import led_to
+from stratagem.common.base.errors import StratagemError, UnavailableError, led_to
 from stratagem.tools.export.trained_model import Inputs, resized
 
 _BATCH: Final = "batch"

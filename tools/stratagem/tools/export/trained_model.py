@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.objective.built_in_names import RETURNED
+from stratagem.common.job.fields import RETURNED
 from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.models.model_builder import build_model

@@ -12,8 +12,8 @@ import torch
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import Layout
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.batch_shards import assign_shards
-from stratagem.common.strategy.gossip_topology import graph_of
+from stratagem.common.numerics.shards import assign_shards
+from stratagem.common.strategy.topology import graph_of
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.worker.exchange.buckets.flat_tensors import plan_buckets
 from stratagem.worker.exchange.gossip.gossip_averaging import SLICE_ELEMENTS, WINDOW

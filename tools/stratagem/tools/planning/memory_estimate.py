@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import CompressionSpec, JobSpec, exchanged_codec
-from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.strategy import (
     Custom,
     DataParallel,
@@ -27,7 +27,7 @@ from stratagem.common.strategy import (
     local_steps_of,
     partitions_state,
 )
-from stratagem.common.strategy.demand import workers_used
+from stratagem.common.strategy.strategies import workers_used
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import NodeCopies, coded_copies, num_known, plain_copies
 from stratagem.tools.planning.job_site import Site

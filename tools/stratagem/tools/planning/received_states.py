@@ -3,7 +3,7 @@ sent, and copies of their updates that a coordinator on the same machine reads."
 
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, PopulationBased, Strategy
-from stratagem.common.tensors.open_files import MAX_COPY_BYTES
+from stratagem.common.tensors.local_files import MAX_COPY_BYTES
 from stratagem.worker.host.worker_blob_cache import MAX_FEDERATIONS, NUM_STATES
 from stratagem.worker.process.worker_settings import MAX_BLOB_MEMORY_BYTES
 

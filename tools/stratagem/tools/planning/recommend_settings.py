@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, JobSpec
-from stratagem.common.job.execution_section import Accumulated, Checkpointed
+from stratagem.common.job.execution import Accumulated, Checkpointed
 from stratagem.common.strategy import (
     AllReduce,
     DataParallel,

@@ -14,7 +14,7 @@ from typing import Final
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import WorkerId
 from stratagem.common.job import JobSpec
-from stratagem.common.job import execution_section as forms
+from stratagem.common.job import execution as forms
 from stratagem.common.strategy import (
     AllReduce,
     DataParallel,

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.job import JobSpec
 from stratagem.common.model.program import ModelProgram
-from stratagem.common.model.stage_partition import plan_stages
-from stratagem.common.pipeline.schedule_simulation import peak_live
+from stratagem.common.model.stages import plan_stages
 from stratagem.common.pipeline.schedules import choose
+from stratagem.common.pipeline.simulation import peak_live
 from stratagem.common.strategy import Local, ModelParallel, Pipeline
-from stratagem.common.strategy.schedule_names import AUTO
+from stratagem.common.strategy.choices import AUTO
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.tools.planning.simulated_step import Reading, gather_shapes, play_training

@@ -20,10 +20,10 @@ from typing import Any, Final, TextIO, TypeAlias
 import torch
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
-from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec
+from stratagem.common.observe.findings import Finding
 from stratagem.common.process.cpu_threads import default_threads
-from stratagem.common.schema.json_text import not_one_of
+from stratagem.common.schema.json import not_one_of
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.export.exported_program import (
     sizes_of,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import PartitionSpec
-from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.shards import split_rows
 
 _LABELS_PER_CLIENT = 2
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.mixed_keys import mix
+from stratagem.common.numerics.keys import mix
 from stratagem.worker.data.datasets import Dataset, as_dataset
 from stratagem.worker.data.generators import generators_kept, seed_generators
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code

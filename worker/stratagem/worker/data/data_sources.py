@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import DataSpec, JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy import Federated
 from stratagem.worker.data.client_partition import client_rows
 from stratagem.worker.data.data_factory import DataFunction, made_data
@@ -75,7 +75,7 @@ def load_data(
 ) -> dict[str, Dataset]:
     """Returns the job's data sets by split; with a client, only what this client trains on.
 
-    numerics: version of the rules that decide the bits; see common.numerics.numerics_rules.
+    numerics: version of the rules that decide the bits; see common.numerics.rules.
     """
     spec, partition = job.data, job.partition
     if client is None and partition is not None and partition.client is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.schema.frozen import FrozenDict
+from stratagem.common.schema.json import FrozenDict
 from stratagem.worker.data.row_datasets import (
     BatchKeys,
     Collate,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from stratagem.common.numerics.mixed_keys import POSITIVE
+from stratagem.common.numerics.keys import POSITIVE
 
 
 def seed_users_generators(key: int) -> None:

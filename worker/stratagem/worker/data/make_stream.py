@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.stream_rules import against_streams, says_stream
+from stratagem.common.job.training_rules import against_streams, says_stream
 from stratagem.common.schema.document import refuse
 from stratagem.common.strategy import Federated
 from stratagem.worker.data.stream_checks import check_stream

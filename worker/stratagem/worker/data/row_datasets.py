@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.mixed_keys import Key, mix, mix_on
+from stratagem.common.numerics.keys import Key, mix, mix_on
 from stratagem.worker.data.generators import generators_kept, one_thread, seed_generators
 from stratagem.worker.data.known_rows import draws_nothing, rows_without_draws
 from stratagem.worker.user_code.entrypoints import user_code

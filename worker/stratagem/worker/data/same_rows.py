@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.schema.json_text import check_json, dump_json
+from stratagem.common.schema.json import check_json, dump_json
 from stratagem.worker.data.datasets import Dataset, TensorDataset, at_the_base, map_tensors
 from stratagem.worker.data.generators import generators_kept
 from stratagem.worker.data.purity_check import fingerprint, values_of
@@ -27,7 +27,7 @@ from stratagem.worker.data.stream_dataset import FetchedRows
 
 MAX_CHARS: Final = 8192
 """Of a description, which is journaled; of longer ones nothing is compared."""
-_KEYS: Final = BatchKeys(("row", "same"))
+_SAME_KEYS: Final = BatchKeys(("row", "same"))
 _NUM_VALUES: Final = 4
 """Of each floating-point tensor of a row, from all over it."""
 _CELLS: Final = 10
@@ -107,7 +107,7 @@ def _rows_of(dataset: Dataset) -> Iterator[tuple[str, _Row]]:
     if isinstance(base, RowDataset):
         for number in _numbers(base.num_rows, 2):
             with generators_kept():
-                yield str(number), _described(base.row(number, _KEYS))
+                yield str(number), _described(base.row(number, _SAME_KEYS))
     elif isinstance(base, FetchedRows):
         yield from ((str(number), _described(row)) for number, row in enumerate(base.rows))
     elif isinstance(base, TensorDataset):

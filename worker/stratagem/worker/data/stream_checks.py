@@ -30,21 +30,21 @@ def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
     is_pure: raises InvalidInputError naming the row and the leaf that differ.
     """
     with generators_kept(), user_code(f"reading the first rows of data.{split}"):
-        first, again = (_read(opened(source, 0, 0, None), 0) for _ in range(2))
+        first, again = (_read_streams(opened(source, 0, 0, None), 0) for _ in range(2))
         if is_pure:
             _compare(first.rows, again.rows, split)
         if first.state is None:
             return False
-        went_on = _read(opened(source, 0, 0, first.state), 1)
+        went_on = _read_streams(opened(source, 0, 0, first.state), 1)
         return went_on.rows == first.rows[1:] and _begins_anew(source, first)
 
 
 def _begins_anew(source: StreamSource, first: _Read) -> bool:
     """Returns whether a source that has gone on from a state begins at its first row again."""
-    return _read(opened(source, 0, 0, None), 0).rows == first.rows
+    return _read_streams(opened(source, 0, 0, None), 0).rows == first.rows
 
 
-def _read(rows: Iterable[object], first: int) -> _Read:
+def _read_streams(rows: Iterable[object], first: int) -> _Read:
     """Reads rows from number `first` on."""
     iterator, found = iter(rows), []
     state = None

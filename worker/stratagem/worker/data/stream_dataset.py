@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.stream_rules import num_shards_of
-from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.numerics.mixed_keys import Key
+from stratagem.common.job.training_rules import num_shards_of
+from stratagem.common.numerics.keys import Key
+from stratagem.common.numerics.shards import split_rows
 from stratagem.worker.data.generators import generators_kept, one_thread
 from stratagem.worker.data.row_datasets import BatchKeys, Collate, collated
 from stratagem.worker.data.stream_reader import Mark, StreamReader, StreamRules

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.mixed_keys import POSITIVE, Key, mix
+from stratagem.common.numerics.keys import POSITIVE, Key, mix
 from stratagem.worker.data.generators import seed_generators
 from stratagem.worker.data.stream_sources import StreamSource, opened, state_of
 from stratagem.worker.user_code.entrypoints import user_code

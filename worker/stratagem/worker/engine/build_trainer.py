@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.order.row_order import epoch_rows_of

@@ -1,7 +1,7 @@
 """The reducer: one training step's gradients, from shards to the sum over all shards.
 
 The sum has the same bits whichever member computes a shard and by any transport: shards are added
-in the tree of `common.numerics.batch_shards`, each slot in its fixed place. Overlaps with backward:
+in the tree of `common.numerics.shards`, each slot in its fixed place. Overlaps with backward:
 while the last own shard runs, each bucket is handed to the transport when it is full, in order;
 with a codec, when the buckets that are coded together are full and coded. Used by one thread; only
 `cut` may come from another. Knows neither model nor optimizer.

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.exchange.buckets.gradient_norm import BLOCK, FewGradients, divided, parts_of
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.mesh.link import ExchangeError

@@ -18,8 +18,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.base.files import whole_file
 from stratagem.common.base.ids import check_run_id
-from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.process.failpoints import failpoint
 
 MAX_RUNS: Final = 256

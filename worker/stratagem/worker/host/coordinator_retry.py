@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.base.retry import Backoff
 
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0

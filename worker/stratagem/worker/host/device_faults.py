@@ -12,8 +12,7 @@ from typing import Final
 
 import torch
 
-from stratagem.common.base.errors import UserCodeError
-from stratagem.common.base.exception_text import led_to
+from stratagem.common.base.errors import UserCodeError, led_to
 
 _OF_THE_JOB: Final = ("device-side assert triggered",)
 _OF_THE_DEVICE: Final = (

@@ -12,9 +12,8 @@ import structlog
 
 from stratagem.common.base.errors import ConflictError, StratagemError
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.leaves import LeafList, StateFolder
 from stratagem.common.tensors.manifest import Limits
-from stratagem.common.tensors.state_leaves import LeafList
 from stratagem.worker.host.worker_blob_cache import BlobUpload, ReceivedBlobs
 
 log = structlog.get_logger()

@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 
 import structlog
 
-from stratagem.common.files.private_file import create_private
+from stratagem.common.base.files import create_private
 from stratagem.v1 import coordinator_pb2 as pb
 
 log = structlog.get_logger(__name__)

@@ -16,12 +16,11 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.base.ids import Digest
-from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.base.retry import Backoff
 from stratagem.common.rpc.signed_objects import SignedObjects
-from stratagem.common.rpc.stall_timeout import StallTimeout
-from stratagem.common.tensors.manifest import Limits
-from stratagem.common.tensors.safetensors_file import MAX_HEADER_BYTES
-from stratagem.common.tensors.state_leaves import (
+from stratagem.common.rpc.streams import StallTimeout
+from stratagem.common.tensors.files import MAX_HEADER_BYTES
+from stratagem.common.tensors.leaves import (
     LEAF_BYTES,
     MAGIC,
     Leaf,
@@ -30,6 +29,7 @@ from stratagem.common.tensors.state_leaves import (
     places_of,
     read_list,
 )
+from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.signed_stream import SignedStream
 from stratagem.worker.host.worker_blob_cache import BlobUpload, ReceivedBlobs

@@ -35,12 +35,12 @@ from stratagem.common.base.errors import (
     StaleError,
     UnavailableError,
 )
-from stratagem.common.process.own_folder import OwnFolder, remove_abandoned
-from stratagem.common.tensors.chunks import ChunkWriter
+from stratagem.common.process.process import OwnFolder, remove_abandoned
+from stratagem.common.tensors.files import from_file, header_bytes
+from stratagem.common.tensors.leaves import state_digest
+from stratagem.common.tensors.local_files import UnreadableFileError, contents, opened, until
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.open_files import UnreadableFileError, contents, opened, until
-from stratagem.common.tensors.safetensors_file import from_file, header_bytes
-from stratagem.common.tensors.state_leaves import state_digest
+from stratagem.common.tensors.stream import ChunkWriter
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
 from stratagem.v1 import tensor_pb2
 

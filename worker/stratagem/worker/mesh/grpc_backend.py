@@ -21,11 +21,9 @@ from torch import Tensor
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.rpc.channel import Proof, open_channel, write_message
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.tensors.chunks import from_buffers
-from stratagem.common.tensors.frames import iter_frames
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
+from stratagem.common.tensors.stream import from_buffers, iter_frames, sent
 from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
-from stratagem.common.tensors.traffic import sent
 from stratagem.v1 import peer_pb2, peer_pb2_grpc, tensor_pb2, types_pb2
 from stratagem.worker.mesh.device_staging import HostCopy, to_host
 from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, ExchangeError, Rendezvous

@@ -15,9 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, UnavailableError
-from stratagem.common.tensors.chunks import ChunkWriter
-from stratagem.common.tensors.frames import Data
 from stratagem.common.tensors.manifest import Purpose, TensorSpec
+from stratagem.common.tensors.stream import ChunkWriter, Data
 from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
 from stratagem.worker.mesh.device_staging import host_room
 from stratagem.worker.mesh.link import ExchangeError

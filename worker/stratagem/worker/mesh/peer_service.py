@@ -25,10 +25,9 @@ from stratagem.common.base.errors import (
     StratagemError,
     UnavailableError,
 )
-from stratagem.common.identity.authentication import Caller
-from stratagem.common.identity.authorization import Names
+from stratagem.common.identity.callers import Caller, Names
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
-from stratagem.common.rpc.ownership_check import checks_what_is_named
+from stratagem.common.rpc.server import checks_what_is_named
 from stratagem.common.rpc.tensor_transfer import receive_header
 from stratagem.common.tensors.manifest import Limits, from_proto
 from stratagem.v1 import peer_pb2, peer_pb2_grpc

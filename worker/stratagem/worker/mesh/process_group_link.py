@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from stratagem.common.tensors.traffic import RECEIVED, SENT, Flow, over
+from stratagem.common.tensors.stream import RECEIVED, SENT, Flow, over
 from stratagem.worker.mesh.link import ExchangeError
 
 

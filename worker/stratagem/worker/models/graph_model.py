@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.model.graph import GraphSpec, NodeSpec
 from stratagem.common.model.program import ModelProgram, flatten
-from stratagem.common.schema.frozen import thawed
-from stratagem.common.schema.json_text import not_one_of, unknown_key
+from stratagem.common.schema.json import not_one_of, thawed, unknown_key
 from stratagem.worker.models.run_program import Slots, evaluate, run_calls
 
 

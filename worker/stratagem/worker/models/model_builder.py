@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.objective.turns_section import check_turn_parameters
-from stratagem.common.job.optimizer.optimizer_section import check_groups, is_matched
+from stratagem.common.job.optimizer import check_groups, is_matched
+from stratagem.common.job.turns import check_turn_parameters
 from stratagem.worker.models.file_storage import FileStorage
 from stratagem.worker.models.graph_model import graph_module
 from stratagem.worker.models.model_dtypes import convert

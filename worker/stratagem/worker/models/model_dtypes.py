@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 
 _OF_ROWS: Final = (torch.float32, torch.float64)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError, Violation
-from stratagem.common.numerics.numerics_rules import LAYS_OUT_PARAMETERS
-from stratagem.common.tensors.dtypes import DTYPES
+from stratagem.common.numerics.rules import LAYS_OUT_PARAMETERS
+from stratagem.common.tensors.manifest import DTYPES
 
 _FIELD: Final = "model"
 _ALLOWED: Final = tuple(dtype.name for dtype in DTYPES)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from stratagem.common.base.host_port import split_address
+from stratagem.common.base.text import split_address
 from stratagem.common.strategy import all_reduce_of
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, mesh_exchange
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor

@@ -10,7 +10,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import DataParallel, Decentralized
-from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import GossipTrainer, Joined, build_gossip_trainer
@@ -33,7 +33,7 @@ def join_nodes(
     is_common = len(steps) == 1 and None not in steps
     holding = work.holding
     if not (is_common and isinstance(holding.trainer, GossipTrainer)):
-        holding.trainer = _load_base(work, plan.base, view.me.shards, weights)
+        holding.trainer = _load_node(work, plan.base, view.me.shards, weights)
     exchange = GossipExchange(
         link,
         view.rank,
@@ -57,7 +57,7 @@ def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]
         raise InvalidInputError.at("strategy.aggregation.topology", str(error)) from error
 
 
-def _load_base(
+def _load_node(
     work: ExecutionContext, base: pb.StateRef, nodes: range, weights: Sequence[Mapping[int, float]]
 ) -> GossipTrainer:
     work.holding.drop()

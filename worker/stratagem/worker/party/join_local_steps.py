@@ -21,10 +21,12 @@ def hold_replicas(
     held = work.holding.trainer
     if is_common and isinstance(held, LocalStepsTrainer):
         return held
-    return _load_base(work, plan, view.me.shards)
+    return _load_outer_base(work, plan, view.me.shards)
 
 
-def _load_base(work: ExecutionContext, plan: pb.TrainPlan, replicas: range) -> LocalStepsTrainer:
+def _load_outer_base(
+    work: ExecutionContext, plan: pb.TrainPlan, replicas: range
+) -> LocalStepsTrainer:
     work.holding.drop()
     tensors, metadata = work.base_state(plan.base)
     if plan.kept:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import (

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.history import Recorder
-from stratagem.common.history.packing import pack, unpack
+from stratagem.common.history.recording import pack, unpack
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.tensor_transfer import pull
-from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.stream import Sink
 from stratagem.common.tensors.torch_codec import allocate
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.tensors.state_slices import (
+from stratagem.common.tensors.same_bytes import (
     ParameterSlice,
     SliceName,
     parameter_slice,

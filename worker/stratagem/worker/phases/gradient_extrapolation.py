@@ -9,7 +9,7 @@ prediction comes to rest as the distance grows.
 from collections.abc import Sequence
 from itertools import pairwise
 
-from stratagem.common.job.phases_section import PredictorSpec
+from stratagem.common.job.schedules import PredictorSpec
 
 _LEAST_DETERMINANT = 1e-10
 

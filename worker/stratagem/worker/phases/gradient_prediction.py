@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from stratagem.common.job.phases_section import PredictorSpec
+from stratagem.common.job.schedules import PredictorSpec
 from stratagem.worker.phases.gradient_extrapolation import coefficients
 from stratagem.worker.phases.phase_schedule import Quality
 

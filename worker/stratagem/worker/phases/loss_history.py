@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 
 MAX_LOSSES: Final = 1000
 SPIKE_DEVIATIONS: Final = 3.0

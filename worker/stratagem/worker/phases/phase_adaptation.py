@@ -6,8 +6,8 @@ length moves in the intended direction or not at all, within limits that follow 
 
 from typing import Final, NamedTuple
 
-from stratagem.common.job.phases_section import PhasesSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.job.schedules import PhasesSpec
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.phases.loss_history import LossHistory
 
 FALL_SHARE: Final = 0.05

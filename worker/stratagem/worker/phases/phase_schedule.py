@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, NamedTuple, assert_never
 
-from stratagem.common.job.phases_section import PhasesSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.job.schedules import PhasesSpec
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.phases.loss_history import LossHistory
 from stratagem.worker.phases.phase_adaptation import (
     Lengths,

@@ -11,8 +11,8 @@ loss only a run without phases can show.
 
 from dataclasses import dataclass, replace
 
-from stratagem.common.job.phases_section import PhasesSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.job.schedules import PhasesSpec
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.phases.loss_history import DIVERGENCE_SHARE, mean
 from stratagem.worker.phases.phase_adaptation import FALL_SHARE
 from stratagem.worker.phases.phase_schedule import NO_STEPS, Counts, State, TrainingPhase

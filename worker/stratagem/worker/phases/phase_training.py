@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.job.phases_section import PhasesSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.job.schedules import PhasesSpec
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.phases import phase_schedule
 from stratagem.worker.phases.gradient_prediction import (
     MAX_RELATIVE_ERROR,

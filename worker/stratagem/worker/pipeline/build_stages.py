@@ -6,9 +6,9 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.model.stage_partition import plan_stages
-from stratagem.common.numerics.numerics_rules import CURRENT, KEEPS_DTYPES
-from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
+from stratagem.common.model.stages import plan_stages
+from stratagem.common.numerics.rules import CURRENT, KEEPS_DTYPES
+from stratagem.common.strategy.choices import AUTO, SCHEDULE_NAMES
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import training_split
 from stratagem.worker.data.order.row_order import epoch_rows_of
@@ -52,7 +52,7 @@ class StageAssignment:
     micro_batch_size: int | None = None
     schedule: str = AUTO
     numerics: int = CURRENT
-    """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+    """Which rules decide the bits; see stratagem.common.numerics.rules."""
 
     def __post_init__(self) -> None:
         size = len(set(self.ranks))

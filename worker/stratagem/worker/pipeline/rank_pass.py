@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stratagem.common.model.stage_partition import Boundary, StagePlan
-from stratagem.common.pipeline.schedules import Action, TaskKind
-from stratagem.common.pipeline.transfer_tags import base_of, control_tag, tag_of
+from stratagem.common.model.stages import Boundary, StagePlan
+from stratagem.common.pipeline.schedules import Action, TaskKind, base_of, control_tag, tag_of
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.stage import Kept, StagePart

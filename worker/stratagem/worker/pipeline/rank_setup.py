@@ -34,7 +34,7 @@ class RunnerSetup:
     schedule: str
     execution: ModelExecution
     numerics: int
-    """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+    """Which rules decide the bits; see stratagem.common.numerics.rules."""
     entrypoints: EntryPoints
     callbacks: Callbacks
     epoch_rows: EpochRows | None

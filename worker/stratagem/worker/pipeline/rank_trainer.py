@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.numerics.mixed_keys import Key
+from stratagem.common.numerics.keys import Key
+from stratagem.common.numerics.shards import split_rows
 from stratagem.common.pipeline.schedules import TaskKind
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.datasets import Coming

@@ -6,9 +6,9 @@ Owns the proof that a schedule ends, before anything is computed by it. Must not
 import structlog
 import torch
 
-from stratagem.common.pipeline.schedule_simulation import check
 from stratagem.common.pipeline.schedules import Schedule, choose, has_eager, suited
-from stratagem.common.strategy.schedule_names import AUTO
+from stratagem.common.pipeline.simulation import check
+from stratagem.common.strategy.choices import AUTO
 from stratagem.worker.pipeline.hop_measurement import Meter, measure_hops
 from stratagem.worker.pipeline.rank_pass import StageChannel
 

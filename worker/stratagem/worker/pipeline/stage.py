@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.model.program import ModelInput, leaves
-from stratagem.common.model.stage_partition import Boundary, StagePlan
+from stratagem.common.model.stages import Boundary, StagePlan
 from stratagem.worker.engine.numerics.activation_checkpointing import grouped
 from stratagem.worker.engine.numerics.mixed_precision import single
 from stratagem.worker.engine.step.autograd_errors import raise_with_names

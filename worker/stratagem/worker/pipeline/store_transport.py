@@ -20,8 +20,8 @@ from obstore.exceptions import NotFoundError as MissingObjectError
 from obstore.store import from_url
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, UnavailableError
+from stratagem.common.tensors.stream import RECEIVED, SENT, over
 from stratagem.common.tensors.torch_codec import bytes_of
-from stratagem.common.tensors.traffic import RECEIVED, SENT, over
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.stage_message import Address, Message, pack, unpack
 

@@ -10,7 +10,7 @@ from typing import Final
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.wording import values_text
+from stratagem.common.base.text import values_text
 from stratagem.common.job import InitialSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated

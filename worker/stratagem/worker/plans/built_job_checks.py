@@ -8,8 +8,8 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import InitialSpec, JobSpec, exchanged_codec
-from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
-from stratagem.common.model.stage_partition import plan_stages
+from stratagem.common.job.fields import CLIENT_MEAN
+from stratagem.common.model.stages import plan_stages
 from stratagem.common.strategy import Federated, ModelParallel, Strategy
 from stratagem.worker.engine.objectives.own_metrics import OwnMetrics
 from stratagem.worker.models.model_dtypes import name_of

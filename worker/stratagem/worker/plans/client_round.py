@@ -16,11 +16,11 @@ from stratagem.common.base.errors import RefusedBySiteError
 from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.secure_aggregation.transcripts import SecureRound
+from stratagem.common.secure.secrets import SecureRound
 from stratagem.common.strategy import Federated
+from stratagem.common.tensors.local_files import MAX_COPY_BYTES, copy_of, is_near
 from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose, to_proto
-from stratagem.common.tensors.open_files import MAX_COPY_BYTES, copy_of, is_near
-from stratagem.common.tensors.traffic import sent
+from stratagem.common.tensors.stream import sent
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.privacy.clip_update import clipped_change
 from stratagem.worker.engine.trainers.federated_client import (

@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError
-from stratagem.common.base.exception_frames import without_frames
+from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError, without_frames
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import about
 from stratagem.v1 import worker_pb2 as pb

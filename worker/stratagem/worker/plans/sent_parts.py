@@ -5,7 +5,7 @@ import time
 from typing import Final
 
 from stratagem.common.history import Recorder, Series
-from stratagem.common.history.packing import packed_parts
+from stratagem.common.history.recording import packed_parts
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.session.context import ExecutionContext
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError, UserCodeError
-from stratagem.common.numerics.numerics_rules import REFUSES_INFINITE
+from stratagem.common.numerics.rules import REFUSES_INFINITE
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import are_models_apart
 from stratagem.v1 import worker_pb2 as pb

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics import numerics_rules
+from stratagem.common.numerics import rules
 from stratagem.v1 import types_pb2
 from stratagem.worker.engine.numerics.fingerprint import device_name, numerics_fingerprint
 
@@ -49,7 +49,7 @@ def capability_of(
         numerics_description=description,
         local_data=sorted(local_data),
         tags=sorted(set(tags)),
-        numerics_rules=numerics_rules.CURRENT,
+        numerics_rules=rules.CURRENT,
     )
 
 

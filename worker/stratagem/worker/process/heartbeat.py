@@ -17,10 +17,15 @@ import structlog
 
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.observe.logs import identify
-from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
-from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators
+from stratagem.common.rpc.channel import (
+    PLAINTEXT,
+    CoordinatorChannel,
+    Coordinators,
+    Proof,
+    open_channel,
+)
+from stratagem.common.rpc.probe import identity_problem
 from stratagem.common.rpc.status_codes import name_of
-from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub

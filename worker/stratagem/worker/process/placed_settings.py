@@ -9,9 +9,9 @@ import socket
 from typing import Any, get_args
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.host_port import split_address
+from stratagem.common.base.text import split_address
 from stratagem.common.process.cpu_threads import available_cores, threads_told
-from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.common.rpc.channel import split_addresses
 from stratagem.worker.process.launch_place import (
     COORDINATOR,
     Launcher,

@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from stratagem.common.process.process_exit import MISTAKEN, PREEMPTED
+from stratagem.common.process.process import MISTAKEN, PREEMPTED
 
 REPEAT_S: Final = 2.0
 """Signals that follow the first one within this are repeats of it."""

@@ -17,11 +17,16 @@ import grpc
 import structlog
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.base.retry_backoff import Backoff
-from stratagem.common.rpc.channel import Proof, open_channel, write_message
-from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators
-from stratagem.common.rpc.relay_copy import PARKED, copy_both_ways
-from stratagem.common.rpc.tls_probe import identity_problem
+from stratagem.common.base.retry import Backoff
+from stratagem.common.rpc.channel import (
+    CoordinatorChannel,
+    Coordinators,
+    Proof,
+    open_channel,
+    write_message,
+)
+from stratagem.common.rpc.probe import identity_problem
+from stratagem.common.rpc.streams import PARKED, copy_both_ways
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from stratagem.common.base.ids import new_incarnation
-from stratagem.common.files.state_folder import StateFolder
-from stratagem.common.privacy.privacy_secret import PrivacySecret
+from stratagem.common.privacy.noise import PrivacySecret
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.signed_objects import SignedObjects
+from stratagem.common.tensors.leaves import StateFolder
+from stratagem.common.tensors.local_files import leave_place
 from stratagem.common.tensors.manifest import Limits
-from stratagem.common.tensors.open_files import leave_place
 from stratagem.worker.data.reader.worker_readers import WorkerReaders
 from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.host.coordinator_clock import CoordinatorClock

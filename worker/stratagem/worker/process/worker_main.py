@@ -26,18 +26,21 @@ from grpc_health.v1 import health_pb2
 from pydantic import ValidationError
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError
-from stratagem.common.files.atomic_file import whole_file
+from stratagem.common.base.files import whole_file
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import identify, setup_logging
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
-from stratagem.common.process.process_exit import MISTAKEN
-from stratagem.common.process.settings_rules import told
+from stratagem.common.process.process import MISTAKEN, told
 from stratagem.common.rpc.admission import CallLimits
-from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.channel import (
+    CoordinatorChannel,
+    Coordinators,
+    open_channel,
+    split_addresses,
+)
 from stratagem.common.rpc.health_service import HealthService
-from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators, split_addresses
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
-from stratagem.common.rpc.socket_folder import SocketFolder
+from stratagem.common.rpc.streams import SocketFolder
 from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub

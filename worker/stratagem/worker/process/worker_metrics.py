@@ -12,13 +12,18 @@ from typing import Final
 
 import torch
 
-from stratagem.common.base.host_port import split_address
-from stratagem.common.observe.call_metrics import CallStats, methods_of
-from stratagem.common.observe.metric_definition import Metric, Readings, Values, one
-from stratagem.common.observe.metrics_endpoint import metrics_served
-from stratagem.common.observe.process_metrics import SHARED, ProcessStats
-from stratagem.common.observe.scrape_guard import Guard, deployment_of
-from stratagem.common.tensors import traffic
+from stratagem.common.base.text import split_address
+from stratagem.common.observe.metrics import Metric, Readings, Values, one
+from stratagem.common.observe.metrics_server import (
+    SHARED,
+    CallStats,
+    Guard,
+    ProcessStats,
+    deployment_of,
+    methods_of,
+    metrics_served,
+)
+from stratagem.common.tensors import stream
 from stratagem.v1 import peer_pb2, worker_pb2
 from stratagem.worker.process.heartbeat import Agent
 from stratagem.worker.process.worker_settings import WorkerSettings
@@ -181,7 +186,7 @@ class WorkerMonitor:
         yield SKIPPED, one(stats.num_skipped_steps)
         yield ROWS, one(stats.num_rows)
         yield EXCHANGE_WAIT, one(stats.exchange_wait_s)
-        yield MESH_BYTES, {key: n for key, n in traffic.engine_bytes().items()}
+        yield MESH_BYTES, {key: n for key, n in stream.engine_bytes().items()}
         yield ENDED, {(outcome,): stats.ended[outcome] for outcome in OUTCOMES}
         yield JOBS_WAITING, one(self._host.thread.num_waiting)
         yield STALL, one(stats.stalled_s)

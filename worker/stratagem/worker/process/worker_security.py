@@ -9,14 +9,12 @@ alone, which is the one engine that TLS protects.
 import grpc.aio
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.host_port import is_loopback, split_address
-from stratagem.common.identity.authentication import Authorizer
-from stratagem.common.identity.revocation import RevokedFile
-from stratagem.common.identity.tls_files import Role, TlsFiles, tls_files
-from stratagem.common.rpc.channel import Proof
-from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.common.base.text import is_loopback, split_address
+from stratagem.common.identity.callers import Authorizer, RevokedFile
+from stratagem.common.identity.tls import Role, TlsFiles, tls_files
+from stratagem.common.rpc.channel import Proof, split_addresses
 from stratagem.common.rpc.server import bind, bind_socket, bind_tls
-from stratagem.common.rpc.socket_folder import SocketFolder
+from stratagem.common.rpc.streams import SocketFolder
 from stratagem.worker.mesh.backend_agreement import AUTO
 from stratagem.worker.process.worker_settings import WorkerSettings, advertised
 

@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from stratagem.common.base.host_port import dialled_host, split_address
 from stratagem.common.base.ids import check_run_id, check_worker_id
+from stratagem.common.base.text import dialled_host, split_address
 from stratagem.common.observe.logs import LEVELS
 from stratagem.common.process.cpu_threads import (
     ThreadChoice,
@@ -30,9 +30,9 @@ from stratagem.common.process.cpu_threads import (
     default_threads,
     threads_told,
 )
-from stratagem.common.process.settings_rules import at_least, flag
-from stratagem.common.rpc.http_proxy import check_proxy
-from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.common.process.process import at_least, flag
+from stratagem.common.rpc.channel import split_addresses
+from stratagem.common.rpc.probe import check_proxy
 from stratagem.worker.host.exit_record import check_previous_exit
 from stratagem.worker.process.launch_place import Launcher
 from stratagem.worker.process.placed_settings import with_place

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import UserCodeError
-from stratagem.common.secure_aggregation.mask_stream import apply_mask
-from stratagem.common.secure_aggregation.masked_layout import MASKED, MaskedLayout
-from stratagem.common.secure_aggregation.quantisation import Floats
+from stratagem.common.secure.masks import MASKED, Floats, MaskedLayout, apply_mask
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.worker.secure_aggregation.secure_client import Masking

@@ -18,9 +18,9 @@ from typing import Final
 
 import structlog
 
-from stratagem.common.files.atomic_file import whole_file
-from stratagem.common.schema.json_text import JSON
-from stratagem.common.strategy.secure_options import SecureAggregation
+from stratagem.common.base.files import whole_file
+from stratagem.common.schema.json import JSON
+from stratagem.common.strategy.secure import SecureAggregation
 
 log = structlog.get_logger(__name__)
 

@@ -20,23 +20,23 @@ from dataclasses import dataclass, replace
 
 from stratagem.common.base.errors import InvalidInputError, KeysLostError, RefusedBySiteError
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.schema.json_text import JSON
-from stratagem.common.secure_aggregation.client_secrets import (
+from stratagem.common.schema.json import JSON
+from stratagem.common.secure.masks import Quantisation
+from stratagem.common.secure.secrets import (
     KEY_BYTES,
     SEALED_BYTES,
     ClientSecrets,
     HeldShare,
+    SecureRound,
 )
-from stratagem.common.secure_aggregation.neighbourhoods import (
+from stratagem.common.secure.sharing import (
     MIN_CLIENTS,
     RING_SEED_BYTES,
     is_complete,
     neighbours,
     shares_needed,
 )
-from stratagem.common.secure_aggregation.quantisation import Quantisation
-from stratagem.common.secure_aggregation.transcripts import SecureRound
-from stratagem.common.strategy.secure_options import SecureAggregation
+from stratagem.common.strategy.secure import SecureAggregation
 from stratagem.worker.secure_aggregation.secret_store import (
     PeerKeys,
     RecordKey,

@@ -19,11 +19,11 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import Party, check_party, check_run_id
 from stratagem.common.job import JobSpec
-from stratagem.common.schema.field_types import MAX_COUNT
-from stratagem.common.schema.json_text import JSON
-from stratagem.common.secure_aggregation.transcripts import SecureRound
+from stratagem.common.schema.document import MAX_COUNT
+from stratagem.common.schema.json import JSON
+from stratagem.common.secure.secrets import SecureRound
 from stratagem.common.strategy import Federated
-from stratagem.common.strategy.secure_options import MAX_SECURE_CLIENTS
+from stratagem.common.strategy.secure import MAX_SECURE_CLIENTS
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.secure_aggregation.secret_store import SecretStore

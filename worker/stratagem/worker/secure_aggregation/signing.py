@@ -25,15 +25,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.identity.revocation import RevokedFile
-from stratagem.common.identity.tls_files import (
-    CertId,
-    Material,
-    Role,
-    TlsFiles,
-    certificates_in,
-    uris_of,
-)
+from stratagem.common.identity.callers import RevokedFile
+from stratagem.common.identity.tls import CertId, Material, Role, TlsFiles, certificates_in, uris_of
 from stratagem.worker.site.site_file import PeerPins
 
 _PSS: Final = padding.PSS(mgf=padding.MGF1(SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)

@@ -7,10 +7,10 @@ thread fails over it or memory fills up.
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.numerics_rules import check_numerics
-from stratagem.common.privacy.gaussian_noise import SECRET_BYTES
-from stratagem.common.schema.field_types import MAX_COUNT
-from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_REPLICAS
+from stratagem.common.numerics.rules import check_numerics
+from stratagem.common.privacy.noise import SECRET_BYTES
+from stratagem.common.schema.document import MAX_COUNT
+from stratagem.common.strategy.strategies import MAX_CLIENTS, MAX_REPLICAS
 from stratagem.v1 import worker_pb2 as pb
 
 MAX_MEMBERS: Final = 16_384

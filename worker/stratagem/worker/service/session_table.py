@@ -20,7 +20,7 @@ from stratagem.common.base.errors import (
     StaleError,
     UnavailableError,
 )
-from stratagem.common.identity.authentication import Caller
+from stratagem.common.identity.callers import Caller
 from stratagem.common.job import JobSpec
 from stratagem.common.observe import tracing
 from stratagem.v1 import types_pb2

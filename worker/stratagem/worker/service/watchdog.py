@@ -20,7 +20,7 @@ from typing import Final
 
 import structlog
 
-from stratagem.common.base.printable_text import printable
+from stratagem.common.base.text import printable
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.stalls import (
     StackFrame,

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.diagnostics.environment import environment_of
-from stratagem.common.files.state_folder import StateFolder, folder_mismatch
+from stratagem.common.observe.findings import environment_of
 from stratagem.common.rpc.channel import Proof, open_channel
+from stratagem.common.tensors.leaves import StateFolder, folder_mismatch
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub

@@ -24,26 +24,25 @@ from stratagem.common.base.errors import (
     SiteClosedError,
 )
 from stratagem.common.base.ids import check_party, check_run_id
-from stratagem.common.identity.authentication import Caller, current_caller
-from stratagem.common.identity.authorization import Names
+from stratagem.common.identity.callers import Caller, Names, current_caller
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.rpc.ownership_check import checks_what_is_named
+from stratagem.common.rpc.server import checks_what_is_named
 from stratagem.common.rpc.tensor_transfer import (
     IDLE_TIMEOUT_S,
     receive_header,
     receive_upload,
     serve_get,
 )
-from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
-from stratagem.common.tensors.open_file_transfer import serve_copy
-from stratagem.common.tensors.open_files import (
+from stratagem.common.tensors.local_files import (
     MAX_COPY_BYTES,
     MemoryCopy,
     copy_of,
     is_near,
     offered,
+    serve_copy,
 )
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
 from stratagem.v1 import tensor_pb2, types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer

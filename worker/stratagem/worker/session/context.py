@@ -20,8 +20,8 @@ from stratagem.common.base.errors import InvalidInputError, PermissionDeniedErro
 from stratagem.common.code import bundle
 from stratagem.common.history import Recorder
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import check_numerics
-from stratagem.common.privacy.privacy_secret import PrivacySecret
+from stratagem.common.numerics.rules import check_numerics
+from stratagem.common.privacy.noise import PrivacySecret
 from stratagem.common.rpc.signed_objects import SignedObjects
 from stratagem.common.strategy import local_steps_of
 from stratagem.v1 import worker_pb2 as pb
@@ -265,7 +265,7 @@ class ExecutionContext:
 
     @property
     def numerics(self) -> int:
-        """Version of the rules that decide the bits; see common.numerics.numerics_rules."""
+        """Version of the rules that decide the bits; see common.numerics.rules."""
         return check_numerics(self.request.numerics)
 
     @property

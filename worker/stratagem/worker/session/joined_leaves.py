@@ -20,9 +20,8 @@ from stratagem.common.base.errors import (
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.tensor_transfer import Retry, pull
-from stratagem.common.tensors.byte_ranges import ByteReader, pieces_manifest
+from stratagem.common.tensors.leaves import LEAF_BYTES, ByteReader, pieces_manifest
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.state_leaves import LEAF_BYTES
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
 from stratagem.worker.session.sent_state import SentState

@@ -19,8 +19,8 @@ from typing import Final
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, SoleCopyLostError
-from stratagem.common.files.atomic_file import whole_file
-from stratagem.common.tensors.safetensors_file import blob_digest, file_digest, header_bytes
+from stratagem.common.base.files import whole_file
+from stratagem.common.tensors.files import blob_digest, file_digest, header_bytes
 from stratagem.common.tensors.torch_codec import bytes_of, load_file
 from stratagem.worker.host.thread_activity import moved
 from stratagem.worker.session.session_states import Frozen, freeze

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
+from stratagem.common.tensors.leaves import leaves_of, pieces_of
 from stratagem.common.tensors.same_bytes import are_equal
-from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
 from stratagem.worker.session.session_states import Frozen
 
 _BLOCK_BYTES: Final = 2**20

@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from stratagem.common.process.own_folder import temporary_folder
+from stratagem.common.process.process import temporary_folder
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.session.context import ExecutionContext
 

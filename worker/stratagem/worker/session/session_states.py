@@ -18,8 +18,8 @@ from typing import Final
 from torch import Tensor
 
 from stratagem.common.base.errors import NotFoundError, UnavailableError
+from stratagem.common.tensors.local_files import MemoryCopy
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.open_files import MemoryCopy
 from stratagem.common.tensors.torch_codec import manifest_of
 
 NUM_SNAPSHOTS: Final = 2

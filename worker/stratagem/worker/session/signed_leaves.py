@@ -14,7 +14,7 @@ import structlog
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.base.retry import Backoff
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.rpc.signed_objects import SignedObjects
@@ -26,7 +26,7 @@ from stratagem.worker.session.known_leaves import LeafHasher
 from stratagem.worker.session.session_states import Frozen
 from stratagem.worker.session.written_leaves import TakeDigest, digest_by, due_leaves
 
-NUM_AT_ONCE: Final = 8
+NUM_OBJECTS_AT_ONCE: Final = 8
 """Leaves that are hashed or sent at once: one connection alone gets a fraction of what an object
 store can do."""
 NUM_JOINED: Final = 2
@@ -69,7 +69,7 @@ async def put_leaves(
             while due:
                 await share.write(*due.popleft())
 
-        most = NUM_JOINED if request.leaves else NUM_AT_ONCE
+        most = NUM_JOINED if request.leaves else NUM_OBJECTS_AT_ONCE
         writing = [asyncio.create_task(write()) for _ in range(min(most, len(due)))]
         try:
             await asyncio.gather(*writing)
@@ -89,7 +89,7 @@ class _Share:
         digest: TakeDigest,
     ) -> None:
         self._stream, self._objects, self._have, self._digest = stream, objects, have, digest
-        self._threads = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="leaves")
+        self._threads = ThreadPoolExecutor(NUM_OBJECTS_AT_ONCE, thread_name_prefix="leaves")
         self._hashing = asyncio.Semaphore(_NUM_HASHED)
         self._is_over = False
 

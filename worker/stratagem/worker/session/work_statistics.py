@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from stratagem.common.observe.metric_definition import Durations
+from stratagem.common.observe.metrics import Durations
 from stratagem.v1 import worker_pb2
 
 if TYPE_CHECKING:  # the engine knows nothing of this

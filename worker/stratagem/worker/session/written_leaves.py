@@ -9,17 +9,16 @@ from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
+from stratagem.common.tensors.leaves import StateFolder, leaves_of, pieces_of
 from stratagem.common.tensors.manifest import to_proto
-from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.session.joined_leaves import LeafPieces, check_leaves
 from stratagem.worker.session.known_leaves import KnownLeaves, LeafHasher, hashed
 from stratagem.worker.session.session_states import Frozen
 
-NUM_AT_ONCE: Final = 2
+NUM_FILES_AT_ONCE: Final = 2
 """Leaves that are hashed and written at once: one on its way to the disk, one in the processor."""
 _UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
 DueLeaf = tuple[int, Callable[[], Awaitable[list[memoryview]]]]
@@ -75,7 +74,7 @@ async def written_leaves(
         waiting: deque[asyncio.Task[pb.WrittenLeaf]] = deque()
         try:
             while due or waiting:
-                while due and len(waiting) < NUM_AT_ONCE:
+                while due and len(waiting) < NUM_FILES_AT_ONCE:
                     waiting.append(asyncio.create_task(writer.write(*due.popleft())))
                 leaf = await asyncio.shield(waiting[0])
                 waiting.popleft()

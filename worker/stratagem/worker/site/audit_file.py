@@ -14,10 +14,10 @@ from typing import BinaryIO, Final
 
 import structlog
 
-from stratagem.common.audit.audit_chain import GENESIS, MAX_LINE_BYTES, line_of, parsed, torn_record
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
+from stratagem.common.identity.audit import GENESIS, MAX_LINE_BYTES, line_of, parsed, torn_record
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.schema.json import JSON
 
 log = structlog.get_logger(__name__)
 

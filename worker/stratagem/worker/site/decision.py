@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 from typing import Final
 from zoneinfo import ZoneInfo
 
-from stratagem.common.code.signatures import is_signed
+from stratagem.common.code.bundle import is_signed
 from stratagem.common.job import JobSpec
-from stratagem.common.job.derived_jobs import entry_points_by_field
-from stratagem.common.secure_aggregation.neighbourhoods import is_complete, shares_needed
+from stratagem.common.job.derived import entry_points_by_field
+from stratagem.common.secure.sharing import is_complete, shares_needed
 from stratagem.common.strategy import All, Federated, Random
 from stratagem.worker.site.site_file import AcceptRule, SiteFile
 from stratagem.worker.site.windows import opening, parse_window, told

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from stratagem.common.base.exception_text import leaves
+from stratagem.common.base.errors import leaves
 from stratagem.worker.user_code import bundle_import
 
 MAX_CHARS: Final = 200

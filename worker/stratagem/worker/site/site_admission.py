@@ -12,9 +12,9 @@ from stratagem.common.base.errors import (
     SiteClosedError,
     UserCodeError,
 )
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.schema.json import JSON
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import LocalData
 from stratagem.worker.site.disclosure import Disclosure

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.common.base.errors import RefusedBySiteError
-from stratagem.common.schema.json_text import dump_json
+from stratagem.common.schema.json import dump_json
 from stratagem.worker.data.data_factory import DataFunction, made_data
 from stratagem.worker.data.data_sources import LocalData, read_tensors
 from stratagem.worker.data.datasets import Dataset

@@ -18,11 +18,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import AfterValidator, PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.code.signatures import read_public_keys
-from stratagem.common.identity.tls_files import certificates_in
+from stratagem.common.code.bundle import read_public_keys
+from stratagem.common.identity.tls import certificates_in
 from stratagem.common.job.sections import check_tensor_file
-from stratagem.common.schema.document import Section, one_of, only_with
-from stratagem.common.schema.field_types import (
+from stratagem.common.schema.document import (
     Count,
     EntrypointName,
     Items,
@@ -32,9 +31,11 @@ from stratagem.common.schema.field_types import (
     NonEmptyItems,
     NonEmptyText,
     Positive,
+    Section,
+    one_of,
+    only_with,
 )
-from stratagem.common.schema.frozen import FrozenDict
-from stratagem.common.schema.json_text import under
+from stratagem.common.schema.json import FrozenDict, under
 from stratagem.common.schema.rules import rule
 from stratagem.worker.site.windows import parse_window
 

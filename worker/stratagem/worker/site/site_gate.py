@@ -18,10 +18,10 @@ from stratagem.common.base.errors import (
     RefusedBySiteError,
     SiteClosedError,
 )
-from stratagem.common.files.watched_file import Stamp, stamp_of
+from stratagem.common.base.files import Stamp, stamp_of
 from stratagem.common.job import JobSpec
-from stratagem.common.job.derived_jobs import entry_points
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.job.derived import entry_points
+from stratagem.common.schema.json import JSON
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.site.audit_file import AuditFile
 from stratagem.worker.site.decision import FitsRule, Offer, decide, epsilon_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.code.signatures import is_signed, read_public_keys
-from stratagem.common.files.watched_file import WatchedFiles
+from stratagem.common.base.files import WatchedFiles
+from stratagem.common.code.bundle import is_signed, read_public_keys
 from stratagem.common.job import CodeSpec
 
 Check = Callable[[CodeSpec], str]

@@ -16,7 +16,7 @@ from typing import Final
 from stratagem.common.base.errors import IntegrityError, StratagemError
 from stratagem.common.code.bundle import MAX_FILES, digest_of, pack, unpack
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.process.own_folder import remove_tree, temporary_folder
+from stratagem.common.process.process import remove_tree, temporary_folder
 from stratagem.worker.user_code import bundle_import
 
 MAX_STORED_BYTES: Final = 2**30

@@ -27,10 +27,10 @@ from stratagem.common.base.errors import (
     StratagemError,
     UserCodeError,
     Violation,
+    leaves,
+    told,
 )
-from stratagem.common.base.exception_text import leaves, told
-from stratagem.common.schema.frozen import thawed
-from stratagem.common.schema.json_text import suggest
+from stratagem.common.schema.json import suggest, thawed
 from stratagem.worker.host.thread_activity import per_thread
 from stratagem.worker.user_code import bundle_import
 from stratagem.worker.user_code.changed_modules import see_modules

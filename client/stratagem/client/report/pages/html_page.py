@@ -16,8 +16,8 @@ from stratagem.client.report.curve_panels import NOTES, curve_panels
 from stratagem.client.report.pages.html_document import Section, document, figure
 from stratagem.client.report.run_panels import strategy_panels, time_line_panel
 from stratagem.client.report.run_values import ReportedRun, progress_text, time_text
-from stratagem.common.base.wording import values_text
-from stratagem.common.job.evaluation.client_spread import without_spreads
+from stratagem.common.base.text import values_text
+from stratagem.common.job.fields import without_spreads
 
 MAX_EVENTS: Final = 500
 

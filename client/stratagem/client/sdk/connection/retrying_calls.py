@@ -27,14 +27,20 @@ from stratagem.common.base.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from stratagem.common.base.retry_backoff import Backoff
-from stratagem.common.process.malloc import tune_malloc
-from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
-from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators, split_addresses
+from stratagem.common.base.retry import Backoff
+from stratagem.common.process.process import tune_malloc
+from stratagem.common.rpc.channel import (
+    PLAINTEXT,
+    CoordinatorChannel,
+    Coordinators,
+    Proof,
+    open_channel,
+    split_addresses,
+)
+from stratagem.common.rpc.probe import identity_problem
 from stratagem.common.rpc.status_codes import from_rpc_error, name_of
-from stratagem.common.rpc.stream_begin import has_begun
+from stratagem.common.rpc.streams import has_begun
 from stratagem.common.rpc.tensor_transfer import Retry
-from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 

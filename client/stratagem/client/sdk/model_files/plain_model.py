@@ -14,6 +14,7 @@ from typing import Final
 
 from stratagem.client.sdk.model_files.model_shards import Shards, shards_of
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import (
     NUM_AVERAGED_KEY,
     Manifest,
@@ -21,7 +22,6 @@ from stratagem.common.tensors.manifest import (
     TensorSpec,
     build_manifest,
 )
-from stratagem.common.tensors.safetensors_file import header_bytes
 
 MODEL_PREFIX: Final = "model/"
 AVERAGE_PREFIX: Final = "average/"

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from stratagem.common.base.ids import Incarnation, WorkerId
-from stratagem.common.schema.frozen import frozen
-from stratagem.common.schema.json_text import check_json
+from stratagem.common.schema.json import check_json, frozen
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Metrics = Mapping[str, Number]

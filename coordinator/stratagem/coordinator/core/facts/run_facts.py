@@ -13,7 +13,7 @@ class RunSubmitted(Value):
     traceparent: str = ""
     """Position of the run in a trace (W3C traceparent), if it is traced."""
     numerics: int = 1
-    """Version of the rules that decide the run's bits; see common/numerics/numerics_rules.py."""
+    """Version of the rules that decide the run's bits; see common/numerics/rules.py."""
     owner: str = ""
     """The owner: `by`, and for a token also which one of that name it was; if empty, `by`."""
     submission: str = ""

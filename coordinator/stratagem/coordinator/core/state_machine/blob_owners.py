@@ -53,14 +53,14 @@ def runs_with(state: CoordinatorState, digest: Digest, views: Mapping[RunId, Run
     named: list[str] = []
     for run_id in resting_with(state, digest):
         view = views.get(run_id)
-        named.append(_named(run_id, digest, () if view is None else view.commits))
+        named.append(_blobs_named(run_id, digest, () if view is None else view.commits))
     for run in state.runs.values():
         if digest in blobs_of(run):
-            named.append(_named(run.run_id, digest, run.commits))
+            named.append(_blobs_named(run.run_id, digest, run.commits))
     return named
 
 
-def _named(
+def _blobs_named(
     run_id: RunId, digest: Digest, commits: Sequence[CommittedState] | Sequence[CommitView]
 ) -> str:
     segments = [each.segment for each in commits if digest in (each.digest, each.average)]

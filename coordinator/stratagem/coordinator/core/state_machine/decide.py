@@ -10,7 +10,7 @@ from typing import assert_never
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics import numerics_rules
+from stratagem.common.numerics import rules
 from stratagem.coordinator.core.commands import (
     AboutWorkers,
     CancelRun,
@@ -191,7 +191,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[JournalEntry, 
         owner=command.owner,
         submission=command.submission,
         traceparent=command.traceparent,
-        numerics=numerics_rules.CURRENT,
+        numerics=rules.CURRENT,
     )
     return (JournalEntry(command.run_id, fact, key_of(fact)),)
 

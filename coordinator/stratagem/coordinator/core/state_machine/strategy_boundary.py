@@ -9,11 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem.common.base.errors import StratagemError, Violation
-from stratagem.common.base.exception_text import told
+from stratagem.common.base.errors import StratagemError, Violation, told
 from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec
-from stratagem.common.job.submission.strategy_rules import check_submitted
+from stratagem.common.job.strategy_rules import check_submitted
 from stratagem.coordinator.core.facts import Fact, Member, RunFailed
 from stratagem.coordinator.core.secret_draws import draws_in_secret, shown_status
 from stratagem.coordinator.core.state import RunPhase, RunRecord, World

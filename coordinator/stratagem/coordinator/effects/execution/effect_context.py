@@ -10,16 +10,15 @@ from weakref import WeakValueDictionary
 import structlog
 from google.protobuf.message import Message
 
-from stratagem.common.base.errors import StaleError, StratagemError, UnavailableError
-from stratagem.common.base.exception_text import told
+from stratagem.common.base.errors import StaleError, StratagemError, UnavailableError, told
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
-from stratagem.common.privacy.privacy_secret import PrivacySecret
+from stratagem.common.privacy.noise import PrivacySecret
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import push_frames
-from stratagem.common.strategy.kinds import MAX_CLIENTS
+from stratagem.common.strategy.strategies import MAX_CLIENTS
+from stratagem.common.tensors.files import header_of
 from stratagem.common.tensors.manifest import Manifest, to_proto
-from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import ROOT, Fact, Member
@@ -142,7 +141,7 @@ class EffectContext:
 
     def numerics_of(self, run_id: RunId) -> int:
         """Return the version of the numerics rules that decide the bits of a run; see
-        common/numerics/numerics_rules.py."""
+        common/numerics/rules.py."""
         return self.state.runs[run_id].numerics
 
     def rows_of(self, run_id: RunId, party: Party) -> str:

@@ -18,10 +18,11 @@ from stratagem.common.base.errors import (
     NotFoundError,
     PermissionDeniedError,
     UnavailableError,
+    leaves,
+    told,
 )
-from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.base.ids import Digest, Party, RunId
-from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.base.retry import Backoff
 from stratagem.common.rpc.status_codes import shown
 from stratagem.coordinator.core.effect_failures import STEADY_S
 from stratagem.coordinator.core.effects import EvaluateState, RunSegment

@@ -14,7 +14,7 @@ import structlog
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from stratagem.common.base.printable_text import is_printable, printable
+from stratagem.common.base.text import is_printable, printable
 
 MAX_WORD_CHARS: Final = 256
 MAX_NAMES: Final = 256
@@ -111,7 +111,7 @@ class _Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ReportingPlan:
     """The fields of a kind of message that hold text, or messages that may."""
 
     texts: tuple[_Rule, ...]
@@ -122,13 +122,13 @@ class _Plan:
 
 
 @cache
-def _plan_of(descriptor: Descriptor) -> _Plan:
+def _plan_of(descriptor: Descriptor) -> _ReportingPlan:
     fields = list(descriptor.fields)
     strings = [entry for entry in fields if entry.type == FieldDescriptor.TYPE_STRING]
     messages = [entry for entry in fields if entry.message_type is not None]
     maps = [message for message in messages if _entry_of(message) is not None]
     others = [message for message in messages if message not in maps]
-    return _Plan(
+    return _ReportingPlan(
         tuple(_rule_of(string) for string in strings if not string.is_repeated),
         tuple(_rule_of(string) for string in strings if string.is_repeated),
         tuple(entry.name for entry in maps if _is_by_name(entry)),

@@ -12,9 +12,9 @@ import grpc.aio
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.base.ids import Digest
 from stratagem.common.rpc.channel import write_message
-from stratagem.common.rpc.stall_timeout import StallTimeout
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.tensors.state_leaves import read_list
+from stratagem.common.rpc.streams import StallTimeout
+from stratagem.common.tensors.leaves import read_list
 from stratagem.coordinator.effects.execution.leaf_signing import LeafSigning
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.v1 import types_pb2, worker_pb2

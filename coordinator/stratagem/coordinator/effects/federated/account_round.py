@@ -10,16 +10,12 @@ from typing import Self
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec, PrivacySpec
-from stratagem.common.job.privacy_section import too_few
+from stratagem.common.job.privacy import too_few
 from stratagem.common.privacy import accountant, adaptive_clipping
-from stratagem.common.privacy.privacy_secret import (
-    SecretLostError,
-    fingerprint_of,
-    seeded_secret,
-)
+from stratagem.common.privacy.noise import SecretLostError, fingerprint_of, seeded_secret
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import parse_header
 from stratagem.common.tensors.manifest import WITHIN_NORM, Manifest
-from stratagem.common.tensors.safetensors_file import parse_header
 from stratagem.coordinator.core.effects import AccountRound, AggregateRound
 from stratagem.coordinator.core.facts import RoundAccounted, RunFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

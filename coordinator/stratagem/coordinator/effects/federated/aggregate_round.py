@@ -7,10 +7,10 @@ from typing import Final
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
-from stratagem.common.privacy.privacy_secret import SecretLostError
+from stratagem.common.privacy.noise import SecretLostError
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
 from stratagem.coordinator.core.facts import RoundRestarted, RunFailed, SegmentCommitted
 from stratagem.coordinator.core.state_machine.strategy_boundary import value_of

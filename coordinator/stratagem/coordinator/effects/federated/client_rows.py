@@ -2,8 +2,7 @@
 
 import math
 
-from stratagem.common.privacy.gaussian_noise import derived_key
-from stratagem.common.privacy.privacy_secret import fingerprint_of
+from stratagem.common.privacy.noise import derived_key, fingerprint_of
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import RowsSpent
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stratagem.common.compression.coded_update import update_key
+from stratagem.common.compression.table import update_key
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates.spool import Spool

@@ -8,8 +8,8 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import header_of
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
-from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.effects import CollectUpdate
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from stratagem.common.base.errors import IntegrityError
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import GeometricMedian, NormBound, RobustRule

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.tensors.local_files import UnreadableFileError, offered, readable_copy
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
-from stratagem.common.tensors.open_files import UnreadableFileError, offered, readable_copy
 from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import tensor_pb2, worker_pb2
 

@@ -4,8 +4,7 @@ import threading
 from contextlib import ExitStack, closing
 
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import TensorSpec
+from stratagem.common.tensors.manifest import TensorSpec, dtype_named
 from stratagem.coordinator.core.effects import SumRegion
 from stratagem.coordinator.core.facts import Accepted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

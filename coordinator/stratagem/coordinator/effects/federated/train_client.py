@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
-from stratagem.common.privacy.privacy_secret import SecretLostError
+from stratagem.common.privacy.noise import SecretLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import pull
-from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
-from stratagem.common.tensors.traffic import received
+from stratagem.common.tensors.stream import Sink, received
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import RunFailed, UpdateReceived
 from stratagem.coordinator.core.facts.rejection_causes import Cause

@@ -11,8 +11,7 @@ from typing import Final
 
 import grpc.aio
 
-from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError
-from stratagem.common.base.exception_text import told
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError, told
 from stratagem.common.base.ids import WorkerId
 from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.coordinator.core.effects import AggregateRound, PostKeys, RouteShares, SecureParty

@@ -10,14 +10,9 @@ from collections.abc import Mapping
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.secure_aggregation.client_secrets import KEY_BYTES, SEALED_BYTES
-from stratagem.common.secure_aggregation.neighbourhoods import (
-    MIN_CLIENTS,
-    RING_SEED_BYTES,
-    neighbours,
-    shares_needed,
-)
-from stratagem.common.strategy.secure_options import SecureAggregation
+from stratagem.common.secure.secrets import KEY_BYTES, SEALED_BYTES
+from stratagem.common.secure.sharing import MIN_CLIENTS, RING_SEED_BYTES, neighbours, shares_needed
+from stratagem.common.strategy.secure import SecureAggregation
 from stratagem.coordinator.core.effects import AggregateRound, PostKeys, RouteShares
 from stratagem.coordinator.core.facts import KeysPosted, SharesRouted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.job import JobSpec
-from stratagem.common.secure_aggregation.masked_layout import MaskedLayout
-from stratagem.common.secure_aggregation.quantisation import Quantisation
+from stratagem.common.secure.masks import MaskedLayout, Quantisation
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.strategies.federated.federated_run import spec_of

@@ -10,15 +10,14 @@ from collections.abc import Set as AbstractSet
 
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.secure_aggregation.client_secrets import (
+from stratagem.common.secure.secrets import (
     KEY_BYTES,
+    SecureRound,
     dropped_pair_key,
     public_of,
     self_mask_key,
 )
-from stratagem.common.secure_aggregation.neighbourhoods import neighbours, shares_needed
-from stratagem.common.secure_aggregation.secret_sharing import SHARE_BYTES, reconstruct
-from stratagem.common.secure_aggregation.transcripts import SecureRound
+from stratagem.common.secure.sharing import SHARE_BYTES, neighbours, reconstruct, shares_needed
 from stratagem.coordinator.core.effects import AggregateRound, SecureParty
 from stratagem.coordinator.core.facts import LeftOut, RoundRestarted, RunFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

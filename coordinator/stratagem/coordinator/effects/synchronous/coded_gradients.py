@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.compression import TensorLayout, make_codec
-from stratagem.common.compression.coded_step import are_forwarded, sum_messages
+from stratagem.common.compression.table import are_forwarded, sum_messages
 from stratagem.common.job import JobSpec, exchanged_codec
-from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
+from stratagem.common.tensors.stream import CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)

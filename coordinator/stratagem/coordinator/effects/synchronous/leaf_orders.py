@@ -20,10 +20,10 @@ import structlog
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError
 from stratagem.common.base.ids import Digest, WorkerId
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.rpc.stall_timeout import StallTimeout
 from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.common.rpc.streams import StallTimeout
+from stratagem.common.tensors.leaves import leaves_of
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
-from stratagem.common.tensors.state_leaves import leaves_of
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.leaf_call import LeafCall, LeafMessage

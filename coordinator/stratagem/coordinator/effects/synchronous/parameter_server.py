@@ -21,10 +21,9 @@ import structlog
 
 from stratagem.common.base.errors import IntegrityError, StratagemError, UnavailableError
 from stratagem.common.compression import TensorLayout
-from stratagem.common.numerics.batch_shards import Node
+from stratagem.common.numerics.shards import Node
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.tensors.chunks import CHUNK_BYTES, ChunkWriter, fill_chunk
 from stratagem.common.tensors.manifest import (
     Limits,
     Manifest,
@@ -33,7 +32,7 @@ from stratagem.common.tensors.manifest import (
     from_proto,
     to_proto,
 )
-from stratagem.common.tensors.traffic import sent
+from stratagem.common.tensors.stream import CHUNK_BYTES, ChunkWriter, fill_chunk, sent
 from stratagem.coordinator.core.commands import ReportTrouble
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.facts import Member

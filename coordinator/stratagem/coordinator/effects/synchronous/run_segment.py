@@ -11,9 +11,9 @@ from typing import Final
 
 from stratagem.common.base.errors import SoleCopyLostError
 from stratagem.common.base.ids import Digest
-from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.schema.json_text import dump_json
+from stratagem.common.schema.json import dump_json
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
 from stratagem.coordinator.core.facts import (
     ROOT,

@@ -13,8 +13,7 @@ import structlog
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party, RunId, child_party
 from stratagem.common.history import Columns, Series, stride_of
-from stratagem.common.history.packing import pack
-from stratagem.common.history.recording import MAX_SERIES
+from stratagem.common.history.recording import MAX_SERIES, pack
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

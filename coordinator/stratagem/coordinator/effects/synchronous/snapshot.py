@@ -16,8 +16,8 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import Digest, Party
 from stratagem.common.rpc.tensor_transfer import SizeOf, all_of_it, pull
-from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
+from stratagem.common.tensors.stream import Sink
 from stratagem.coordinator.effects.execution.effect_context import EffectContext, PulledSnapshot
 from stratagem.coordinator.effects.execution.state_writing import state_writer
 from stratagem.coordinator.effects.synchronous.snapshot_intake import BaseBlob, SnapshotIntake

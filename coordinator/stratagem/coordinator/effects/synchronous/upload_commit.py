@@ -19,8 +19,8 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import Digest
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import header_bytes, header_of
 from stratagem.common.tensors.manifest import Limits
-from stratagem.common.tensors.safetensors_file import header_bytes, header_of
 from stratagem.coordinator.core.effects import UploadCommit
 from stratagem.coordinator.core.facts import CommitUploaded, Member, SoleCopiesLost
 from stratagem.coordinator.effects.execution.effect_context import EffectContext

@@ -7,7 +7,7 @@ their leases grow with the interval. Pure: the number alive comes in, the two sp
 from dataclasses import dataclass
 from typing import Final
 
-from stratagem.common.process.settings_rules import HEARTBEATS_PER_TTL
+from stratagem.common.process.process import HEARTBEATS_PER_TTL
 
 BEATS_PER_S: Final = 500.0
 """The interval grows when workers would send more than this, all of them together."""

@@ -6,8 +6,7 @@ from typing import Any
 
 import structlog
 
-from stratagem.common.base.errors import StratagemError, UnavailableError
-from stratagem.common.base.exception_text import sole, told
+from stratagem.common.base.errors import StratagemError, UnavailableError, sole, told
 
 log = structlog.get_logger()
 

@@ -19,11 +19,16 @@ import grpc
 import grpc.aio
 import structlog
 
-from stratagem.common.base.errors import StratagemError, UnavailableError
-from stratagem.common.base.exception_frames import without_frames
-from stratagem.common.base.exception_text import leaves, sole, told
+from stratagem.common.base.errors import (
+    StratagemError,
+    UnavailableError,
+    leaves,
+    sole,
+    told,
+    without_frames,
+)
 from stratagem.common.base.ids import RunId
-from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.base.retry import Backoff
 from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.coordinator.core.effect_failures import TROUBLE, FailedTries
 from stratagem.coordinator.core.effects import Effect, EvaluateState, slots

@@ -11,5 +11,5 @@
     temporary_files.py  files that vanish with their writer
 
 Knows bytes and digests. What a blob holds is the business of
-`stratagem.common.tensors.safetensors_file`.
+`stratagem.common.tensors.files`.
 """

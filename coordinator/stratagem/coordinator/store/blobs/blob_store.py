@@ -13,8 +13,8 @@ from typing import Protocol
 
 from stratagem.common.base.errors import IntegrityError, NotFoundError
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.durable_file import (
     DurableFile,
     MakeRoom,

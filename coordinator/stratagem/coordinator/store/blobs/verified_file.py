@@ -16,10 +16,9 @@ from typing import Any, Final, Protocol
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.chunks import piece_bytes
-from stratagem.common.tensors.frames import crc32c, extended, has_crc
-from stratagem.common.tensors.open_files import offer
-from stratagem.common.tensors.safetensors_file import FileSource, header_size
+from stratagem.common.tensors.files import FileSource, header_size
+from stratagem.common.tensors.local_files import offer
+from stratagem.common.tensors.stream import crc32c, extended, has_crc, piece_bytes
 from stratagem.v1 import tensor_pb2
 
 _PREFIX_BYTES: Final = 8

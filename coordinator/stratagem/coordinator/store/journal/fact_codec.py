@@ -55,7 +55,7 @@ def committed(record: Record) -> Committed:
     return Committed(JournalEntry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
 
 
-def shown(record: Record) -> Committed:
+def shown_fact(record: Record) -> Committed:
     """Return the fact in a row, with its payload for those who watch."""
     fact = decode(record.kind, record.schema_version, record.payload)
     payload, entry = (
@@ -91,6 +91,6 @@ def ended_run(brief: str) -> EndedRun:
     return _brief.validate_json(brief)
 
 
-def view(text: str) -> RunView:
+def view_of(text: str) -> RunView:
     """Return the part of a summary that is shown of a run at rest."""
     return RunView.model_validate_json(text)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from typing import TypeVar
 
-from stratagem.common.base import limits
+from stratagem.common.base import ids
 from stratagem.common.base.ids import Party, RunId
 from stratagem.coordinator.core.commands import Command, JournalEntry
 from stratagem.coordinator.core.event_span import EventSpan
@@ -126,12 +126,14 @@ class Recorded:
                 newest_first=span.newest_first,
             )
         )
-        return await asyncio.to_thread(lambda: [fact_codec.shown(item.record) for item in page])
+        return await asyncio.to_thread(
+            lambda: [fact_codec.shown_fact(item.record) for item in page]
+        )
 
     async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:
         """Return the views of runs at rest; nothing for one that is not, or not any more."""
         shown = await self._in_thread(lambda: self._journal.shown(run_ids))
-        return {run_id: fact_codec.view(text) for run_id, text in shown.items()}
+        return {run_id: fact_codec.view_of(text) for run_id, text in shown.items()}
 
     async def history_parties(self, run_id: RunId) -> list[Party]:
         """Return the parties of a run of which there is a step history."""
@@ -219,7 +221,7 @@ class Recorded:
         def read() -> CoordinatorState:
             stored = self._journal.read(run_id, 0, min(num_facts, PAGE_FACTS))
             facts = (fact_codec.committed(item.record) for item in islice(stored, num_facts))
-            with limits.lifted():
+            with ids.lifted():
                 return recall(state, run_id, ((item.entry.fact, item.time_s) for item in facts))
 
         return await self._in_thread(read)

@@ -12,9 +12,14 @@ import numpy as np
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Columns, Series
 from stratagem.common.history.columns import ROW_BYTES, concatenated, part_of
-from stratagem.common.history.packing import MAX_UNPACKED_BYTES, pack, unpack
-from stratagem.common.history.recording import MAX_NAME, MAX_SERIES
-from stratagem.common.history.stage_actions import is_of_newest_segment
+from stratagem.common.history.recording import (
+    MAX_NAME,
+    MAX_SERIES,
+    MAX_UNPACKED_BYTES,
+    is_of_newest_segment,
+    pack,
+    unpack,
+)
 
 Ends = tuple[tuple[int, int], ...]
 """(segment, its last step), in order."""

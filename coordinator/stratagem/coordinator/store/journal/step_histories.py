@@ -33,7 +33,7 @@ from sqlalchemy import (
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.history.packing import unpack
+from stratagem.common.history.recording import unpack
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.store.journal.history_rows import HistoryRow, cut_to
 from stratagem.coordinator.store.journal.tables import history

@@ -11,6 +11,6 @@
     joined_state.py the file that a state's leaves make
 
 Knows bytes and digests, and neither runs nor workers. What a leaf is, is the business of
-`stratagem.common.tensors.state_leaves`, what files are called that of
-`stratagem.common.files.state_folder`.
+`stratagem.common.tensors.leaves`, what files are called that of
+`stratagem.common.tensors.leaves`.
 """

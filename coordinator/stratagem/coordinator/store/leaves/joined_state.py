@@ -5,8 +5,8 @@ from typing import Final
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.chunks import piece_bytes
-from stratagem.common.tensors.state_leaves import LeafList, leaves_of, places_of
+from stratagem.common.tensors.leaves import LeafList, leaves_of, places_of
+from stratagem.common.tensors.stream import piece_bytes
 from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 from stratagem.coordinator.store.leaves.leaf_store import LeafBytes
 

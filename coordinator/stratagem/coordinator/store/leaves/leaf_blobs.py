@@ -15,8 +15,8 @@ import structlog
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, LimitError
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.leaves import LeafList, list_bytes, read_list
 from stratagem.common.tensors.manifest import Limits, Manifest
-from stratagem.common.tensors.state_leaves import LeafList, list_bytes, read_list
 from stratagem.coordinator.store.blobs.blob_store import (
     BlobStore,
     BlobWriter,

@@ -17,9 +17,8 @@ from typing import Final, Self
 
 from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder, digest_and_upload
-from stratagem.common.tensors.chunks import CHUNK_BYTES
-from stratagem.common.tensors.frames import crc32c
+from stratagem.common.tensors.leaves import StateFolder, digest_and_upload
+from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c
 from stratagem.coordinator.store.blobs.blob_store import MissingBlobError
 from stratagem.coordinator.store.blobs.directory_blobs import new_bin
 from stratagem.coordinator.store.blobs.durable_file import (

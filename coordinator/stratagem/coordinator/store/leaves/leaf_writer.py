@@ -7,8 +7,8 @@ import hashlib
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.leaves import LeafStream, leaves_of, list_bytes
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.state_leaves import LeafStream, leaves_of, list_bytes
 from stratagem.coordinator.store.leaves.leaf_store import LeafStore, NewLeaf
 from stratagem.coordinator.store.leaves.leaf_upload import DirectUpload
 

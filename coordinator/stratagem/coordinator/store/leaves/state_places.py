@@ -4,8 +4,8 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from stratagem.common.files.atomic_file import whole_file
-from stratagem.common.files.state_folder import LIST_SUFFIX, StateFolder
+from stratagem.common.base.files import whole_file
+from stratagem.common.tensors.leaves import LIST_SUFFIX, StateFolder
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.durable_file import make_folder

@@ -13,7 +13,7 @@ from dataclasses import replace
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.job import JobSpec, with_fields
-from stratagem.common.job.submission.strategy_rules import check_regional
+from stratagem.common.job.strategy_rules import check_regional
 from stratagem.common.strategy import Federated, dump_strategy
 from stratagem.coordinator.core.effects import (
     AggregateRound,

@@ -18,9 +18,9 @@ from stratagem.common.job import (
     seed_of,
     with_fields,
 )
-from stratagem.common.job.optimizer.optimizer_section import UpdateRuleSpec
-from stratagem.common.job.submission.strategy_rules import check_silos
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.job.optimizer import UpdateRuleSpec
+from stratagem.common.job.strategy_rules import check_silos
+from stratagem.common.schema.json import JSON
 from stratagem.common.strategy import (
     Local,
     dump_strategy,

@@ -4,7 +4,7 @@ rows."""
 import math
 from collections.abc import Mapping, Sequence
 
-from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN, SHARES
+from stratagem.common.job.fields import CLIENT_MEAN, SHARES
 from stratagem.coordinator.strategies.evaluation.metric_sums import WEIGHT, means
 
 

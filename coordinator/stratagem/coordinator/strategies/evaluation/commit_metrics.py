@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from stratagem.common.job import JobSpec
-from stratagem.common.job.evaluation.client_spread import of_metric
+from stratagem.common.job.fields import of_metric
 
 LOGGED: Final = "evaluation."
 """Before the names of what the user's on_evaluation has logged."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from stratagem.common.base.ids import WorkerId
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability, Roster
 from stratagem.coordinator.core.facts import (

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import ErrorRecord, RunFailed, UpdateRejected
 from stratagem.coordinator.core.facts.rejection_causes import Cause

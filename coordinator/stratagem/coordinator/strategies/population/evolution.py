@@ -11,16 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from random import Random
 from typing import assert_never
 
-from stratagem.common.schema.json_text import JSON
-from stratagem.common.strategy import (
-    Binary,
-    ExploitStrategy,
-    ExploreStrategy,
-    Perturbation,
-    Resample,
-    Truncation,
-)
-from stratagem.common.strategy.search_space import (
+from stratagem.common.job.search_space import (
     Categorical,
     Conditional,
     Dimension,
@@ -31,6 +22,15 @@ from stratagem.common.strategy.search_space import (
     Scale,
     SearchSpace,
     plain,
+)
+from stratagem.common.schema.json import JSON
+from stratagem.common.strategy import (
+    Binary,
+    ExploitStrategy,
+    ExploreStrategy,
+    Perturbation,
+    Resample,
+    Truncation,
 )
 
 Params = Mapping[str, JSON]

@@ -9,8 +9,7 @@ from typing import assert_never
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import JobSpec, check_optimizer, member_job
-from stratagem.common.schema.json_text import JSON
-from stratagem.common.strategy.search_space import (
+from stratagem.common.job.search_space import (
     Categorical,
     Conditional,
     Dimension,
@@ -21,6 +20,7 @@ from stratagem.common.strategy.search_space import (
     SearchSpace,
     plain,
 )
+from stratagem.common.schema.json import JSON
 from stratagem.coordinator.strategies.population.evolution import (
     Params,
     active_values,

@@ -16,9 +16,9 @@ from itertools import chain
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import RunId
-from stratagem.common.base.wording import counted, values_text
+from stratagem.common.base.text import counted, values_text
 from stratagem.common.job import JobSpec, member_job
-from stratagem.common.job.submission.strategy_rules import check_members
+from stratagem.common.job.strategy_rules import check_members
 from stratagem.common.strategy import PopulationBased
 from stratagem.coordinator.core.effects import Build, Effect
 from stratagem.coordinator.core.facts import (

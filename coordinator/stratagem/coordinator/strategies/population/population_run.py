@@ -11,9 +11,9 @@ from random import Random
 
 from stratagem.common.base.ids import Party, child_party
 from stratagem.common.job import JobSpec, member_job
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.job.search_space import SearchSpace
+from stratagem.common.schema.json import JSON
 from stratagem.common.strategy import Federated, Local, PopulationBased, Strategy
-from stratagem.common.strategy.search_space import SearchSpace
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import (
     Copied,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Party
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec, check_optimizer, scheduled_job
-from stratagem.common.job.optimizer.hyperparameter_schedule import HyperparameterSchedule
+from stratagem.common.job.schedules import HyperparameterSchedule
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Fact, RunCompleted

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Final, assert_never
 
 from stratagem.common.job import JobSpec
-from stratagem.common.schema.frozen import thawed
-from stratagem.common.schema.json_text import JSON
-from stratagem.common.strategy.search_space import (
+from stratagem.common.job.search_space import (
     Categorical,
     Conditional,
     Float,
@@ -23,6 +21,7 @@ from stratagem.common.strategy.search_space import (
     SearchSpace,
     plain,
 )
+from stratagem.common.schema.json import JSON, thawed
 from stratagem.coordinator.strategies.population.evolution import (
     Params,
     active_values,

@@ -9,7 +9,7 @@ clients, and one that the run has gone back behind since. Pure functions of the 
 from dataclasses import dataclass, replace
 
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.base.wording import beyond_text, counted
+from stratagem.common.base.text import beyond_text, counted
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import AccountRound
 from stratagem.coordinator.core.facts import (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import RowsAsked
 from stratagem.coordinator.core.facts import (

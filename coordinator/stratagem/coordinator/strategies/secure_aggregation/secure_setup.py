@@ -16,13 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
-from stratagem.common.secure_aggregation.neighbourhoods import (
-    MIN_CLIENTS,
-    neighbours,
-    never_opened,
-    shares_needed,
-)
-from stratagem.common.strategy.secure_options import SecureAggregation
+from stratagem.common.secure.sharing import MIN_CLIENTS, neighbours, never_opened, shares_needed
+from stratagem.common.strategy.secure import SecureAggregation
 from stratagem.coordinator.core.effects import PostKeys, RouteShares, SecureParty
 from stratagem.coordinator.core.facts import KeysPosted, SharesRouted, UpdateRejected
 from stratagem.coordinator.core.facts.rejection_causes import Cause

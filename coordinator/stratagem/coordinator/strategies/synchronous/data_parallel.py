@@ -20,7 +20,7 @@ https://doi.org/10.1145/3600006.3613145); the rest of the state all workers have
 from collections.abc import Mapping
 
 from stratagem.common.job import JobSpec
-from stratagem.common.job.submission.strategy_rules import check_replicas
+from stratagem.common.job.strategy_rules import check_replicas
 from stratagem.common.strategy import (
     AllReduce,
     DataParallel,

@@ -9,7 +9,7 @@ return to the last commit. The result has the same bits for any cut of the model
 """
 
 from stratagem.common.job import JobSpec
-from stratagem.common.job.submission.strategy_rules import check_stages
+from stratagem.common.job.strategy_rules import check_stages
 from stratagem.common.strategy import ModelParallel
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.strategies.synchronous.pipeline_placement import (

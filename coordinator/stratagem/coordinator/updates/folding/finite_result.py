@@ -14,8 +14,7 @@ import numpy as np
 from stratagem.common.base.errors import DivergedError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, FedYogi
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.manifest import Manifest, dtype_named
 from stratagem.coordinator.updates.numpy_floats import Raw, finite_elements, is_finite
 from stratagem.coordinator.updates.state_reader import StateReader
 

@@ -22,12 +22,11 @@ import structlog
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.base.ids import Digest
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.tensors.chunks import CHUNK_BYTES, piece_bytes
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, TensorSpec
-from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.common.tensors.files import header_bytes
+from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
+from stratagem.common.tensors.stream import CHUNK_BYTES, piece_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobWriter
 from stratagem.coordinator.updates.folding.finite_result import LATE, MEAN, FiniteResult, Rule
 from stratagem.coordinator.updates.folding.global_average import GlobalAverage

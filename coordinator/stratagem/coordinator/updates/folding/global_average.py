@@ -13,9 +13,8 @@ import numpy as np
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import WeightAverageSpec
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, Manifest, TensorSpec
-from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.common.tensors.files import header_bytes
+from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, Manifest, TensorSpec, dtype_named
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.updates.folding.finite_result import AVERAGE, FiniteResult
 from stratagem.coordinator.updates.numpy_floats import Raw, narrow, storage, widen

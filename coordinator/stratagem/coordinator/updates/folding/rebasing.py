@@ -15,8 +15,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import TensorSpec
+from stratagem.common.tensors.manifest import TensorSpec, dtype_named
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.updates.numpy_floats import Wide
 from stratagem.coordinator.updates.state_reader import averaged_names, open_state

@@ -11,8 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
+from stratagem.common.tensors.manifest import (
+    Manifest,
+    Purpose,
+    TensorSpec,
+    build_manifest,
+    dtype_named,
+)
 from stratagem.coordinator.updates.folding.fold import (
     MOST_SAMPLES,
     WINDOW_ELEMENTS,

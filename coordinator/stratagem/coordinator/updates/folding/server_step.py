@@ -12,9 +12,14 @@ from dataclasses import replace
 import numpy as np
 
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.common.tensors.files import header_bytes
+from stratagem.common.tensors.manifest import (
+    Manifest,
+    Purpose,
+    TensorSpec,
+    build_manifest,
+    dtype_named,
+)
 from stratagem.coordinator.store.blobs.blob_store import BlobStore, BlobWriter
 from stratagem.coordinator.updates.folding.finite_result import SERVER, FiniteResult, Rule
 from stratagem.coordinator.updates.folding.server_optimizers import ServerOptimizer

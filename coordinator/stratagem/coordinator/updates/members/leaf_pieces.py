@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from stratagem.common.tensors.leaves import leaves_of
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
-from stratagem.common.tensors.state_leaves import leaves_of
 
 
 class PartPiece(NamedTuple):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, StratagemError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import (
     Limits,
     Manifest,
@@ -18,6 +17,7 @@ from stratagem.common.tensors.manifest import (
     TensorSpec,
     build_manifest,
     check,
+    dtype_named,
 )
 from stratagem.coordinator.store.blobs.blob_store import StateWriter
 from stratagem.coordinator.store.blobs.temporary_files import Scratch

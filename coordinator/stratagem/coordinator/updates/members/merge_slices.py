@@ -10,7 +10,6 @@ from itertools import islice
 from typing import NamedTuple
 
 from stratagem.common.base.errors import InvalidInputError, LimitError
-from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import (
     Limits,
     Manifest,
@@ -18,8 +17,9 @@ from stratagem.common.tensors.manifest import (
     TensorSpec,
     build_manifest,
     check,
+    dtype_named,
 )
-from stratagem.common.tensors.state_slices import (
+from stratagem.common.tensors.same_bytes import (
     ParameterSlice,
     SliceName,
     parameter_slice,

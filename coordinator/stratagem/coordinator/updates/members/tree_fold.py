@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stratagem.common.numerics.batch_shards import Node, tree_sum
+from stratagem.common.numerics.shards import Node, tree_sum
 
 FloatArray = NDArray[np.floating[Any]]
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from stratagem.common.privacy.gaussian_noise import rounded_to_grid
+from stratagem.common.privacy.noise import rounded_to_grid
 from stratagem.coordinator.core.facts import RoundAccounted
 from stratagem.coordinator.updates.numpy_floats import Raw, Wide, widen
 from stratagem.coordinator.updates.privacy.round_noise import TensorNoise

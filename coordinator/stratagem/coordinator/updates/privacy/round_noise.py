@@ -16,15 +16,14 @@ from typing import Final
 
 import numpy as np
 
-from stratagem.common.privacy.gaussian_noise import (
+from stratagem.common.privacy.noise import (
     Floats,
     derived_key,
     rounded_to_grid,
     standard_normal,
     uniform,
 )
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.manifest import Manifest, dtype_named
 
 FROZEN_KEY: Final = "frozen"
 """Metadata of a state: the names of its frozen parameters, as JSON, in a private run."""

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
 from stratagem.coordinator.updates.numpy_floats import Wide, storage, widen
 from stratagem.coordinator.updates.state_reader import StateReader
 from stratagem.coordinator.updates.update_sources import Source

@@ -20,7 +20,7 @@ _SHORTEST: Final = 1e-12
 """A distance below it counts as this: an iterate may fall on an update."""
 
 
-def weights(products: Matrix, iterations: int) -> tuple[Wide, Wide]:
+def geometric_weights(products: Matrix, iterations: int) -> tuple[Wide, Wide]:
     """Return the weights after so many iterations, of inner products, and the distances to the last
     iterate. An update that is infinitely far from most others has weight 0."""
     to_others = _median_distances(products)

@@ -10,7 +10,7 @@ from stratagem.coordinator.updates.numpy_floats import Wide
 from stratagem.coordinator.updates.robust.changes import Matrix
 
 
-def scores(distances: Matrix, num_false: int) -> Wide:
+def krum_scores(distances: Matrix, num_false: int) -> Wide:
     """Return the score of each update, of their squared distances."""
     num_updates = len(distances)
     num_nearest = max(1, num_updates - num_false - 2)
@@ -23,7 +23,7 @@ def scores(distances: Matrix, num_false: int) -> Wide:
 
 def nearest(distances: Matrix, num_false: int, num_kept: int) -> list[int]:
     """Return the places of the updates with the lowest scores, ascending."""
-    in_order = np.argsort(scores(distances, num_false), kind="stable")
+    in_order = np.argsort(krum_scores(distances, num_false), kind="stable")
     return sorted(int(place) for place in in_order[:num_kept])
 
 
@@ -34,5 +34,5 @@ def nearest_one_by_one(distances: Matrix, num_false: int) -> list[int]:
     chosen = []
     for _ in range(len(distances) - 2 * num_false):
         among_them = distances[np.ix_(left, left)]
-        chosen.append(left.pop(int(np.argmin(scores(among_them, num_false)))))
+        chosen.append(left.pop(int(np.argmin(krum_scores(among_them, num_false)))))
     return sorted(chosen)

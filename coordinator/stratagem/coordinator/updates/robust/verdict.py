@@ -65,12 +65,12 @@ def verdict_on(rule: RobustRule, products: Matrix) -> Verdict:
         case Bulyan(byzantine=num_false):
             chosen = krum.nearest_one_by_one(distances, num_false)
         case GeometricMedian(iterations=iterations):
-            weights, lengths = geometric_median.weights(products, iterations)
+            weights, lengths = geometric_median.geometric_weights(products, iterations)
             return _verdict(weights.tolist(), lengths.tolist())
         case _:
             raise TypeError(f"{type(rule).__name__} compares no updates")
     chosen_ones = [1.0 if place in chosen else 0.0 for place in range(len(distances))]
-    return _verdict(chosen_ones, krum.scores(distances, num_false).tolist())
+    return _verdict(chosen_ones, krum.krum_scores(distances, num_false).tolist())
 
 
 def _share(bound: float, length: float) -> float:

@@ -13,9 +13,7 @@ from typing import Final
 import numpy as np
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.secure_aggregation.mask_stream import apply_mask
-from stratagem.common.secure_aggregation.masked_layout import MaskedLayout
-from stratagem.common.secure_aggregation.quantisation import Quantisation, Words
+from stratagem.common.secure.masks import MaskedLayout, Quantisation, Words, apply_mask
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.updates.numpy_floats import Raw, Wide, widen
 from stratagem.coordinator.updates.spool_upload import SpoolEntry

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
 
 Run = tuple[int, int, bool]
 """First byte, the byte after the last, and whether what is there is special."""

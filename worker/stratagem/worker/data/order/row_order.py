@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.mixed_keys import mix
+from stratagem.common.numerics.keys import mix
 from stratagem.worker.data.datasets import Dataset, TensorDataset
 from stratagem.worker.data.generators import generators_kept, seed_generators
 from stratagem.worker.data.order.sampler import EpochRows

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.schema.json import JSON
 
 _ALIGNMENT_BYTES: Final = 64
 """As torch aligns what it allocates: the bits of a matrix product depend on it."""

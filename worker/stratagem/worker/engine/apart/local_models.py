@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.numerics.mixed_keys import Key
+from stratagem.common.numerics.keys import Key
+from stratagem.common.numerics.shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.datasets import Coming
 from stratagem.worker.engine.apart.local_model import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratagem.common.numerics.mixed_keys import POSITIVE, mix, mix_on, text_number
+from stratagem.common.numerics.keys import POSITIVE, mix, mix_on, text_number
 from stratagem.worker.data.generators import seed_users_generators
 from stratagem.worker.models.stochastic_modules import draws_random_numbers, runs_only_known_code
 

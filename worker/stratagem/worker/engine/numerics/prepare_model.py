@@ -14,7 +14,7 @@ from torch import nn
 
 from stratagem.common.job import ExecutionSpec, JobSpec, OptimizerSpec
 from stratagem.common.model.program import ModelProgram
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy import is_cut
 from stratagem.worker.engine.numerics.activation_checkpointing import checkpointed, in_groups
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stratagem.common.job.objective.built_in_names import FROM_LOSS
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.job.fields import FROM_LOSS
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 Metric = Callable[[Any, Any, int], tuple[float, float]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness

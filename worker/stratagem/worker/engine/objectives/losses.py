@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stratagem.common.job import LossSpec
-from stratagem.common.schema.frozen import thawed
+from stratagem.common.schema.json import thawed
 from stratagem.worker.user_code.call_notes import noted, text_of
 from stratagem.worker.user_code.entrypoints import EntryPoints
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.common.job import JobSpec
-from stratagem.common.job.objective.built_in_names import RETURNED
+from stratagem.common.job.fields import RETURNED
 from stratagem.worker.engine.objectives.losses import counts_rows, make_loss
 from stratagem.worker.engine.objectives.objective import Objective, OutputLoss
 from stratagem.worker.engine.objectives.returned_loss import ReturnedLoss

@@ -18,10 +18,10 @@ import numpy as np
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
-from stratagem.common.base.printable_text import is_printable
+from stratagem.common.base.text import is_printable
 from stratagem.common.job import EvaluationSpec
-from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
-from stratagem.common.numerics.mixed_keys import mix
+from stratagem.common.job.fields import CLIENT_MEAN
+from stratagem.common.numerics.keys import mix
 from stratagem.worker.data.generators import generators_kept, seed_generators
 from stratagem.worker.engine.objectives.kept_batches import KeptBatch, joined, kept_batch
 from stratagem.worker.engine.objectives.summed_states import (

@@ -17,8 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec, check_optimizer
-from stratagem.common.job.optimizer.optimizer_section import GroupedRule, UpdateRuleSpec
-from stratagem.common.job.optimizer.optimizers import KEYWORDS
+from stratagem.common.job.optimizer import KEYWORDS, GroupedRule, UpdateRuleSpec
 from stratagem.worker.engine.optim.deferred_compiler import defer_compiler
 from stratagem.worker.engine.optim.late_momentum import SGD
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code

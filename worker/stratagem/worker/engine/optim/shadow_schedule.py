@@ -17,8 +17,8 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec
-from stratagem.common.job.optimizer.optimizer_section import DEFAULT_GROUP
-from stratagem.common.schema.json_text import dump_json
+from stratagem.common.job.optimizer import DEFAULT_GROUP
+from stratagem.common.schema.json import dump_json
 from stratagem.worker.engine.optim.optimizers import GROUP, make_part
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stratagem.common.job import JobSpec
-from stratagem.common.job.objective.turns_section import TurnSpec
+from stratagem.common.job.turns import TurnSpec
 from stratagem.worker.engine.optim.optimizers import OptimizersInOrder, make_optimizer
 from stratagem.worker.user_code.entrypoints import EntryPoints
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from stratagem.common.base.errors import BudgetSpentError, InvalidInputError
-from stratagem.common.base.wording import beyond_text
+from stratagem.common.base.text import beyond_text
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated

@@ -8,7 +8,7 @@ from torch import nn
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job import JobSpec
-from stratagem.common.job.privacy.row_rules import mixes_rows
+from stratagem.common.job.privacy import mixes_rows
 from stratagem.common.schema.document import refuse
 from stratagem.worker.models.model_dtypes import name_of
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from stratagem.common.privacy.gaussian_noise import rounded_to_grid
+from stratagem.common.privacy.noise import rounded_to_grid
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.privacy.row_budget import RowCosts
 from stratagem.worker.engine.privacy.row_noise import RowNoise

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.common.privacy.gaussian_noise import Floats, derived_key, standard_normal, uniform
+from stratagem.common.privacy.noise import Floats, derived_key, standard_normal, uniform
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError, Violation
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.mixed_keys import Key, mix
+from stratagem.common.numerics.keys import Key, mix
 from stratagem.common.schema.document import refuse
-from stratagem.common.schema.json_text import suggest
+from stratagem.common.schema.json import suggest
 from stratagem.common.strategy import (
     DataParallel,
     Decentralized,

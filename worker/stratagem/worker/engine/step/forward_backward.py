@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stratagem.common.numerics.mixed_keys import Key
+from stratagem.common.numerics.keys import Key
 from stratagem.worker.data.datasets import Coming, Dataset, Gather, TensorDataset
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness

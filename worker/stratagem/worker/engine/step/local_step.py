@@ -41,7 +41,7 @@ class LocalStep:
     must_divide: bool
     """Whether the gradient is that of the mean over all rows, not of the sum."""
     numerics: int
-    """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
+    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
     callbacks: Callbacks
     protected: Callable[[Rows, Window], Counted] | None = None
     """Makes gradients in place of the turn's passes, where rows are protected."""

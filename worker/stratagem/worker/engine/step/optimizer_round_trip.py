@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, OptimizerSpec
-from stratagem.common.job.optimizer.optimizer_section import GroupedRule
+from stratagem.common.job.optimizer import GroupedRule
 from stratagem.worker.engine.optim.learning_rate import set_learning_rates
 from stratagem.worker.engine.optim.optimizers import NamedParams, make_part, update
 from stratagem.worker.engine.optim.turn_parameters import by_turn

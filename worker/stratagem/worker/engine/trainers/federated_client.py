@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.mixed_keys import Key
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.keys import Key
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientData, ClientShare, DataSources

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.tensors.state_slices import ParameterSlice, SliceName
+from stratagem.common.tensors.same_bytes import ParameterSlice, SliceName
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.step_report import StepReport

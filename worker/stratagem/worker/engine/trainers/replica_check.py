@@ -13,7 +13,7 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.engine.step.state_format import checksum
 from stratagem.worker.phases import PhaseTraining
 
-State = tuple[Mapping[str, Tensor], Mapping[str, str]]
+ReplicaState = tuple[Mapping[str, Tensor], Mapping[str, str]]
 
 
 class ReplicaCheck:
@@ -25,7 +25,7 @@ class ReplicaCheck:
         """Places at the end of the extras."""
         self._checksum = 0
 
-    def begin_step(self, state: Callable[[], State]) -> None:
+    def begin_step(self, state: Callable[[], ReplicaState]) -> None:
         """Takes the checksum of the state in which an exact step begins, if a check is due."""
         is_due = self._phases is not None and self._phases.is_check_due
         self._checksum = checksum(*state()) if is_due else 0

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.numerics.mixed_keys import Key
+from stratagem.common.numerics.keys import Key
+from stratagem.common.numerics.shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, after_hook, summarize

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated
 from stratagem.worker.data.datasets import Coming

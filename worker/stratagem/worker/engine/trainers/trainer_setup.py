@@ -32,7 +32,7 @@ class Setup:
     randomness: KeyedRandomness
     execution: ModelExecution
     numerics: int
-    """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
+    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
     entrypoints: EntryPoints
     epoch_rows: EpochRows | None = None
     """The order of the training rows; they are shuffled unless set."""

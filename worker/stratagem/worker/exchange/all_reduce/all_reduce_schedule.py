@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stratagem.common.numerics.batch_shards import Node, split_rows, tree_sum
+from stratagem.common.numerics.shards import Node, split_rows, tree_sum
 from stratagem.worker.exchange.all_reduce.transfer_ops import Addition, Transfer
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Tree, plan_tree
 from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, BucketLayout, FlatVector

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stratagem.common.numerics.batch_shards import Node, split_rows
+from stratagem.common.numerics.shards import Node, split_rows
 from stratagem.worker.exchange.all_reduce.all_reduce_schedule import tree_additions
 from stratagem.worker.exchange.all_reduce.transfer_ops import Addition
 from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, BucketLayout

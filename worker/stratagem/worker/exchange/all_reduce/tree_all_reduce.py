@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stratagem.common.numerics.batch_shards import Node, split_node
+from stratagem.common.numerics.shards import Node, split_node
 from stratagem.worker.exchange.all_reduce.transfer_ops import Addition, Transfer
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-BUCKET_BYTES: Final = 4 << 20
+FLAT_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def plan_buckets(tensors: Sequence[Tensor]) -> tuple[Bucket, ...]:
     for index, tensor in enumerate(tensors):
         size = numel + tensor.numel()
         same = groups and tensors[groups[-1][0]].dtype == tensor.dtype
-        if not same or size * tensor.itemsize > BUCKET_BYTES:
+        if not same or size * tensor.itemsize > FLAT_BYTES:
             groups.append([])
             size = tensor.numel()
         groups[-1].append(index)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.common.numerics.tree_sums import tree_sum
+from stratagem.common.numerics.shards import pairwise_sum
 
 BLOCK: Final = 65_536
 _FEW: Final = 256
@@ -109,7 +109,7 @@ def _sum_of_squares(norms: list[float]) -> float:
     if len(norms) > _FEW:
         values = np.array(norms)
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sum
-            return tree_sum(values * values)
+            return pairwise_sum(values * values)
     squares = [norm * norm for norm in norms]
     while len(squares) > 1:  # as `tree_sum` does
         above = list(map(add, squares[::2], squares[1::2]))

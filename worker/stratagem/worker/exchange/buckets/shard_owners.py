@@ -7,7 +7,7 @@ of them have rows. Pure; knows neither tensors nor the network.
 
 from dataclasses import dataclass
 
-from stratagem.common.numerics.batch_shards import Node, assign_shards, parent, tree_nodes
+from stratagem.common.numerics.shards import Node, assign_shards, parent, tree_nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stratagem.common.numerics.batch_shards import Node, assign_shards, split_node
+from stratagem.common.numerics.shards import Node, assign_shards, split_node
 from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_transfers
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stratagem.common.compression import ByteArray, Codec, NonFiniteError, TensorLayout
-from stratagem.common.compression.error_feedback import RESIDUAL
+from stratagem.common.compression.codec import RESIDUAL
 from stratagem.worker import kernels
 from stratagem.worker.mesh.device_staging import to_host
 

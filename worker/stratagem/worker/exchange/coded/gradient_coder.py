@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stratagem.common.compression import Codec, TensorLayout
 from stratagem.common.job import CompressionSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker import kernels
 from stratagem.worker.exchange.coded.device_coder import DeviceCoder
 from stratagem.worker.exchange.coded.ternary_device import TernaryForm

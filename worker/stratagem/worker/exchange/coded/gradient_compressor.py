@@ -5,7 +5,7 @@ adds what decoding gives. So sums have the same bits whichever member owns a sha
 transport, sent as a message or not at all. What the codec keeps (residuals) belongs to the shard
 and changes only when the step has been applied. Portions of a shard are coded in the torch thread,
 while the thread of an exchange sends and decodes those before. What is coded is the shard's mean
-gradient, and its weight is sent with it; see common.compression.coded_step.
+gradient, and its weight is sent with it; see common.compression.table.
 """
 
 import re
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.compression import NonFiniteError, TensorLayout, derive, make_codec
-from stratagem.common.compression.coded_step import unit
-from stratagem.common.compression.error_feedback import RESIDUAL
+from stratagem.common.compression.codec import RESIDUAL
+from stratagem.common.compression.table import unit
 from stratagem.common.job import CompressionSpec, JobSpec, exchanged_codec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.step_scalars import FIRST_REACHED
 from stratagem.worker.exchange.coded.codec_groups import Portion, plan_portions

@@ -1,4 +1,4 @@
-"""The codec `ternary` on a device: computes what `common.compression.ternary` does, with its bits.
+"""The codec `ternary` on a device: computes what `common.compression.quantize` does, with its bits.
 
 The host computes thresholds and scales, from one sum per tensor that comes to it; so a payload
 waits for the device two times, for any number of tensors, and once for the payload.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stratagem.common.compression import ByteArray, FloatArray, TensorLayout, derive
 from stratagem.common.compression.codec import from_bytes
-from stratagem.common.compression.ternary import mean, threshold_of
+from stratagem.common.compression.quantize import mean, threshold_of
 from stratagem.common.job import CompressionSpec
 from stratagem.worker import kernels
 from stratagem.worker.exchange.coded.device_coder import (

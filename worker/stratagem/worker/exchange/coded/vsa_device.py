@@ -145,7 +145,7 @@ class VsaForm:
 
 
 def _int8(vector: Tensor, scale: float) -> Tensor:
-    """Returns the levels of `common.compression.int8`, rounded to the nearest, ties to even."""
+    """Returns the levels of `common.compression.quantize`, rounded to the nearest, ties to even."""
     if scale == 0:
         return torch.zeros_like(vector, dtype=torch.int8)
     # Divided by a tensor: a number would be made its reciprocal, which rounds once more.

@@ -16,8 +16,6 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.rpc.tensor_transfer import receive_chunks
-from stratagem.common.tensors.chunks import ChunkWriter, iter_views
-from stratagem.common.tensors.frames import iter_frames
 from stratagem.common.tensors.manifest import (
     Manifest,
     Purpose,
@@ -25,7 +23,7 @@ from stratagem.common.tensors.manifest import (
     from_proto,
     to_proto,
 )
-from stratagem.common.tensors.traffic import sent
+from stratagem.common.tensors.stream import ChunkWriter, iter_frames, iter_views, sent
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.tensor_pb2 import TensorSpec
 from stratagem.worker.exchange.parameter_server.server_payloads import StreamVector

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from stratagem.common.compression import TensorLayout
-from stratagem.common.compression.coded_step import are_forwarded
-from stratagem.common.numerics.batch_shards import Node
+from stratagem.common.compression.table import are_forwarded
+from stratagem.common.numerics.shards import Node
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import StepPlan

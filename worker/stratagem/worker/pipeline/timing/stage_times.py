@@ -15,13 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from stratagem.common.history.stage_actions import (
-    NONE,
-    StageAction,
-    StageReport,
-    party_of_stage,
-    told,
-)
+from stratagem.common.history.recording import NONE, StageAction, StageReport, party_of_stage, told
 from stratagem.common.pipeline.schedules import Action
 from stratagem.worker.engine.step.step_report import PartReport
 from stratagem.worker.host.clock_number import clock_number

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.optimizer.optimizer_section import is_matched
-from stratagem.common.numerics.numerics_rules import REFUSES_INFINITE
+from stratagem.common.job.optimizer import is_matched
+from stratagem.common.numerics.rules import REFUSES_INFINITE
 from stratagem.common.strategy import Federated
-from stratagem.common.strategy.ditto import Ditto
+from stratagem.common.strategy.federated import Ditto
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.step.state_format import MODEL, given_model_state, model_state
 from stratagem.worker.engine.trainers.federated_client import (
@@ -37,7 +37,7 @@ from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.finite_state import diverged
 from stratagem.worker.session.session_states import freeze
 
-_FIELD: Final = "strategy.options.personal"
+_PERSONAL_FIELD: Final = "strategy.options.personal"
 _OPTIONS: Final = "strategy.options"
 _NUM_NAMES: Final = 5
 
@@ -71,17 +71,17 @@ def check_personal(job: JobSpec, model: nn.Module) -> None:
         if not any(is_matched(name, (pattern,)) for name in state):
             first = ", ".join(list(state)[:_NUM_NAMES])
             text = f"{pattern!r} fits no tensor of the model; the first are {first}"
-            raise InvalidInputError.at(f"{_FIELD}[{i}]", text)
+            raise InvalidInputError.at(f"{_PERSONAL_FIELD}[{i}]", text)
     kinds: dict[int, tuple[bool, str]] = {}
     for name, tensor in state.items():
         own = is_personal(job, name)
         other = kinds.setdefault(id(tensor), (own, name))
         if other[0] != own:
             text = f"{name} and {other[1]} are one tensor, and only one of the names fits a pattern"
-            raise InvalidInputError.at(_FIELD, text)
+            raise InvalidInputError.at(_PERSONAL_FIELD, text)
     if not any(t.requires_grad and not is_personal(job, n) for n, t in state.items()):
         text = "fits all that is trained, so the clients would share nothing"
-        raise InvalidInputError.at(_FIELD, text)
+        raise InvalidInputError.at(_PERSONAL_FIELD, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from stratagem.common.compression import FloatArray, NonFiniteError
-from stratagem.common.compression.coded_update import PAYLOAD, update_codec, update_key
+from stratagem.common.compression.table import PAYLOAD, update_codec, update_key
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.worker.engine.trainers.federated_client import ClientRound

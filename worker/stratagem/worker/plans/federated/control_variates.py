@@ -23,7 +23,7 @@ from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.state_format import MODEL
 from stratagem.worker.engine.trainers.federated_client import ClientRound
 
-_FIELD: Final = "strategy.options.control"
+_CONTROL_FIELD: Final = "strategy.options.control"
 _EXACT: Final = (torch.float32, torch.float64)
 
 
@@ -39,11 +39,11 @@ def check_control(job: JobSpec, model: nn.Module, callbacks: Callbacks) -> None:
         return
     if callbacks.takes_gradients:
         text = "scaffold measures gradients by steps, and on_gradients of callbacks changes them"
-        raise InvalidInputError.at(_FIELD, f"{text}; leave one out")
+        raise InvalidInputError.at(_CONTROL_FIELD, f"{text}; leave one out")
     for name, param in model.named_parameters():
         if param.requires_grad and param.dtype not in _EXACT:
             text = f"{name} is {param.dtype}, whose steps are too coarse to measure a gradient by"
-            raise InvalidInputError.at(_FIELD, f"{text}; float32 and float64 are not")
+            raise InvalidInputError.at(_CONTROL_FIELD, f"{text}; float32 and float64 are not")
 
 
 def control_zeros(model: nn.Module) -> dict[str, Tensor]:

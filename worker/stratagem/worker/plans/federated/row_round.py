@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError
 from stratagem.common.privacy import accountant
-from stratagem.common.privacy.privacy_secret import (
-    SecretLostError,
-    fingerprint_of,
-    seeded_secret,
-)
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.privacy.noise import SecretLostError, fingerprint_of, seeded_secret
+from stratagem.common.schema.json import JSON
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.privacy.row_budget import RowCosts, check_budget
 from stratagem.worker.engine.privacy.row_noise import RowNoise

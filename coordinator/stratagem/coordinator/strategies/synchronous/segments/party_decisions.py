@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from stratagem.common.base.ids import Party
-from stratagem.common.base.wording import counted
+from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.facts import (

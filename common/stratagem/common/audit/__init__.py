@@ -1,1 +1,0 @@
-"""The audit that a site keeps: lines that are linked by hashes."""

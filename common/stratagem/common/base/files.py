@@ -1,0 +1,142 @@
+"""Files that appear whole, or not at all. Knows nothing of what they hold."""
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import BinaryIO, Generic, TypeAlias, TypeVar
+
+import structlog
+
+from stratagem.common.base.errors import InvalidInputError
+
+# ---- atomic file ----
+
+
+@contextmanager
+def whole_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well; else nothing has changed.
+
+    mode: the rights of the file, less what the umask takes away; never more, not for a moment.
+    durable: it is on the disk before it takes that place. Raises OSError that names `path`.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.unlink(missing_ok=True)  # of a process of this number that was killed
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ---- private file ----
+#
+# Files that only some may read: private keys, and what a process notes about its work.
+#
+# Owns what is too open, and how such a file is made. A key's group may read it: Kubernetes gives
+# the group of a pod its secrets (`fsGroup`), and a service account is often a group of its own.
+# Everybody may not.
+
+
+def check_private(field: str, path: str | PathLike[str]) -> None:
+    """InvalidInputError names the field, the file and its mode when others than its owner and its
+    group may read a private key, or change it."""
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except OSError as error:
+        raise InvalidInputError.at(field, f"{path}: {error.strerror}") from None
+    if mode & stat.S_IRWXO:
+        raise InvalidInputError.at(
+            field,
+            f"{path} has the mode {mode:04o}: everybody on this machine has this private key. Only "
+            f"its owner (chmod 600) and its group (640) may have it; if others have been here, "
+            f"make a new one",
+        )
+
+
+def create_private(path: str | PathLike[str]) -> BinaryIO:
+    """An empty file to write and read, which its owner alone may read.
+
+    Raises OSError, as `open` does.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    file = open(path, "w+b", opener=opener)  # noqa: SIM115  (the caller closes it)
+    os.fchmod(file.fileno(), 0o600)  # one that was there keeps its mode
+    return file
+
+
+# ---- watched file ----
+#
+# Files that are read again when they have been written or replaced, without a restart.
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Per file: when it was written, its inode, its bytes."""
+
+
+def stamp_of(*paths: str | PathLike[str]) -> Stamp:
+    """Return a stamp that changes when the file has been written or replaced. Raises OSError."""
+    stats = [os.stat(path) for path in paths]
+    return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
+
+
+class WatchedFiles(Generic[T]):
+    """The content of files, read again when one of them changes; files that cannot be used leave
+    the earlier content."""
+
+    def __init__(
+        self,
+        paths: Iterable[str | PathLike[str]],
+        read: Callable[[], T],
+        *,
+        unusable: str,
+        renewed: str = "",
+    ) -> None:
+        """read raises InvalidInputError, which ends this at the start. unusable, renewed: what is
+        logged when the files have changed, and cannot or can be used."""
+        self._paths, self._read = tuple(paths), read
+        self._unusable, self._renewed = unusable, renewed
+        self._seen = self._stamp()
+        self.content = read()
+        """As it was when `renewed` looked last."""
+
+    def renewed(self) -> bool:
+        """Look at the files; return whether there is new content."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return False
+        self._seen = stamp
+        try:
+            self.content = self._read()
+        except InvalidInputError as error:
+            log.warning(self._unusable, reason=str(error))
+            return False
+        if self._renewed:
+            log.info(self._renewed, path=", ".join(map(str, self._paths)))
+        return True
+
+    def newest(self) -> T:
+        """Return the content of the files as they are now."""
+        self.renewed()
+        return self.content
+
+    def _stamp(self) -> Stamp:
+        try:
+            return stamp_of(*self._paths)
+        except OSError:  # it is not there, or just being replaced
+            return ()

@@ -1,0 +1,111 @@
+"""Numbers and values as sentences say them, of the coordinator and of the command line alike."""
+
+import ipaddress
+import json
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any, Final
+
+# ---- wording ----
+
+MAX_VALUES_CHARS: Final = 300
+MAX_DIGITS: Final = 17
+"""With as many every float is written as itself."""
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 client", "3 clients", "1,000 clients"; for nouns that take an s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def beyond_text(value: float, limit: float) -> str:
+    """ "4.25"; "4.001" beside a limit of 4, which fewer digits would not be beyond."""
+    texts = (f"{value:.{digits}g}" for digits in range(3, MAX_DIGITS + 1))
+    return next((text for text in texts if float(text) > limit), f"{value:.3g}")
+
+
+def values_text(values: Mapping[str, Any]) -> str:
+    """ "optimizer.lr 0.0213, optimizer.name sgd", of bounded length: hyperparameters by name."""
+    text = ", ".join(f"{name} {_value_text(value)}" for name, value in values.items())
+    return text if len(text) <= MAX_VALUES_CHARS else f"{text[: MAX_VALUES_CHARS - 1]}…"
+
+
+def _value_text(value: Any) -> str:
+    match value:
+        case str():
+            return value
+        case float():
+            return f"{value:.6g}"
+        case _:
+            return json.dumps(value)
+
+
+def plainly(error: Exception) -> str:
+    """Return the message of a library's error without its link to further documentation."""
+    return re.sub(r" *See https?://\S+ for more details\.", "", str(error))
+
+
+# ---- printable text ----
+#
+# Text of others as people may see it: nothing in it moves a cursor, hides or turns around what
+# stands next to it.
+#
+# One function for all: the coordinator's entrance, where it comes from workers and clients; errors
+# that another process has sent; and the command line, before a terminal. Owns which characters
+# these are. Imports nothing, as the command line has to start soon.
+
+_NEWLINES: Final = "\n\t"
+_MOVING: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_MOVING_OR_NEWLINE: Final = re.compile(rf"{_MOVING.pattern}|[{_NEWLINES}]")
+
+
+def printable(text: str, *, is_line: bool = False) -> str:
+    """Return the text with `\\x1b` written out where an escape character was, and so on; newlines
+    and tabs stay, unless it is to be one line. Colours are left out."""
+    pattern = _MOVING_OR_NEWLINE if is_line else _MOVING
+    if pattern.search(text) is None:
+        return text
+    return pattern.sub(
+        lambda match_: f"\\x{ord(match_[0]):02x}", _COLOUR.sub("", text).replace("\r\n", "\n")
+    )
+
+
+def is_printable(text: str) -> bool:
+    """Return whether the text is one line, all of which may be shown."""
+    return _MOVING_OR_NEWLINE.search(text) is None
+
+
+# ---- host port ----
+#
+# HOST:PORT: its parts, and who can reach a host.
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16
+    if not host or "://" in host or not is_port:
+        raise ValueError(f"{address[:80]!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a host; the host may be in brackets."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def dialled_host(host: str) -> str:
+    """The host that others dial to reach who listens on this one: 0.0.0.0 and [::] can be listened
+    on, but nobody can be reached there, so this machine's name stands for them."""
+    try:
+        is_every_address = ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return host
+    return socket.gethostname() if is_every_address else host

@@ -1,0 +1,52 @@
+"""Spans of time as people write them in settings: 30s, 10m, 12h, 7d."""
+
+import re
+from typing import Annotated, Final
+
+from pydantic import BeforeValidator, Field
+
+from stratagem.common.base.errors import InvalidInputError
+
+# ---- durations ----
+
+_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?) *([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _seconds(value: object) -> object:
+    """Convert a span of time such as "7d" to seconds; a number is returned as it is."""
+    if not isinstance(value, str):
+        return value
+    match_ = _SPAN.fullmatch(value.strip())
+    if match_ is None:
+        raise ValueError(f"{value!r} is not a span of time, such as 30s, 10m, 12h or 7d")
+    number, unit = match_.groups()
+    return float(number) * _SECONDS[unit]
+
+
+Span = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
+"""A setting in seconds, given with its unit."""
+
+
+# ---- sizes ----
+#
+# Amounts of bytes as people write them: 8GB, 512MiB.
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def size_bytes(text: str, where: str) -> int:
+    """Bytes of "8GB" (powers of 1000), "512MiB" (of 1024) or a bare number; at least 1.
+
+    Raises InvalidInputError at `where`.
+    """
+    read = _SIZE.fullmatch(text.strip())
+    if read is None:
+        raise InvalidInputError.at(where, f"{text!r} is no size such as 8GB or 512MiB")
+    unit = (read[2] or "").lower()
+    base = 1024 if unit.endswith("i") else 1000
+    size = int(float(read[1]) * base ** _POWERS[unit.removesuffix("i")])
+    if size < 1:
+        raise InvalidInputError.at(where, f"{text} is not allowed; must be > 0")
+    return size

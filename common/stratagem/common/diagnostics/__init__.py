@@ -1,1 +1,0 @@
-"""Examines a process's surroundings and reports what is wrong with them, for `stratagem doctor`."""

@@ -1,1 +1,0 @@
-"""The health check of containers: `python -m stratagem.common.health HOST:PORT`."""

@@ -1,0 +1,105 @@
+"""The lines of an audit file, each with a hash of its own and that of the line before.
+
+A line is one JSON object in one spelling. `hash` is the SHA-256 of the line without it, `previous`
+is the `hash` of the line before, so that a line cannot be changed, removed or put in without the
+lines after it. A crash may leave the beginning of a line at the end, of which nothing has left the
+site: a line takes its place that says how long it was and what its SHA-256 is. Knows no file.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from stratagem.common.base.errors import IntegrityError, InvalidInputError
+from stratagem.common.schema.json import JSON, dump_json
+
+GENESIS: Final = "0" * 64
+"""The hash before the first line."""
+TORN: Final = "torn"
+"""Kind of the line that stands for the beginning of a line which a crash has left."""
+MAX_LINE_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedAudit:
+    """What a whole audit says of itself."""
+
+    num_lines: int
+    head: str
+    """The hash of the last line: noted elsewhere, it proves that nothing before it was changed."""
+    num_torn: int
+    """Lines that stand for what crashes have left."""
+    is_torn: bool
+    """The file ends in the beginning of a line."""
+
+
+def line_of(record: Mapping[str, JSON], previous: str) -> bytes:
+    """Return the line of a record, after the line with the hash `previous`."""
+    body = {**record, "previous": previous}
+    return dump_json({**body, "hash": _hash(body)}).encode() + b"\n"
+
+
+def torn_record(fragment: bytes) -> dict[str, JSON]:
+    """Return the record that is written in place of the beginning of a line."""
+    return {
+        "kind": TORN,
+        "torn_bytes": len(fragment),
+        "torn_sha256": hashlib.sha256(fragment).hexdigest(),
+    }
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """Return the record of one line, without its line end. Raises IntegrityError where it is not as
+    it was written."""
+    try:
+        record = json.loads(line)
+        is_whole = isinstance(record, dict) and dump_json(record).encode() == line
+    except (ValueError, InvalidInputError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise IntegrityError("it is no line of an audit")
+    body = dict(record)
+    if body.pop("hash", None) != _hash(body) or "previous" not in body:
+        raise IntegrityError("it is not as it was written: its hash is of another text")
+    found: dict[str, Any] = record
+    return found
+
+
+def check_lines(lines: Iterable[bytes]) -> CheckedAudit:
+    """Check an audit, whose lines come with their line ends. Raises IntegrityError that names the
+    first line that was changed."""
+    head, number, num_torn = GENESIS, 0, 0
+    for raw in lines:
+        if not raw.endswith(b"\n"):
+            return CheckedAudit(number, head, num_torn, is_torn=True)
+        number += 1
+        try:
+            record = parsed(raw[:-1])
+        except IntegrityError as error:
+            raise IntegrityError(f"line {number} was changed: {error}") from None
+        if record["previous"] != head:
+            raise _not_followed(number)
+        head, num_torn = record["hash"], num_torn + (record.get("kind") == TORN)
+    return CheckedAudit(number, head, num_torn, is_torn=False)
+
+
+def hashes(lines: Iterable[bytes]) -> Iterator[str]:
+    """Yield the hash of each line of an audit that `check_lines` has passed."""
+    for raw in lines:
+        if raw.endswith(b"\n"):
+            yield parsed(raw[:-1])["hash"]
+
+
+def _not_followed(number: int) -> IntegrityError:
+    if number == 1:
+        return IntegrityError("line 1 was changed: it is not the first line of an audit")
+    return IntegrityError(
+        f"line {number - 1} was changed: line {number} follows another one, or lines between them "
+        "are missing"
+    )
+
+
+def _hash(body: Mapping[str, JSON]) -> str:
+    return hashlib.sha256(dump_json(dict(body)).encode()).hexdigest()

@@ -1,0 +1,567 @@
+"""Proves who makes a call, and lets the call in or refuses it by the table of `authorization.py`.
+
+Owns who a caller is, and the sentences of a refusal. A caller proves who it is by the certificate
+of its connection, or by a token where the connection has none. Without TLS nobody proves anything
+and everybody may do everything: such a server listens on this machine only, unless its operator has
+said otherwise.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+from stratagem.common.base.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from stratagem.common.base.files import Stamp, WatchedFiles, stamp_of, whole_file
+from stratagem.common.base.ids import check_token_name
+from stratagem.common.identity.tls import CertId, Role
+
+# ---- bearer tokens ----
+#
+# Bearer tokens: how a person without a certificate proves to be known.
+#
+# A token is 256 random bits that are shown once. The coordinator keeps a file with the SHA-256 of
+# each, a name, what it may do and until when; a reader of the file cannot call with it. Owns the
+# file's form. Must not know which call needs what.
+
+HEADER: Final = "authorization"
+_SCHEME: Final = "Bearer "
+_PREFIX: Final = "stratagem_"
+"""Lets a scanner of repositories and logs find a token that went astray."""
+_TOKEN_BYTES: Final = 32
+_ID_BYTES: Final = 8
+
+
+class Scope(StrEnum):
+    """The rights of a person; each scope includes the ones before it."""
+
+    READ = "read"
+    """See runs, logs, workers; download states."""
+    SUBMIT = "submit"
+    """Start runs; stop, resume and delete one's own."""
+    ADMIN = "admin"
+    """Stop, resume and delete any run."""
+
+
+ALL_SCOPES: Final = frozenset(Scope)
+
+
+def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
+    """The scopes and those that they include."""
+    order = list(Scope)
+    highest = max((order.index(scope) for scope in scopes), default=-1)
+    return frozenset(order[: highest + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class KnownToken:
+    """The record that is kept of a token, without the token itself."""
+
+    name: str
+    sha256: str
+    """Lower-case hex."""
+    scopes: tuple[Scope, ...]
+    expires_s: float | None
+    """Unix time; None: never."""
+    token_id: str = ""
+    """Differs between tokens of one name, earlier and later; empty in files of earlier versions."""
+
+
+def new_token(
+    name: str, scopes: Iterable[Scope], expires_s: float | None = None
+) -> tuple[str, KnownToken]:
+    """A fresh token, and what is kept of it."""
+    token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+    kept = tuple(scope for scope in Scope if scope in set(scopes))
+    if not kept:
+        raise InvalidInputError.at("scopes", f"must name some of {', '.join(Scope)}")
+    token_id = secrets.token_hex(_ID_BYTES)
+    return token, KnownToken(check_token_name(name), _digest(token), kept, expires_s, token_id)
+
+
+def add_token(path: Path, known: KnownToken) -> None:
+    """Write a tokens file with one more; it is replaced whole, and only its owner can read it."""
+    tokens = read_tokens(path) if path.exists() else ()
+    if known.name in {token.name for token in tokens}:
+        raise AlreadyExistsError(f"{path} has a token {known.name!r} already; revoke it first")
+    _write(path, (*tokens, known))
+
+
+def remove_token(path: Path, name: str) -> None:
+    """Write the tokens file without one; InvalidInputError when there is none of this name."""
+    tokens = read_tokens(path)
+    left = tuple(token for token in tokens if token.name != name)
+    if left == tokens:
+        there = ", ".join(token.name for token in tokens) or "none"
+        raise InvalidInputError.at("name", f"{path} has no token {name!r}; there are: {there}")
+    _write(path, left)
+
+
+def read_tokens(path: Path) -> tuple[KnownToken, ...]:
+    """Read the tokens of a tokens file; InvalidInputError says what is wrong with it."""
+    try:
+        document = json.loads(path.read_text())
+        return tuple(map(_known, document["tokens"]))
+    except OSError as error:
+        raise InvalidInputError.at("tokens_file", f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInputError.at(
+            "tokens_file", f"{path} is not a tokens file ({type(error).__name__}: {error})"
+        ) from None
+
+
+class TokenBook:
+    """The tokens of a file, read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        """InvalidInputError when the file cannot be used now. A file that is not there yet has no
+        tokens."""
+        self._file = WatchedFiles(
+            [path],
+            lambda: read_tokens(path) if path.exists() else (),
+            unusable="the tokens stay as they were",
+            renewed="tokens read again",
+        )
+
+    def find(self, token: str, now_s: float) -> KnownToken:
+        """The entry of a token; UnauthenticatedError when it is unknown or has expired."""
+        digest, known = _digest(token), None
+        for entry in self._file.newest():  # all of them: how long it takes says nothing
+            if hmac.compare_digest(entry.sha256, digest):
+                known = entry
+        if known is None:
+            raise UnauthenticatedError("the token is not known here")
+        if known.expires_s is not None and known.expires_s <= now_s:
+            when = datetime.fromtimestamp(known.expires_s, UTC).isoformat(timespec="seconds")
+            raise UnauthenticatedError(f"token {known.name} has expired at {when}")
+        return known
+
+
+class TokenFile:
+    """The one token of a caller, read again when its file changes."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._path = Path(path)
+        self._seen: Stamp = ()
+        self._metadata: tuple[tuple[str, str], ...] = ()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata that a call carries. InvalidInputError when the file cannot be
+        used."""
+        try:
+            stamp = stamp_of(self._path)
+            if stamp != self._seen:
+                token = self._path.read_text().strip()
+                if not token.startswith(_PREFIX) or not token.isascii() or token.split() != [token]:
+                    message = f"{self._path} holds no token of `stratagem token create`"
+                    raise InvalidInputError.at("token_file", message)
+                self._seen, self._metadata = stamp, ((HEADER, _SCHEME + token),)
+        except OSError as error:
+            message = f"{self._path}: {error.strerror}"
+            raise InvalidInputError.at("token_file", message) from None
+        return self._metadata
+
+
+def token_in(metadata: Iterable[tuple[str, Any]]) -> str:
+    """The token that a call carries; empty when it carries none."""
+    given = [str(value) for key, value in metadata if key == HEADER]
+    return given[0].removeprefix(_SCHEME) if len(given) == 1 else ""
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _known(entry: Any) -> KnownToken:
+    sha256, expires_s = str(entry["sha256"]), entry["expires_s"]
+    if len(bytes.fromhex(sha256)) != hashlib.sha256().digest_size:
+        raise ValueError("sha256 is not 64 hex digits")
+    scopes = tuple(Scope(scope) for scope in entry["scopes"])
+    name = check_token_name(entry["name"])
+    expires = None if expires_s is None else float(expires_s)
+    return KnownToken(name, sha256, scopes, expires, str(entry.get("token_id", "")))
+
+
+def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:
+    text = json.dumps({"tokens": [asdict(token) for token in tokens]}, indent=2)
+    with whole_file(path, mode=0o600) as file:
+        file.write(f"{text}\n".encode())
+        if path.exists():
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+
+
+# ---- authorization ----
+#
+# Defines, in one table for all calls, who may make which call and what about. A call that is not
+# in it is refused.
+#
+# Owns the table. Who a caller is, and the refusals, are in `authentication.py`. What belongs to
+# whom is known to the services: `ownership_check.py` has them look.
+
+
+class Anyone(StrEnum):
+    """A caller who needs no proof."""
+
+    ANYONE = "anyone"
+
+
+Who = Role | Scope | Anyone
+
+
+class Names(StrEnum):
+    """The kind of thing that a request names, and to whom that must belong; the value is for
+    people."""
+
+    NOTHING = "nothing that has an owner"
+    SHARED_RUN = "a run: with `read` all runs are visible, and their states"
+    OWN_RUN = "a run of one's own; any run with `admin`"
+    OWN_DATA = "data and states that one has uploaded, or that are a run's states"
+    BROUGHT_DATA = "data: they are the caller's once all their bytes have come"
+    COORDINATOR = "a worker: the coordinator alone, not other workers"
+    ITSELF = "a worker: itself, or one of its pool"
+    OWN_PARTY = "a party that the caller is a member of"
+    OWN_RANK = "a party, and in it the member that the caller is"
+    OWN_STATE = "a worker: the live state and pieces of snapshots of a party of its own"
+    ORDERED = "what the coordinator gives an order about"
+
+
+UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DATA, Names.ORDERED})
+"""A caller that may make the call may name any such thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRule:
+    """The roles or scopes, any of which may make a call, and what the call may be about."""
+
+    who: tuple[Who, ...]
+    names: Names
+
+
+_COORDINATOR: Final = "/stratagem.v1.CoordinatorService/"
+_WORKER: Final = "/stratagem.v1.WorkerService/"
+_READ: Final = AccessRule((Scope.READ,), Names.SHARED_RUN)
+_CHANGE: Final = AccessRule((Scope.SUBMIT,), Names.OWN_RUN)
+_ALL: Final = AccessRule((Scope.ADMIN,), Names.NOTHING)
+_ORDER: Final = AccessRule((Role.COORDINATOR,), Names.ORDERED)
+_PROBE: Final = AccessRule((Anyone.ANYONE,), Names.NOTHING)
+
+TABLE: Final[Mapping[str, AccessRule]] = {
+    # People: the certificate of a client has every scope.
+    f"{_COORDINATOR}SubmitRun": AccessRule((Scope.SUBMIT,), Names.OWN_DATA),
+    f"{_COORDINATOR}UploadData": AccessRule((Scope.SUBMIT,), Names.BROUGHT_DATA),
+    f"{_COORDINATOR}CancelRun": _CHANGE,
+    f"{_COORDINATOR}ResumeRun": _CHANGE,
+    f"{_COORDINATOR}DeleteRun": _CHANGE,
+    f"{_COORDINATOR}PinRun": _CHANGE,
+    f"{_COORDINATOR}BackUp": _ALL,
+    f"{_COORDINATOR}DownloadBlob": _ALL,
+    f"{_COORDINATOR}GetRun": _READ,
+    f"{_COORDINATOR}ListRuns": _READ,
+    f"{_COORDINATOR}WatchRun": _READ,
+    f"{_COORDINATOR}WatchRuns": _READ,
+    f"{_COORDINATOR}GetHistory": _READ,
+    f"{_COORDINATOR}DownloadState": _READ,
+    f"{_COORDINATOR}DownloadProfile": _READ,
+    f"{_COORDINATOR}TailLogs": _READ,
+    f"{_COORDINATOR}ListWorkers": AccessRule((Scope.READ,), Names.NOTHING),
+    f"{_COORDINATOR}Diagnose": AccessRule((Scope.READ, Role.WORKER), Names.COORDINATOR),
+    # Workers, each for itself.
+    f"{_COORDINATOR}RegisterWorker": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Heartbeat": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}HeartbeatStream": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Leave": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Relay": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Rendezvous": AccessRule((Role.WORKER,), Names.OWN_RANK),
+    f"{_COORDINATOR}Suspect": AccessRule((Role.WORKER,), Names.OWN_PARTY),
+    # What a worker does for the coordinator; a live state and pieces also for members of a party.
+    f"{_WORKER}Execute": _ORDER,
+    f"{_WORKER}WriteLeaves": _ORDER,
+    f"{_WORKER}PutLeaves": _ORDER,
+    f"{_WORKER}FetchState": _ORDER,
+    f"{_WORKER}SetState": _ORDER,
+    f"{_WORKER}GetGradients": _ORDER,
+    f"{_WORKER}ApplyGradients": _ORDER,
+    f"{_WORKER}Abort": _ORDER,
+    f"{_WORKER}CloseSession": _ORDER,
+    f"{_WORKER}SecureRound": _ORDER,
+    f"{_WORKER}Describe": _ORDER,
+    f"{_WORKER}GetState": AccessRule((Role.COORDINATOR, Role.WORKER), Names.OWN_STATE),
+    "/stratagem.v1.PeerService/Send": AccessRule((Role.WORKER,), Names.OWN_RANK),
+    # Says SERVING or not, to probes, on a port of its own.
+    "/grpc.health.v1.Health/Check": _PROBE,
+    "/grpc.health.v1.Health/Watch": _PROBE,
+    "/grpc.health.v1.Health/List": _PROBE,
+    # Off unless switched on.
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": AccessRule(
+        (Scope.READ,), Names.NOTHING
+    ),
+}
+
+
+def is_open(method: str) -> bool:
+    """Return whether a call may be made without authentication."""
+    rule = TABLE.get(method)
+    return rule is not None and Anyone.ANYONE in rule.who
+
+
+def say_needed(needed: Iterable[Who]) -> str:
+    """The scopes and roles of which one is enough, for a refusal."""
+    words = [
+        f"the scope {need}" if isinstance(need, Scope) else f"the role {need}" for need in needed
+    ]
+    return " or ".join(words)
+
+
+# ---- revocation ----
+#
+# Certificates that count no more although they have not run out: a file, read again as it changes.
+#
+#     worker w3                 # any holder of a certificate of worker w3, also a renewed one
+#     worker *.gpu              # the certificate that the workers of the pool gpu share
+#     sha256:9f86d0...          # this one certificate
+#
+# Owns the file's form. Fails closed: a file that cannot be read ends a process at its start, and
+# later leaves the list as it was.
+
+_FINGERPRINT: Final = re.compile(r"sha256:[0-9a-f]{64}")
+_HOLDER: Final = re.compile(rf"({'|'.join(Role)}) (\*\.)?[A-Za-z0-9._-]{{1,64}}")
+
+
+def fingerprint(pem: bytes) -> str:
+    """Return the fingerprint of a certificate: the SHA-256 of its DER form."""
+    der = ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
+    return f"sha256:{hashlib.sha256(der).hexdigest()}"
+
+
+def check_entry(entry: str) -> str:
+    """An entry of the file; InvalidInputError when it names no holder."""
+    if not (_FINGERPRINT.fullmatch(entry) or _HOLDER.fullmatch(entry)):
+        roles = ", ".join(f"`{role} NAME`" for role in Role)
+        raise InvalidInputError.at("revoked", f"{entry!r} is neither {roles} nor `sha256:HEX`")
+    return entry
+
+
+def read_revoked(path: Path) -> frozenset[str]:
+    """The entries of a file. InvalidInputError names the line that cannot be read."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError.at("revoked_file", f"{path}: {error}") from None
+    revoked = set()
+    for number, line in enumerate(lines, start=1):
+        entry = " ".join(line.partition("#")[0].split())
+        try:
+            revoked |= {check_entry(entry)} if entry else set()
+        except InvalidInputError as error:
+            reason = f"{path}, line {number}: {error.violations[0].message}"
+            raise InvalidInputError.at("revoked_file", reason) from None
+    return frozenset(revoked)
+
+
+def add_revoked(path: Path, entries: Iterable[str]) -> None:
+    """Add to a file, in one rename; it is made where it is not there."""
+    known = read_revoked(path) if path.exists() else frozenset()
+    new = [entry for entry in entries if check_entry(entry) not in known]
+    before = path.read_text() if path.exists() else ""
+    before += "" if before.endswith("\n") or not before else "\n"
+    with whole_file(path) as file:
+        file.write((before + "".join(f"{entry}\n" for entry in new)).encode())
+
+
+class RevokedFile:
+    """The revocation list of a process, read from a file."""
+
+    def __init__(self, path: Path) -> None:
+        """InvalidInputError when the file cannot be used now."""
+        self._file = WatchedFiles(
+            [path],
+            lambda: read_revoked(path),
+            unusable="the revoked certificates stay as they were",
+            renewed="revoked certificates read again",
+        )
+
+    def check(self, cert_id: CertId, pem: bytes) -> None:
+        """UnauthenticatedError for a caller whose certificate counts no more."""
+        entries = self._file.newest()
+        if entries and (str(cert_id) in entries or fingerprint(pem) in entries):
+            raise UnauthenticatedError(f"the certificate of {cert_id} has been revoked")
+
+
+# ---- authentication ----
+
+_NUMBERED: Final = "#"
+"""Between the name of a token and its id; no name has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The identity of a caller, as far as it has been proved."""
+
+    name: str
+    """"client alice", "worker w0", "token ci"; empty: callers are not authenticated."""
+    cert_id: CertId | None = None
+    scopes: frozenset[Scope] = frozenset()
+    token_id: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Return the owner of what the caller makes: a new token inherits nothing of a revoked one
+        of its name. The renewed certificate of a holder is that holder's."""
+        return f"{self.name}{_NUMBERED}{self.token_id}" if self.token_id else self.name
+
+    @property
+    def is_admin(self) -> bool:
+        """Return whether the caller may act on what belongs to others; without TLS every caller
+        may."""
+        return not self.is_known or Scope.ADMIN in self.scopes
+
+    @property
+    def may(self) -> frozenset[Who]:
+        """Return the caller's scopes and role; a call asks for one of several of these."""
+        return self.scopes if self.cert_id is None else self.scopes | {self.cert_id.role}
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.name)
+
+    @property
+    def is_worker(self) -> bool:
+        return self.cert_id is not None and self.cert_id.role is Role.WORKER
+
+    def is_one_of(self, worker_ids: Iterable[str]) -> bool:
+        """Return whether the caller's certificate is that of one of these workers; true without
+        TLS."""
+        return self.cert_id is None or any(map(self.cert_id.covers, worker_ids))
+
+    def must_be_worker(self, worker_id: str) -> None:
+        """Refuse a worker that speaks for another one."""
+        if self.cert_id is not None and not self.cert_id.covers(worker_id):
+            raise PermissionDeniedError(
+                f"{self.name} speaks for worker {worker_id!r}: a worker's name must be the one in "
+                f"its certificate, or of the pool in it"
+            )
+
+    def must_own(self, run_id: str, owner: str) -> None:
+        """Refuse to let a caller change another one's run without the scope admin."""
+        if self.owner != owner and not self.is_admin:
+            name = owner.partition(_NUMBERED)[0]
+            other = "an earlier " if name == self.name else ""
+            whose = f"belongs to {other}{name}" if owner else "has no known owner"
+            raise PermissionDeniedError(
+                f"run {run_id} {whose}; {self.name} needs the scope {Scope.ADMIN}"
+            )
+
+
+NOBODY: Final = Caller("")
+"""Where nobody has to say who they are."""
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+_check_again: ContextVar[Callable[[], None] | None] = ContextVar("check_again", default=None)
+
+
+def current_caller() -> Caller:
+    """Return the caller of the call that is being served."""
+    return _caller.get()
+
+
+def check_caller_again() -> None:
+    """Refuse the caller of the call that is being served if its certificate has been revoked since
+    the call began; for calls that last."""
+    check = _check_again.get()
+    if check is not None:
+        check()
+
+
+@dataclass(frozen=True, slots=True)
+class Authorizer:
+    """Authenticates and authorizes the callers of a server; made once per server."""
+
+    trust_domain: str = ""
+    """Of the certificates that count; empty: the server has no TLS."""
+    tokens: TokenBook | None = None
+    revoked: RevokedFile | None = None
+
+    def admit(
+        self,
+        method: str,
+        auth_context: Mapping[str, Iterable[bytes]],
+        metadata: Iterable[tuple[str, Any]],
+    ) -> None:
+        """Let a call in and note its caller; raises what it is refused with.
+
+        Errors: UnauthenticatedError when it is not proved who calls, PermissionDeniedError when
+        that one may not.
+        """
+        rule = TABLE.get(method)
+        if rule is None:
+            raise PermissionDeniedError(f"{method}: nobody may, it is not in the table of calls")
+        needed = rule.who
+        _check_again.set(None)
+        try:
+            caller = self._caller(auth_context, metadata)
+        except UnauthenticatedError as error:
+            message = f"{method}: {error}; it is for {say_needed(needed)}"
+            raise UnauthenticatedError(message) from None
+        if caller.is_known and not caller.may & set(needed):
+            raise PermissionDeniedError(
+                f"{method}: it is for {say_needed(needed)}, and the caller is {_describe(caller)}"
+            )
+        _caller.set(caller)
+
+    def _caller(
+        self, auth_context: Mapping[str, Iterable[bytes]], metadata: Iterable[tuple[str, Any]]
+    ) -> Caller:
+        if self.trust_domain and "x509_pem_cert" in auth_context:
+            caller = self._holder([uri.decode() for uri in auth_context.get("peer_uri", ())])
+            if self.revoked is not None and caller.cert_id is not None:
+                (pem,) = auth_context["x509_pem_cert"]
+                check = partial(self.revoked.check, caller.cert_id, pem)
+                check()
+                _check_again.set(check)
+            return caller
+        token = token_in(metadata)
+        if self.tokens is not None and token:
+            known = self.tokens.find(token, time.time())
+            scopes = with_included(known.scopes)
+            return Caller(f"token {known.name}", scopes=scopes, token_id=known.token_id)
+        if not self.trust_domain:
+            return NOBODY
+        raise UnauthenticatedError("the caller has shown neither a certificate nor a token")
+
+    def _holder(self, uris: list[str]) -> Caller:
+        try:
+            cert_id = CertId.from_uris(uris)
+        except InvalidInputError as error:
+            raise UnauthenticatedError(f"the caller's {error}") from None
+        if cert_id.trust_domain != self.trust_domain:
+            raise UnauthenticatedError(
+                f"the caller's certificate is of {cert_id.trust_domain!r}, this server of "
+                f"{self.trust_domain!r}"
+            )
+        scopes = ALL_SCOPES if cert_id.role is Role.CLIENT else frozenset[Scope]()
+        return Caller(str(cert_id), cert_id, scopes)
+
+
+def _describe(caller: Caller) -> str:
+    if caller.cert_id is not None:
+        return caller.name
+    scopes = ", ".join(scope for scope in Scope if scope in caller.scopes)
+    return f"{caller.name} with the scopes {scopes}"

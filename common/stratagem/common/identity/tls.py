@@ -1,0 +1,457 @@
+"""Certificates of a process: the files, what stands in them, and when they have changed.
+
+    spiffe://<trust domain>/role/<role>/<id>     URI in the certificate: who its holder is
+    spiffe://<trust domain>/role/pool/<pool>     of each worker whose id is <label>.<pool>
+    <id>.worker.<trust domain>                   DNS names of a worker, which is known by its name
+    worker.<trust domain>                        and not by its address
+
+Owns how an identity is spelled in a certificate, and that files which do not fit together are not
+used. Knows nothing of gRPC; `grpc_credentials.py` makes gRPC's credentials of what is read here.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import grpc
+import structlog
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.files import WatchedFiles, check_private
+from stratagem.common.base.text import plainly
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+# ---- certificate chain ----
+#
+# Finds until when a certificate counts: its own end, and that of every authority above it.
+#
+# An authority that has ended takes all with it that it has signed, whatever stands in that. Owns
+# how the certificates above one are found, and the sentence that names the one that has ended.
+# Reads no file and verifies no peer: gRPC does that.
+
+_MAX_LINKS: Final = 8
+AUTHORITY: Final = "authority"
+"""What stands for the role of a certificate that signs others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCertificate:
+    """A certificate of a chain, and the file that it was read from."""
+
+    file: str
+    """Where it stands."""
+    subject: str
+    is_authority: bool
+    starts: datetime
+    ends: datetime
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ends <= datetime.now(UTC)
+
+    def __str__(self) -> str:
+        if self.is_authority:
+            return f"the {AUTHORITY} {self.subject!r} in {self.file}"
+        return f"the certificate {self.file}"
+
+
+Chain = tuple[ChainCertificate, ...]
+"""From the holder's own certificate up, as far as it is known."""
+
+
+def chain_of(
+    whose: str,
+    certificates: Sequence[x509.Certificate],
+    ca_file: str,
+    authorities: Sequence[x509.Certificate],
+) -> Chain:
+    """whose: the file of the first certificate, and of those between it and the authorities."""
+    current = certificates[0]
+    links = [_link(whose, current, is_authority=False)]
+    known = [(whose, certificate) for certificate in certificates[1:]]
+    known += [(ca_file, authority) for authority in authorities]
+    while len(links) < _MAX_LINKS and current.issuer != current.subject:
+        signers = [(file, signer) for file, signer in known if has_signed(signer, current)]
+        if not signers:
+            break
+        # Of two for the same key the later end counts, as it does for a verifier.
+        file, current = max(signers, key=lambda signer: signer[1].not_valid_after_utc)
+        links.append(_link(file, current, is_authority=True))
+    return tuple(links)
+
+
+def ended(chain: Chain) -> ChainCertificate | None:
+    """The certificate that keeps the chain from counting; None while all of it counts.
+
+    The highest: what is newly signed below it would not count either.
+    """
+    return next((link for link in reversed(chain) if link.has_ended), None)
+
+
+def first_to_end(chain: Chain) -> ChainCertificate | None:
+    """Return the certificate whose end ends the chain; the highest of several."""
+    return min(reversed(chain), key=lambda link: link.ends, default=None)
+
+
+def said(link: ChainCertificate, signed: str) -> str:
+    """Say that a certificate has expired, and the remedy; `signed` names what it has signed."""
+    when = f"has expired at {link.ends:%Y-%m-%d %H:%M} UTC"
+    if not link.is_authority:
+        return f"{link} {when}; renew it"
+    return (
+        f"{link}, which has signed {signed}, {when}; renew it and what it has signed: "
+        f"`stratagem certs renew-authority`, or as your own authority does"
+    )
+
+
+def _link(file: str, certificate: x509.Certificate, *, is_authority: bool) -> ChainCertificate:
+    return ChainCertificate(
+        file,
+        certificate.subject.rfc4514_string(),
+        is_authority,
+        certificate.not_valid_before_utc,
+        certificate.not_valid_after_utc,
+    )
+
+
+def has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    """Return whether the authority has signed the certificate."""
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
+# ---- tls files ----
+
+DEFAULT_TRUST_DOMAIN: Final = "stratagem"
+POOL: Final = "pool"
+"""Stands for a role in the certificate that all workers of a pool share."""
+_ANY: Final = "*."
+_SPIFFE: Final = re.compile(
+    r"spiffe://(?P<trust>[a-z0-9._-]{1,255})/role/(?P<role>[a-z]+)/(?P<name>[A-Za-z0-9._-]{1,64})"
+)
+
+File = str | PathLike[str]
+
+
+class Role(StrEnum):
+    """The role of a certificate's holder."""
+
+    COORDINATOR = "coordinator"
+    WORKER = "worker"
+    CLIENT = "client"
+
+
+@dataclass(frozen=True, slots=True)
+class CertId:
+    """The identity of its holder that a certificate states."""
+
+    trust_domain: str
+    role: Role
+    name: str
+    """`*.` and a pool where it is a certificate that the workers of this pool share."""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name}"
+
+    @property
+    def pool(self) -> str:
+        """Empty where the certificate is of one holder alone."""
+        return self.name.removeprefix(_ANY) if self.name.startswith(_ANY) else ""
+
+    @property
+    def uri(self) -> str:
+        role, name = (POOL, self.pool) if self.pool else (self.role, self.name)
+        return f"spiffe://{self.trust_domain}/role/{role}/{name}"
+
+    def covers(self, name: str) -> bool:
+        """Return whether the holder may go by this name."""
+        label, _, rest = name.partition(".")
+        return name == self.name or bool(self.pool and label and rest == self.pool)
+
+    @classmethod
+    def from_uris(cls, uris: list[str]) -> Self:
+        """The one identity among a certificate's URIs; InvalidInputError when there is not one."""
+        matches = [match_ for match_ in map(_SPIFFE.fullmatch, uris) if match_ is not None]
+        if len(matches) != 1:
+            named = ", ".join(uris) or "no URI at all"
+            raise InvalidInputError.at(
+                "certificate",
+                f"must have one URI spiffe://TRUST/role/ROLE/NAME, and it has {named}",
+            )
+        trust_domain, role, name = matches[0]["trust"], matches[0]["role"], matches[0]["name"]
+        if role == POOL:
+            return cls(trust_domain, Role.WORKER, of_pool(name))
+        if role not in tuple(Role):
+            known = ", ".join((*Role, POOL))
+            raise InvalidInputError.at("certificate", f"role {role!r} is not one of {known}")
+        return cls(trust_domain, Role(role), name)
+
+
+def of_pool(pool: str) -> str:
+    """The name in the certificate that all workers `<label>.<pool>` share."""
+    return f"{_ANY}{pool}"
+
+
+def worker_name(trust_domain: str, worker_id: str = "") -> str:
+    """The DNS name that the certificate of a worker has; of any worker unless one is named.
+
+    A pool's is a wildcard, which stands for one label: `*.<pool>.worker.<trust domain>`.
+    """
+    return ".".join(label for label in (worker_id, Role.WORKER, trust_domain) if label)
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """The content of a process's files, which fit together."""
+
+    ca: bytes
+    cert: bytes | None
+    key: bytes | None
+    cert_id: CertId | None
+    chain: Chain = ()
+    """The certificate and the authorities above it that are known; empty without one."""
+
+    @property
+    def expires(self) -> datetime | None:
+        """Return the earliest end in the certificate's chain; None without a certificate."""
+        first = first_to_end(self.chain)
+        return None if first is None else first.ends
+
+    @property
+    def problem(self) -> str:
+        """Return a sentence that names the expired certificate of the chain; empty while all
+        count."""
+        link = ended(self.chain)
+        return "" if link is None else said(link, str(self.chain[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files by which a process knows others (`ca`) and is known (`cert` and `key`)."""
+
+    ca: File
+    cert: File | None = None
+    key: File | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            given, missing = ("cert", "key") if self.key is None else ("key", "cert")
+            raise InvalidInputError.at(f"tls_{missing}", f"is needed where tls_{given} is given")
+
+    @property
+    def paths(self) -> list[File]:
+        """Return the files that are given."""
+        return [path for path in (self.ca, self.cert, self.key) if path is not None]
+
+    def read(self) -> Material:
+        """InvalidInputError names the file that cannot be used, and why."""
+        ca = _read("tls_ca", self.ca)
+        authorities = certificates_in("tls_ca", self.ca, ca)
+        if self.cert is None or self.key is None:
+            return Material(ca, None, None, None)
+        cert, key = _read("tls_cert", self.cert), _read("tls_key", self.key)
+        own = certificates_in("tls_cert", self.cert, cert)
+        leaf = own[0]
+        self._check_pair(leaf, key)
+        check_private("tls_key", self.key)
+        try:
+            cert_id = CertId.from_uris(uris_of(leaf))
+        except InvalidInputError as error:
+            message = f"{self.cert}: {error.violations[0].message}"
+            raise InvalidInputError.at("tls_cert", message) from None
+        chain = chain_of(str(self.cert), own, str(self.ca), authorities)
+        return Material(ca, cert, key, cert_id, chain)
+
+    def identity(self) -> CertId:
+        """Return the identity of this process. InvalidInputError where it has no certificate."""
+        cert_id = self.read().cert_id
+        if cert_id is None:
+            raise InvalidInputError.at("tls_cert", "is needed: this process must prove who it is")
+        return cert_id
+
+    def _check_pair(self, leaf: x509.Certificate, key: bytes) -> None:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import (
+            Encoding,
+            PublicFormat,
+            load_pem_private_key,
+        )
+
+        try:
+            mine = load_pem_private_key(key, None).public_key()
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise InvalidInputError.at(
+                "tls_key", f"{self.key} holds no PEM key without a password: {plainly(error)}"
+            ) from None
+        form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        if mine.public_bytes(*form) != leaf.public_key().public_bytes(*form):
+            raise InvalidInputError.at("tls_key", f"{self.key} is not the key of {self.cert}")
+
+
+def tls_files(
+    ca: Path | None, cert: Path | None, key: Path | None, *, needs_cert: bool
+) -> TlsFiles | None:
+    """The files of three settings; None when none is set. InvalidInputError names what is missing.
+
+    needs_cert: the process must be able to prove who it is, as every server must.
+    """
+    given = {"tls_ca": ca, "tls_cert": cert, "tls_key": key}
+    if not any(given.values()):
+        return None
+    needed = given if needs_cert else ("tls_ca",)
+    for name in needed:
+        if given[name] is None:
+            there = ", ".join(setting for setting, path in given.items() if path is not None)
+            raise InvalidInputError.at(name, f"is needed where {there} is given")
+    assert ca is not None
+    return TlsFiles(ca, cert, key)
+
+
+def links_of(field: str, file: Path) -> Chain:
+    """The chain in one file, as far as it goes. InvalidInputError names the setting."""
+    own = certificates_in(field, file)
+    return chain_of(str(file), own, "", ())
+
+
+def uris_of(certificate: x509.Certificate) -> list[str]:
+    """The URIs among the alternative names of a certificate."""
+    from cryptography import x509
+
+    return names_of(certificate, x509.UniformResourceIdentifier)
+
+
+def names_of(certificate: x509.Certificate, kind: type[x509.GeneralName]) -> list[str]:
+    """The alternative names of one kind."""
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in names if isinstance(name, kind)]
+
+
+def _read(field: str, path: File) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidInputError.at(field, f"{path}: {error.strerror}") from None
+
+
+def certificates_in(field: str, path: File, pem: bytes | None = None) -> list[x509.Certificate]:
+    """The certificates of a file, whose content may be given. InvalidInputError names the field and
+    the file that cannot be read or holds none."""
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(_read(field, path) if pem is None else pem)
+    except ValueError as error:
+        raise InvalidInputError.at(
+            field, f"{path} holds no PEM certificate: {plainly(error)}"
+        ) from None
+
+
+# ---- grpc credentials ----
+#
+# gRPC's credentials, made of files that may be replaced while the process runs.
+#
+# The only place that makes them, for servers and for channels. gRPC can make a listener ask for a
+# client's certificate and insist on it, or not ask at all; there is nothing between. So one
+# listener takes certificates, and people with tokens use another.
+
+log = structlog.get_logger()
+
+
+class FreshFiles:
+    """The newest content of the files that could be used; safe to ask from any thread."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """InvalidInputError when the files cannot be used now."""
+        self._files = files
+        self._lock = threading.Lock()
+        self._watched = WatchedFiles(
+            files.paths, files.read, unusable="new certificates cannot be used yet"
+        )
+        self._has_warned = False
+        self._warn_if_expired()
+
+    @property
+    def material(self) -> Material:
+        return self._watched.content
+
+    def changed(self) -> bool:
+        """Look at the files; whether there is other material than at the last call.
+
+        Files that do not fit together, such as a new certificate with its old key, are looked at
+        again when they change again; until then the old content is used.
+        """
+        with self._lock:
+            self._warn_if_expired()
+            before = self.material
+            if not self._watched.renewed() or self.material == before:
+                return False
+            self._has_warned = False
+            log.info(
+                "certificates read again",
+                expires=_when(self.material),
+                is_=str(self.material.cert_id),
+            )
+            return True
+
+    def _warn_if_expired(self) -> None:
+        problem = "" if self._has_warned else self.material.problem
+        if problem:
+            self._has_warned = True
+            log.warning(
+                "this process's certificate has expired: no new connection can be made",
+                reason=problem,
+                file=str(self._files.cert),
+                expired=_when(self.material),
+            )
+
+
+def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.ServerCredentials:
+    """Return the credentials of a listener; each handshake sees the newest files.
+
+    asks_for_certificate: callers must have a certificate of the same CA. Otherwise they are not
+    asked for one, and what they may do depends on their token.
+    """
+    fresh = FreshFiles(files)
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        material = fresh.material
+        if material.key is None or material.cert is None:
+            raise InvalidInputError.at("tls_cert", "is needed: a server must prove who it is")
+        pair = (material.key, material.cert)
+        root = material.ca if asks_for_certificate else None
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=root)
+
+    def newest() -> Any:
+        return configuration() if fresh.changed() else None  # None: as before
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), newest, asks_for_certificate)
+
+
+def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+    """Return the credentials of a connection; gRPC reads them once, so a new channel is made when
+    files change."""
+    return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+
+
+def _when(material: Material) -> str:
+    return "" if material.expires is None else material.expires.isoformat()

@@ -1,0 +1,161 @@
+"""The section `compression`: how what goes over the wire is coded, and where that is possible.
+
+Owns the options of every codec and the sentence with which a job is refused that no engine could
+honour. What a codec does is `stratagem.common.compression`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, model_validator
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.schema.document import Count, Section, Whole
+from stratagem.common.schema.rules import rule
+from stratagem.common.strategy import (
+    DIRECT_ALL_REDUCE,
+    DataParallel,
+    Decentralized,
+    Federated,
+    Local,
+    Strategy,
+    all_reduce_of,
+    describe,
+)
+
+_OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "stochastic": ("int8", "ternary"),
+    "block": ("int8", "int4"),
+    "threshold_fraction": ("ternary",),
+    "k_fraction": ("top_k",),
+    "rank": ("low_rank",),
+    "dimension_fraction": ("vsa",),
+    "sketch_codec": ("vsa",),
+}
+"""Options that belong to some codecs only."""
+BLOCK: Final = 128
+"""Elements that have a scale in common, where the codec has blocks and no size of them is given."""
+_BIASED: Final = frozenset({"ternary", "top_k", "low_rank", "vsa"})
+
+
+class CompressionSpec(Section):
+    """A codec and its options. Bare text is the codec's name.
+
+    error_feedback: keep what a payload did not carry and add it to the next one; unless set, for
+    codecs that are biased. block: elements with a scale of their own; of int8 the whole tensor
+    unless given, of int4 128. threshold_fraction: of mean |x|. k_fraction: of the elements.
+    dimension_fraction: places of the sketch per element. consensus_step_size: under Decentralized,
+    how far a node goes toward its neighbours' public copies; by codec unless set. seed: of random
+    choices; that of the job unless given.
+    """
+
+    codec: Literal["none", "fp16", "bf16", "int8", "int4", "ternary", "top_k", "low_rank", "vsa"]
+    error_feedback: bool | None = None
+    stochastic: bool = False
+    block: Count | None = None
+    threshold_fraction: Annotated[float, Field(ge=0)] = 0.7
+    k_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    rank: Count = 4
+    dimension_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+    sketch_codec: Literal["none", "int8", "ternary"] = "none"
+    consensus_step_size: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Whole | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return {"codec": value} if isinstance(value, str) else value
+
+    @rule
+    def _options_fit_the_codec(self) -> Iterator[Violation]:
+        for name, owners in _OWNERS.items():
+            default = CompressionSpec.model_fields[name].default
+            if self.codec not in owners and getattr(self, name) != default:
+                text = f"belongs to codec {' or '.join(owners)} only; the codec is {self.codec}"
+                yield Violation(name, text)
+        if self.error_feedback and self.codec == "none":
+            yield Violation("error_feedback", "has no meaning with codec none")
+
+    @rule
+    def _options_go_together(self) -> Iterator[Violation]:
+        if self.error_feedback and self.stochastic:
+            text = "does not go together with stochastic, which is unbiased: the residual would "
+            yield Violation("error_feedback", f"{text}grow")
+        if self.stochastic and self.block is not None:
+            text = "does not go together with block, whose levels are rounded to the nearest"
+            yield Violation("stochastic", text)
+
+    @property
+    def has_feedback(self) -> bool:
+        if self.error_feedback is None:
+            return self.codec in _BIASED and not self.stochastic
+        return self.error_feedback
+
+    @property
+    def consensus_step(self) -> float:
+        """The less of a move a payload carries, the shorter the step must be; found by trying."""
+        if self.consensus_step_size is not None:
+            return self.consensus_step_size
+        match self.codec:
+            case "top_k":
+                return self.k_fraction
+            case "vsa":
+                return self.dimension_fraction / 2
+            case "low_rank":
+                return 0.1
+            case _:
+                return 1.0
+
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether the codec of a shard depends on what it has coded before."""
+        return self.has_feedback or self.codec == "low_rank"
+
+
+def exchanged_codec(
+    compression: CompressionSpec | None, strategy: Strategy
+) -> CompressionSpec | None:
+    """Return the codec of the gradients that replicas exchange, whichever section says it; None
+    where they are exchanged as they are."""
+    if isinstance(strategy, DataParallel) and strategy.options.outer_bits is not None:
+        bits = strategy.options.outer_bits
+        return CompressionSpec(codec="int8" if bits == 8 else "int4", block=BLOCK)
+    return None if compression is None or compression.codec == "none" else compression
+
+
+def why_not_compressed(
+    spec: CompressionSpec, strategy: Strategy, precision: str | None
+) -> Iterator[Violation]:
+    """Why a job with this section cannot be carried out as it says."""
+    if spec.codec == "none":
+        return
+    if precision in ("Full", "Half"):
+        yield Violation(
+            "compression.codec", f"{spec.codec} codes float32; precision is {precision}"
+        )
+    inner = getattr(getattr(strategy, "options", None), "inner", None)
+    if not isinstance(strategy, DataParallel | Federated):
+        text = f"{describe(strategy)} exchanges neither gradients nor updates"
+        yield Violation("compression", f"has no meaning here: {text}")
+    elif inner is not None and not isinstance(inner, Local):
+        text = f"is not possible around {describe(inner)}: its exchanges are its own"
+        yield Violation("compression", text)
+    if all_reduce_of(strategy) != DIRECT_ALL_REDUCE:
+        text = f"{all_reduce_of(strategy)} sends sums, not what a codec makes of a shard"
+        yield Violation("strategy.options.all_reduce", text)
+    if isinstance(strategy, Federated) and spec.error_feedback:
+        text = "is not possible under Federated: clients keep nothing from round to round"
+        yield Violation("compression.error_feedback", text)
+    if isinstance(strategy, DataParallel) and isinstance(strategy.aggregation, Decentralized):
+        yield from _not_among_nodes(spec)
+    elif spec.consensus_step_size is not None:
+        yield Violation("compression.consensus_step_size", "belongs to Decentralized only")
+
+
+def _not_among_nodes(spec: CompressionSpec) -> Iterator[Violation]:
+    if spec.error_feedback:
+        text = "is not possible under Decentralized: differences to public copies are one already"
+        yield Violation("compression.error_feedback", text)
+    if spec.codec == "ternary" and spec.stochastic:
+        text = "is not possible under Decentralized: the public copies would drift away"
+        yield Violation("compression.stochastic", text)

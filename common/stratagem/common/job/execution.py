@@ -1,0 +1,223 @@
+"""Defines how a job is computed as one value: mode, gradients, precision, memory, parallelism.
+
+Says what is wanted; whether this installation can do it is decided where it is done. A preset is
+only a short way to write the fields: it dissolves into them when the section is read, so that two
+sections which mean the same are equal.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+
+from pydantic import model_validator
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.process.cpu_threads import available_cores
+from stratagem.common.schema.document import Count, DocumentValue, OneKey, Section
+from stratagem.common.schema.rules import rule
+
+MAX_LOCAL_WORKERS: Final = 8
+"""What `Automatic` counts as, at most, before it has been resolved."""
+
+
+class Checkpointed(DocumentValue):
+    """Keep the activations of every `interval`-th block only; compute the others again."""
+
+    interval: Count
+
+
+class Accumulated(DocumentValue):
+    """Cut each shard into `steps` micro-batches and add their gradients before the update."""
+
+    steps: Count
+
+
+class DataParallel(DocumentValue):
+    """Each batch is cut over `num_workers` workers."""
+
+    num_workers: Count
+
+
+class ModelParallel(DocumentValue):
+    """The model is cut over `num_devices` workers."""
+
+    num_devices: Count
+
+
+class PipelineParallel(DocumentValue):
+    """The model is cut into `num_stages` stages, fed with micro-batches."""
+
+    num_stages: Count
+
+
+Variant: TypeAlias = Checkpointed | Accumulated | DataParallel | ModelParallel | PipelineParallel
+Mode: TypeAlias = Literal["Eager", "Lazy", "Hybrid"]
+Precision: TypeAlias = Literal["Full", "Single", "Mixed", "Half"]
+MemoryStrategy: TypeAlias = Literal["Standard", "Pooled", "Cached", "MinimalPeak"]
+AmpDtype: TypeAlias = Literal["bfloat16", "float16"]
+Preset: TypeAlias = Literal["training", "inference", "memory_efficient", "high_throughput", "debug"]
+Gradient: TypeAlias = Literal["None", "Full"] | Checkpointed | Accumulated
+Parallelism: TypeAlias = (
+    Literal["None", "Automatic"] | DataParallel | ModelParallel | PipelineParallel
+)
+
+
+def number_of(variant: Variant) -> int:
+    """The one number that a variant holds."""
+    match variant:
+        case Checkpointed(number) | Accumulated(number):
+            return number
+        case DataParallel(number) | ModelParallel(number) | PipelineParallel(number):
+            return number
+
+
+GradientField: TypeAlias = Annotated[
+    Gradient,
+    OneKey({"Checkpointed": Checkpointed, "Accumulated": Accumulated}, words=("None", "Full")),
+]
+ParallelismField: TypeAlias = Annotated[
+    Parallelism,
+    OneKey(
+        {
+            "DataParallel": DataParallel,
+            "ModelParallel": ModelParallel,
+            "PipelineParallel": PipelineParallel,
+        },
+        words=("None", "Automatic"),
+    ),
+]
+
+PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
+    "training": {
+        "mode": "Lazy",
+        "gradient": "Full",
+        "precision": "Single",
+        "memory": "Pooled",
+        "parallelism": "Automatic",
+        "fusion": True,
+        "profiling": True,
+    },
+    "inference": {
+        "mode": "Eager",
+        "gradient": "None",
+        "precision": "Single",
+        "memory": "Cached",
+        "parallelism": "Automatic",
+        "fusion": True,
+        "profiling": False,
+    },
+    "memory_efficient": {
+        "mode": "Hybrid",
+        "gradient": Checkpointed(10),
+        "precision": "Mixed",
+        "memory": "MinimalPeak",
+        "parallelism": "None",
+        "fusion": False,
+        "profiling": False,
+    },
+    "high_throughput": {
+        "mode": "Lazy",
+        "gradient": "None",
+        "precision": "Single",
+        "memory": "Pooled",
+        "parallelism": DataParallel(4),
+        "fusion": True,
+        "profiling": False,
+    },
+    "debug": {
+        "mode": "Eager",
+        "gradient": "Full",
+        "precision": "Full",
+        "memory": "Standard",
+        "parallelism": "None",
+        "fusion": False,
+        "profiling": True,
+    },
+}
+
+
+class ExecutionSpec(Section):
+    """Settings of how each worker computes. What is not set is the plain way: eager, in the dtypes
+    that the model is built with, all gradients.
+
+    precision: converts the model and its rows: Full to float64, Single to float32, Mixed to float32
+    with 16-bit products, Half to float32 that is computed in 16 bits.
+    amp_dtype: the 16-bit numbers of Mixed and Half, bfloat16 unless set; float16 goes with a
+    loss scale that moves.
+    deterministic: the same bits each time. preset: fields to begin from; those given win. It is
+    always None once read.
+    """
+
+    mode: Mode = "Eager"
+    gradient: GradientField = "Full"
+    precision: Precision | None = None
+    amp_dtype: AmpDtype | None = None
+    memory: MemoryStrategy = "Standard"
+    parallelism: ParallelismField = "None"
+    fusion: bool = False
+    profiling: bool = False
+    deterministic: bool = True
+    preset: Preset | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dissolve_preset(cls, value: object) -> object:
+        name = value.get("preset") if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping) or not isinstance(name, str) or name not in PRESETS:
+            return value  # what is wrong with it is found field by field
+        return {**PRESETS[name], **{key: item for key, item in value.items() if key != "preset"}}
+
+    @rule
+    def _sixteen_bits(self) -> Iterator[Violation]:
+        if self.amp_dtype is not None and self.precision not in ("Mixed", "Half"):
+            text = f"belongs to precision Mixed and Half; it is {self.precision or 'not set'}"
+            yield Violation("amp_dtype", text)
+
+    def with_changes(self, **changes: Any) -> Self:
+        """A copy with fields set, checked as a whole; a preset sets the fields it names."""
+        return super().with_changes(**{**PRESETS.get(changes.get("preset", ""), {}), **changes})
+
+    @property
+    def computes_gradients(self) -> bool:
+        """False for a model that is only run, not trained."""
+        return self.gradient != "None"
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Blocks between two whose activations are kept; None without checkpointing."""
+        return self.gradient.interval if isinstance(self.gradient, Checkpointed) else None
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Micro-batches of a shard; None without accumulation."""
+        return self.gradient.steps if isinstance(self.gradient, Accumulated) else None
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that the parallelism asks for; of Automatic, what one machine has: up to 8."""
+        match self.parallelism:
+            case "None":
+                return 1
+            case "Automatic":
+                return min(available_cores(), MAX_LOCAL_WORKERS)
+            case variant:
+                return number_of(variant)
+
+    def summary(self) -> str:
+        """Return the section as a heading and seven lines."""
+        lines = {
+            "Mode": self.mode,
+            "Gradient": _text(self.gradient),
+            "Precision": self.precision or "that of the model",
+            "Memory": self.memory,
+            "Parallelism": _text(self.parallelism),
+            "Fusion": str(self.fusion).lower(),
+            "Profiling": str(self.profiling).lower(),
+        }
+        return "\n".join(["Execution:", *(f"  {name}: {text}" for name, text in lines.items())])
+
+
+def _text(value: Gradient | Parallelism) -> str:
+    if isinstance(value, str):
+        return value
+    field = next(iter(value.__pydantic_fields__))
+    return f"{type(value).__name__} {{ {field}: {number_of(value)} }}"

@@ -1,1 +1,0 @@
-"""Rules of jobs about what the clients of a federation do."""

@@ -1,0 +1,316 @@
+"""Parses intervals at which something happens: "1 epoch", "100 steps", "2 rounds", "1 generation".
+
+Owns the spelling. Which unit has a meaning under which strategy is for the job to check.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Protocol, Self, TypeAlias, cast
+
+from pydantic import PlainSerializer, PlainValidator, model_validator
+
+from stratagem.common.base import ids
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.schema.document import (
+    Count,
+    EntrypointName,
+    NotNegative,
+    Section,
+    colon_hint,
+    one_of,
+)
+from stratagem.common.schema.json import not_one_of, unknown_key
+from stratagem.common.schema.rules import rule
+from stratagem.common.strategy import Custom, PopulationBased, Strategy
+
+# ---- interval ----
+
+Unit: TypeAlias = Literal["epoch", "step", "round", "generation"]
+
+_SPELLING: Final = re.compile(r"([1-9][0-9]{0,17}) (epoch|step|round|generation)s?")
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Each time that `count` units have passed."""
+
+    count: int
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Read the spelling that `str()` writes; singular and plural are equal."""
+        matched = _SPELLING.fullmatch(text) if isinstance(text, str) else None
+        if matched is None:
+            raise InvalidInputError(f"{text!r} is not like 1 epoch, 100 steps or 2 rounds")
+        return cls(int(matched[1]), cast(Unit, matched[2]))
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.unit}{'' if self.count == 1 else 's'}"
+
+
+EveryField: TypeAlias = Annotated[
+    Every,
+    PlainValidator(lambda value: value if isinstance(value, Every) else Every.parse(value)),
+    PlainSerializer(str),
+]
+
+
+# ---- built in names ----
+#
+# Lists the losses and metrics that a job can name, for places without torch.
+#
+# The worker has their functions; a test compares the two. Names are checked with the section that
+# holds them, so that a wrong one is refused with everything else that is wrong in a job.
+
+LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
+    "bce_with_logits": ("pos_weight",),
+    "cross_entropy": ("label_smoothing",),
+    "l1": (),
+    "model": (),
+    "mse": (),
+    "nll": (),
+    "token_cross_entropy": ("ignore_index", "label_smoothing"),
+}
+"""The keyword arguments of each."""
+RETURNED: Final = "model"
+"""The loss that the model returns itself, beside its outputs."""
+FROM_LOSS: Final = ("loss", "perplexity")
+"""Metrics that follow from the loss."""
+METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")
+
+
+def check_loss_name(value: str) -> str:
+    """The name of a loss; raises InvalidInputError for one that is not in the table."""
+    if value not in LOSSES and ids.are_checked():
+        raise InvalidInputError(not_one_of(value, sorted(LOSSES)) + colon_hint(value))
+    return value
+
+
+def check_metric_name(value: str) -> str:
+    """The name of a metric, or an entry point; raises InvalidInputError for other names."""
+    if ":" not in value and value not in METRICS and ids.are_checked():
+        raise InvalidInputError(not_one_of(value, METRICS) + colon_hint(value))
+    return value
+
+
+def check_loss_kwargs(name: str, kwargs: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield the keyword arguments that a loss of the table does not take."""
+    for key in kwargs:
+        if key not in LOSSES.get(name, (key,)):
+            yield Violation(f"kwargs.{key}", unknown_key(key, LOSSES[name]))
+
+
+# ---- client spread ----
+#
+# The names under which the spread of a metric over the clients of a federation stands beside it,
+# such as `test.accuracy.client_p10` beside `test.accuracy`.
+
+CLIENT_MEAN: Final = "client_mean"
+"""The mean of what clients have measured: for metrics that are no sums over rows."""
+CLIENT_MIN: Final = "client_min"
+CLIENT_MAX: Final = "client_max"
+SHARES: Final[Mapping[str, float]] = {
+    CLIENT_MIN: 0.0,
+    "client_p10": 0.1,
+    "client_median": 0.5,
+    "client_p90": 0.9,
+    CLIENT_MAX: 1.0,
+}
+"""Of the clients, in order of their values, up to which each name goes."""
+
+
+def of_metric(name: str) -> str:
+    """Return the metric that a name is the spread of; other names are their own."""
+    metric, _, last = name.rpartition(".")
+    return metric if last in SHARES else name
+
+
+def without_spreads(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics without how they spread over clients."""
+    return {name: value for name, value in metrics.items() if of_metric(name) == name}
+
+
+def range_of(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:
+    """Return the least and the greatest value of a metric over clients, where they are known.
+
+    Beside a value over all rows, which may lie outside of it, stands the mean of what clients have
+    measured: the range is that one's alone.
+    """
+    if f"{name}.{CLIENT_MEAN}" in metrics:
+        return None
+    metric = name.removesuffix(f".{CLIENT_MEAN}")
+    low, high = (metrics.get(f"{metric}.{end}") for end in (CLIENT_MIN, CLIENT_MAX))
+    return None if low is None or high is None else (low, high)
+
+
+# ---- followed metric ----
+#
+# The section `evaluation.stop`, and the metrics whose course decides how a run goes on.
+#
+# Checks itself; what a run then does is decided by the coordinator, from the evaluations that it
+# has journaled (`strategies/evaluation/metric_course.py` there).
+
+Mode: TypeAlias = Literal["max", "min"]
+
+
+_EXAMPLE: Final = "evaluation: {best: loss, mode: min}"
+
+
+class StopSpec(Section):
+    """Ends the training early: after `patience` evaluations in a row without an improvement.
+
+    metric and mode: those of evaluation.best unless set. min_delta: an improvement is a value that
+    is better than the best one so far by more than this.
+    """
+
+    metric: str | None = None
+    mode: Mode | None = None
+    patience: Count
+    min_delta: NotNegative = 0.0
+
+
+class Plateau(Protocol):
+    """What the section `optimizer.schedule` says of the metric that it follows."""
+
+    @property
+    def metric(self) -> str | None: ...
+    @property
+    def mode(self) -> Mode | None: ...
+    @property
+    def min_delta(self) -> float | None: ...
+
+
+class Evaluation(Protocol):
+    """What the section `evaluation` says of its metrics."""
+
+    @property
+    def split(self) -> str: ...
+    @property
+    def best(self) -> str | None: ...
+    @property
+    def mode(self) -> Mode: ...
+    @property
+    def stop(self) -> StopSpec | None: ...
+    def why_not_measured(self, metric: str) -> str:
+        """Return why no evaluation gives a value of this name; "" where it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedMetric:
+    """A metric by its name in a commit, and what counts as an improvement of it."""
+
+    name: str
+    mode: Mode
+    min_delta: float
+
+
+def stop_metric(evaluation: Evaluation, spec: StopSpec) -> FollowedMetric:
+    """Return the metric that a stop follows, in a job that was checked."""
+    return _followed(evaluation, spec.metric, spec.mode, spec.min_delta)
+
+
+def plateau_metric(evaluation: Evaluation, spec: Plateau) -> FollowedMetric:
+    """Return the metric that a plateau follows, in a job that was checked."""
+    return _followed(evaluation, spec.metric, spec.mode, spec.min_delta or 0.0)
+
+
+def check_followed(
+    strategy: Strategy, evaluation: Evaluation | None, plateau: Plateau | None
+) -> Iterator[Violation]:
+    """Yield what is wrong with what a job has follow its evaluations."""
+    stop = None if evaluation is None else evaluation.stop
+    for path, spec in (("evaluation.stop", stop), ("optimizer.schedule", plateau)):
+        if spec is None:
+            continue
+        yield from _why_not_followed(strategy, path)
+        if evaluation is None:
+            yield Violation(
+                "evaluation", f"missing; {path} follows evaluations, for example {_EXAMPLE}"
+            )
+        else:
+            yield from _metric_and_mode(evaluation, path, spec.metric, spec.mode)
+
+
+def _why_not_followed(strategy: Strategy, path: str) -> Iterator[Violation]:
+    match strategy:
+        case PopulationBased():
+            text = (
+                "is not allowed with strategy PopulationBased, whose members copy each other's "
+                "states; leave it out"
+            )
+            yield Violation(path, text)
+        case Custom():
+            text = "is not allowed with strategy Custom, which decides itself when a run ends"
+            yield Violation(path, text)
+
+
+def _metric_and_mode(
+    evaluation: Evaluation, path: str, metric: str | None, mode: Mode | None
+) -> Iterator[Violation]:
+    if metric is None:
+        if evaluation.best is None:
+            yield Violation(
+                f"{path}.metric",
+                "missing; evaluation.best, its default, is not set, for example metric: loss",
+            )
+        return
+    if problem := evaluation.why_not_measured(metric):
+        yield Violation(f"{path}.metric", problem)
+    elif mode is None and metric != evaluation.best:
+        yield Violation(f"{path}.mode", f"missing; max or min, as {metric!r} is to rise or to fall")
+
+
+def _followed(
+    evaluation: Evaluation, metric: str | None, mode: Mode | None, min_delta: float
+) -> FollowedMetric:
+    name = metric or evaluation.best
+    assert name is not None  # the job was checked
+    return FollowedMetric(f"{evaluation.split}.{name}", mode or evaluation.mode, min_delta)
+
+
+# ---- order section ----
+#
+# The section `data.order`: in which order a run passes the training rows.
+
+_OWNERS = {
+    "weights": "weighted",
+    "num_rows": "weighted",
+    "lengths": "bucketed",
+    "window": "bucketed",
+}
+
+
+class OrderSpec(Section):
+    """The order of the training rows in each epoch: one of ours by name, or an entry point. Bare
+    text is either."""
+
+    by: Literal["shuffle", "sequential", "weighted", "bucketed"] | None = None
+    entrypoint: EntrypointName | None = None
+    weights: EntrypointName | None = None
+    num_rows: Count | None = None
+    lengths: EntrypointName | None = None
+    window: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if isinstance(value, str):
+            return {"entrypoint" if ":" in value else "by": value}
+        return dict(value) if isinstance(value, Mapping) else value
+
+    @rule
+    def _one_source(self) -> Iterable[Violation]:
+        return one_of(self, ("by", "entrypoint"))
+
+    @rule
+    def _goes_together(self) -> Iterator[Violation]:
+        for name, owner in _OWNERS.items():
+            if getattr(self, name) is not None and self.by != owner:
+                yield Violation(name, f"has a meaning only with by: {owner}")
+        for owner, name in (("weighted", "weights"), ("bucketed", "lengths")):
+            if self.by == owner and getattr(self, name) is None:
+                yield Violation(
+                    name, f"missing; by: {owner} needs it, for example {name}: my_module:{name}"
+                )

@@ -1,0 +1,418 @@
+"""The section `optimizer`: an optimizer of torch by name, or one of the user's by entry point, and
+groups of parameters with values of their own.
+
+Checks itself, but for keywords: what a population draws may make them fit.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from stratagem.common.base import ids
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.job.schedules import ScheduleSpec
+from stratagem.common.schema.document import (
+    Count,
+    EntrypointName,
+    Items,
+    Kwargs,
+    Name,
+    NonEmptyText,
+    Positive,
+    Section,
+    Whole,
+    colon_hint,
+    one_of,
+    refuse,
+)
+from stratagem.common.schema.json import FrozenDict, not_one_of, suggest
+from stratagem.common.schema.rules import rule
+from stratagem.common.strategy import (
+    AllReduce,
+    Custom,
+    DataParallel,
+    Federated,
+    Local,
+    ModelParallel,
+    ParameterServer,
+    PopulationBased,
+    Strategy,
+)
+
+# ---- optimizer section ----
+
+MAX_GROUPS: Final = 64
+_NUM_NAMES: Final = 5
+"""How many names of parameters a refusal lists."""
+DEFAULT_GROUP: Final = "default"
+_RESERVED: Final = (
+    *("params", "name", "entrypoint", "lr"),
+    *("kwargs", "schedule", "clip_norm", "groups", "optimizer"),
+)
+
+
+def _check_optimizer_name(value: str) -> str:
+    if value.lower() not in KEYWORDS and ids.are_checked():
+        raise InvalidInputError(not_one_of(value, sorted(KEYWORDS)) + colon_hint(value))
+    return value
+
+
+class UpdateRuleSpec(Section):
+    """An optimizer of torch by name, or one of the user's by entry point. Further keys are its
+    keyword arguments, kept in `kwargs`."""
+
+    name: Annotated[Name, AfterValidator(_check_optimizer_name), Field(examples=["sgd"])] | None = (
+        None
+    )
+    entrypoint: EntrypointName | None = None
+    lr: Annotated[Positive, Field(examples=[0.1])]
+    kwargs: Kwargs = FrozenDict()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_kwargs(cls, value: object) -> object:
+        return _gathered(cls, value)
+
+    @rule
+    def _one_source(self) -> Iterable[Violation]:
+        return one_of(self, ("name", "entrypoint"))
+
+    @property
+    def label(self) -> str:
+        """The name, or the entry point, for people."""
+        return self.name or str(self.entrypoint)
+
+
+class GroupSpec(Section):
+    """Parameters with a learning rate, keyword arguments or an optimizer of their own. Further keys
+    are those arguments, kept in `kwargs`.
+
+    match: patterns of parameter names, any of which must fit, such as "*.bias". max_dims: the
+    parameter has at most as many dimensions. Where both are given, both must hold. lr: None is that
+    of the optimizer; the schedule multiplies it.
+    """
+
+    name: Name
+    match: Items[NonEmptyText] | None = None
+    max_dims: Whole | None = None
+    lr: Positive | None = None
+    kwargs: Kwargs = FrozenDict()
+    optimizer: UpdateRuleSpec | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_kwargs(cls, value: object) -> object:
+        return _gathered(cls, value)
+
+    @rule
+    def _says_which(self) -> Iterator[Violation]:
+        if not self.match and self.max_dims is None:
+            yield Violation(
+                "match", "missing; a group needs match or max_dims, for example match: ['*.bias']"
+            )
+
+    @rule
+    def _is_not_the_default(self) -> Iterator[Violation]:
+        if self.name == DEFAULT_GROUP:
+            text = f"{self.name!r} is the group of all parameters that are in no other"
+            yield Violation("name", text)
+
+    @rule
+    def _has_one_optimizer(self) -> Iterator[Violation]:
+        if self.optimizer is not None:
+            for key in [*(["lr"] if self.lr is not None else []), *self.kwargs]:
+                text = "belongs into the group's optimizer, which has values of its own"
+                yield Violation(key, text)
+
+    def holds(self, name: str, num_dims: int) -> bool:
+        """Return whether a parameter of this name and number of dimensions belongs to the group."""
+        is_small = self.max_dims is None or num_dims <= self.max_dims
+        return is_small and (not self.match or is_matched(name, self.match))
+
+
+class OptimizerSpec(UpdateRuleSpec):
+    """The optimizer of a job, with its schedule and groups of parameters.
+
+    The keywords of torch's are checked against their signatures where torch is. groups: each
+    parameter belongs to the first group that holds it, else to the optimizer's own values.
+    """
+
+    schedule: ScheduleSpec | None = None
+    clip_norm: Positive | None = None
+    groups: Annotated[Items[GroupSpec], Field(max_length=MAX_GROUPS)] | None = None
+
+    @rule
+    def _groups_differ(self) -> Iterator[Violation]:
+        names = [group.name for group in self.groups or ()]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                yield Violation(f"groups[{i}].name", f"{name!r} is the name of an earlier group")
+
+    @property
+    def plateau(self) -> ScheduleSpec | None:
+        """Return the schedule if it follows the evaluations."""
+        schedule = self.schedule
+        return schedule if schedule is not None and schedule.name == "plateau" else None
+
+    def group_of(self, name: str, num_dims: int) -> str:
+        """Return the name of the group of a parameter."""
+        held = (group.name for group in self.groups or () if group.holds(name, num_dims))
+        return next(held, DEFAULT_GROUP)
+
+    def rules(self) -> Iterator["GroupedRule"]:
+        """Yield the optimizers in the order in which they step, each with its groups."""
+        sharing = [group for group in self.groups or () if group.optimizer is None]
+        values = {group.name: (group.lr or self.lr, group.kwargs) for group in sharing}
+        yield GroupedRule("optimizer", self, {DEFAULT_GROUP: (self.lr, FrozenDict()), **values})
+        for place, group in enumerate(self.groups or ()):
+            if (rule := group.optimizer) is not None:
+                path = f"optimizer.groups[{place}].optimizer"
+                yield GroupedRule(path, rule, {group.name: (rule.lr, FrozenDict())})
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRule:
+    """An optimizer with the groups that it updates."""
+
+    path: str
+    """Of the section that names it."""
+    rule: UpdateRuleSpec
+    groups: Mapping[str, tuple[float, Mapping[str, Any]]]
+    """The learning rate of each, and the keywords that only it has, by name."""
+
+    def of_group(self, name: str, *, with_shared: bool = True) -> UpdateRuleSpec:
+        """Return the rule with the values of one group. with_shared: and with the keywords that all
+        its groups have."""
+        (lr, kwargs), rule = self.groups[name], self.rule
+        whole = FrozenDict({**(rule.kwargs if with_shared else {}), **kwargs})
+        return UpdateRuleSpec(name=rule.name, entrypoint=rule.entrypoint, lr=lr, kwargs=whole)
+
+
+def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
+    """Yield each name of an optimizer, and each keyword, that torch does not know, and each value
+    of another kind than its keyword's.
+
+    Nothing is known here of what an entry point takes.
+    """
+    yield from _check_rule(spec, "optimizer")
+    for place, group in enumerate(spec.groups or ()):
+        path = f"optimizer.groups[{place}]"
+        if group.optimizer is None:
+            yield from _check_keywords(spec.name, group.kwargs, path)
+        else:
+            yield from _check_rule(group.optimizer, f"{path}.optimizer")
+
+
+def _check_rule(rule: UpdateRuleSpec, path: str) -> Iterator[Violation]:
+    if rule.name is not None and rule.name.lower() not in KEYWORDS:
+        yield Violation(f"{path}.name", not_one_of(rule.name, sorted(KEYWORDS)))
+    own = [field for field in type(rule).model_fields if field != "kwargs"]
+    yield from _check_keywords(rule.name, rule.kwargs, path, own)
+
+
+def _check_keywords(
+    name: str | None, kwargs: Mapping[str, Any], path: str, own: Sequence[str] = ()
+) -> Iterator[Violation]:
+    """own: the keys of the section beside those that the optimizer takes."""
+    known = KEYWORDS.get((name or "").lower())
+    for key, value in kwargs.items():
+        if known is not None and key not in known:
+            allowed = ", ".join(sorted(known))
+            text = f"{value!r}, but {name} takes no {key!r}{suggest(key, (*known, *own))}"
+            yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")
+        elif known is not None and (why := why_no_value((name or "").lower(), key, value)):
+            yield Violation(f"{path}.{key}", why)
+
+
+def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, int]]) -> None:
+    """Raise InvalidInputError for a group that holds none of the model's trained parameters.
+
+    params: names and numbers of dimensions, of the whole model; a member of a pipeline may have
+    none of some groups.
+    """
+    known = list(params)
+    held = {spec.group_of(name, num_dims) for name, num_dims in known}
+    refuse(
+        [
+            Violation(f"optimizer.groups[{i}]", _why_empty(spec, group, known))
+            for i, group in enumerate(spec.groups or ())
+            if group.name not in held
+        ]
+    )
+
+
+def _why_empty(spec: OptimizerSpec, group: GroupSpec, params: Sequence[tuple[str, int]]) -> str:
+    """Return that a group holds nothing, what it asks for, and which parameters there are."""
+    asked = [f"match {', '.join(map(repr, group.match))}"] if group.match else []
+    asked += [] if group.max_dims is None else [f"max_dims {group.max_dims}"]
+    text = f"{group.name!r} holds no trained parameter: {' and '.join(asked)} "
+    taken = [name for name, num_dims in params if group.holds(name, num_dims)]
+    if taken:
+        owner = next(spec.group_of(name, dims) for name, dims in params if name == taken[0])
+        return f"{text}fits {_listed(taken)}, which group {owner!r} before it holds"
+    return f"{text}fits none; they are {_listed([name for name, _ in params]) or 'none'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return some names, and how many more there are."""
+    more = len(names) - _NUM_NAMES
+    return ", ".join(names[:_NUM_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_matched(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a parameter's name fits any of these patterns, such as "encoder.*"."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _gathered(cls: type[Section], value: object) -> object:
+    """Return the document of a section with its further keys in `kwargs`."""
+    if not isinstance(value, Mapping):
+        return value
+    own = {key: item for key, item in value.items() if key in cls.model_fields}
+    further = {key: item for key, item in value.items() if key not in cls.model_fields}
+    given: Any = own.get("kwargs", {})
+    if not isinstance(given, Mapping):
+        return value
+    violations = [Violation(key, "is also in kwargs") for key in further if key in given]
+    violations += [
+        Violation(f"kwargs.{key}", "is not a keyword of torch's here")
+        for key in _RESERVED
+        if key in given
+    ]
+    violations += [
+        Violation(key, "come from the model" if key == "params" else "belongs to the optimizer")
+        for key in further
+        if key in _RESERVED
+    ]
+    refuse(violations)
+    return {**own, "kwargs": {**given, **further}}
+
+
+# ---- optimizers ----
+#
+# Lists the optimizers and the keyword arguments that each takes, for places without torch.
+#
+# The table is that of the torch that workers are installed with; a test compares the two. It leaves
+# out those that need a closure (LBFGS) or gradients of another kind (SparseAdam). A job is checked
+# by it when it is submitted; what range a number may have, the optimizer says on the worker.
+
+_ALL: Final = ("maximize", "weight_decay")
+_ADAM: Final = ("betas", "differentiable", "eps", *_ALL)
+
+KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "adadelta": ("differentiable", "eps", "rho", *_ALL),
+    "adafactor": ("beta2_decay", "d", "eps", *_ALL),
+    "adagrad": ("differentiable", "eps", "initial_accumulator_value", "lr_decay", *_ALL),
+    "adam": ("amsgrad", "decoupled_weight_decay", *_ADAM),
+    "adamax": _ADAM,
+    "adamw": ("amsgrad", *_ADAM),
+    "asgd": ("alpha", "differentiable", "lambd", "t0", *_ALL),
+    "muon": (
+        *("adjust_lr_fn", "eps", "momentum", "nesterov"),
+        *("ns_coefficients", "ns_steps", "weight_decay"),
+    ),
+    "nadam": ("decoupled_weight_decay", "momentum_decay", *_ADAM),
+    "radam": ("decoupled_weight_decay", *_ADAM),
+    "rmsprop": ("alpha", "centered", "differentiable", "eps", "momentum", *_ALL),
+    "rprop": ("differentiable", "etas", "maximize", "step_sizes"),
+    "sgd": ("dampening", "differentiable", "momentum", "nesterov", *_ALL),
+}
+"""By name in small letters, besides `lr`, `schedule` and `clip_norm`, which all have."""
+
+_SWITCHES: Final = frozenset((
+    *("amsgrad", "centered", "decoupled_weight_decay", "differentiable", "maximize", "nesterov"),
+))  # fmt: skip
+_SEVERAL: Final = {"betas": 2, "etas": 2, "ns_coefficients": 3, "step_sizes": 2}
+"""Keywords that are lists, with their numbers of numbers."""
+_OTHERS: Final = frozenset({"adjust_lr_fn"})
+
+
+def why_no_value(optimizer: str, keyword: str, value: Any) -> str:
+    """Return why a value is not of the kind that a keyword is; "" where it is."""
+    if keyword in _SWITCHES:
+        return "" if isinstance(value, bool | int) else f"{value!r} is not true or false"
+    several = _SEVERAL.get(keyword)
+    if optimizer == "adafactor" and keyword == "eps":  # its first may be none
+        several, value = 2, [0 if item is None else item for item in _items(value)]
+    if several is not None:
+        items = _items(value)
+        is_so = len(items) == several and all(map(_is_number, items))
+        return "" if is_so else f"{value!r} is not a list of {several} numbers"
+    return "" if keyword in _OTHERS or _is_number(value) else f"{value!r} is not a number"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+# ---- weight average section ----
+#
+# The section `weight_average`: an average of the parameters over the steps of a run.
+#
+# It is kept beside the parameters and changes nothing of the training. Checks itself; knows no
+# torch.
+
+_DECAY: Final = 0.999
+
+
+class WeightAverageSpec(Section):
+    """Settings of the average of the parameters that is kept beside them.
+
+    ema: exponential, average = decay · average + (1 − decay) · parameter, with decay 0.999 unless
+    set. swa: the mean of all that was averaged. The average is updated after step `start_step` and
+    after each `every` steps from there; the first update takes the parameters as they are. Under
+    Federated it is that of the global model, and rounds take the place of steps.
+    """
+
+    kind: Literal["ema", "swa"] = "ema"
+    decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    start_step: Whole = 0
+    every: Count = 1
+
+    @rule
+    def _decay_belongs_to_ema(self) -> Iterator[Violation]:
+        if self.decay is not None and self.kind != "ema":
+            yield Violation("decay", f"belongs to kind ema only; the kind is {self.kind}")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the average is updated after step `step`, which counts from 1."""
+        return step >= self.start_step and (step - self.start_step) % self.every == 0
+
+    def weight(self, num_averaged: int) -> float:
+        """Return the weight of the parameters in the update that follows `num_averaged` others."""
+        if num_averaged == 0:
+            return 1.0
+        if self.kind == "swa":
+            return 1.0 / (num_averaged + 1)
+        return 1.0 - (_DECAY if self.decay is None else self.decay)
+
+
+def reason_against(strategy: Strategy, field: str = "strategy") -> str | None:
+    """Why no average of the parameters is kept under this strategy; None where there is one.
+
+    field: the path of the strategy in the job.
+    """
+    match strategy:
+        case Local() | ModelParallel():
+            return None
+        case Federated() if field == "strategy":
+            return None
+        case DataParallel(aggregation=AllReduce() | ParameterServer()) | PopulationBased():
+            inner = strategy.options.inner
+            return None if inner is None else reason_against(inner, f"{field}.options.inner")
+        case DataParallel():
+            return (
+                f"cannot go with {field}.aggregation.method Decentralized: each node has "
+                "parameters of its own, and what is committed is their mean"
+            )
+        case Federated():
+            return f"cannot go with {field}.type Federated inside of another strategy"
+        case Custom():
+            return f"cannot go with {field}.type Custom: what it has workers do is not known here"

@@ -1,1 +1,0 @@
-"""The optimizer of a job: its section, its groups of parameters, its schedule and its keywords."""

@@ -1,1 +1,0 @@
-"""What goes together with the section `privacy` of a job."""

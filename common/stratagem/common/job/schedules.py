@@ -1,0 +1,454 @@
+"""The section `optimizer.schedule`: the factor by which the learning rate follows the steps, or an
+entry point that makes a scheduler of torch's kind.
+
+Checks itself; the curves are computed by the worker (`engine/optim/learning_rate.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Final, Literal, Protocol
+
+from pydantic import Field, model_validator
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.job.fields import Mode
+from stratagem.common.schema.document import (
+    Count,
+    EntrypointName,
+    Items,
+    Kwargs,
+    NonEmptyItems,
+    NotNegative,
+    Positive,
+    Section,
+    Share,
+    Whole,
+    ZeroToOne,
+    one_of,
+    only_with,
+)
+from stratagem.common.schema.rules import rule
+from stratagem.common.strategy import (
+    AllReduce,
+    Custom,
+    DataParallel,
+    Federated,
+    Local,
+    ModelParallel,
+    ParameterServer,
+    PopulationBased,
+    Strategy,
+)
+
+# ---- schedule section ----
+
+MAX_PARTS: Final = 64
+_NEEDED: Final = {
+    "step": "step_size_steps: 100",
+    "multistep": "milestones: [100, 200]",
+    "exponential": "gamma: 0.99",
+    "restarts": "period_steps: 100",
+    "chain": "parts: [{name: linear, steps: 100}, cosine]",
+}
+"""The field that a curve needs, as a line."""
+_OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
+_EPSILON: Final = 1e-8
+"""Of torch's ReduceLROnPlateau: a rate that would change by no more than this stays as it is."""
+_ONLY_IN: Final = {
+    "step_size_steps": "step",
+    "milestones": "multistep",
+    "power": "polynomial",
+    "period_steps": "restarts",
+    "period_factor": "restarts",
+    "up_fraction": "onecycle",
+    "initial_lr_fraction": "onecycle",
+    "parts": "chain",
+    **dict.fromkeys(_OF_PLATEAU, "plateau"),
+}
+
+
+class ScheduleSpec(Section):
+    """The schedule of the learning rate: a warm-up from 0, then the named curve; or the user's, by
+    entry point. Bare text is either, a list is a chain of schedules.
+
+    steps: the curve's length, warm-up included; None: to the end of the training, or of the part of
+    the chain. milestones: steps after the warm-up at which the rate is multiplied by gamma. power:
+    of `polynomial`; None: 1. period_steps: length of the first period of `restarts`; each following
+    one is period_factor times as long, None: 1. up_fraction: the share of `onecycle` in which the
+    rate rises from initial_lr_fraction; None: 0.3 and 0.04.
+
+    The others are of `plateau`, torch's ReduceLROnPlateau with an absolute threshold: all rates are
+    multiplied by factor (None: 0.1), but not below min_lr (0), after more than patience (10)
+    evaluations without an improvement by more than min_delta (0); then cooldown (0) evaluations are
+    not counted. metric and mode: those of evaluation.best unless set.
+    """
+
+    name: (
+        Literal[
+            "constant",
+            "linear",
+            "cosine",
+            "step",
+            "multistep",
+            "exponential",
+            "polynomial",
+            "restarts",
+            "onecycle",
+            "chain",
+            "plateau",
+        ]
+        | None
+    ) = None
+    warmup_steps: Whole = 0
+    final_lr_fraction: ZeroToOne = 0.0
+    step_size_steps: Count | None = None
+    gamma: Share = 0.1
+    steps: Count | None = None
+    # Absent from the text of jobs that do not use them: earlier versions do not know them.
+    milestones: Items[Count] | None = None
+    power: Positive | None = None
+    period_steps: Count | None = None
+    period_factor: Count | None = None
+    up_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    initial_lr_fraction: ZeroToOne | None = None
+    metric: str | None = None
+    mode: Mode | None = None
+    factor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    patience: Whole | None = None
+    min_delta: NotNegative | None = None
+    cooldown: Whole | None = None
+    min_lr: NotNegative | None = None
+    parts: Annotated["Items[ScheduleSpec]", Field(max_length=MAX_PARTS)] | None = None
+    entrypoint: EntrypointName | None = None
+    kwargs: Kwargs | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text_or_list(cls, value: object) -> object:
+        if isinstance(value, list):
+            return {"name": "chain", "parts": value}
+        if isinstance(value, str):
+            return {"entrypoint" if ":" in value else "name": value}
+        return value
+
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("name", "entrypoint"))
+        yield from only_with(self, "kwargs", "entrypoint")
+
+    @rule
+    def _fields_fit_the_name(self) -> Iterator[Violation]:
+        if self.name is None:
+            yield from self._of_names()
+        else:
+            yield from self._misplaced()
+            yield from self._in_parts()
+
+    @property
+    def num_tolerated(self) -> int:
+        """Return the evaluations without an improvement after which a plateau is not one yet."""
+        return 10 if self.patience is None else self.patience
+
+    def reduced(self, rate: float, num_reductions: int) -> float:
+        """Return a rate after as many reductions of a plateau, one by one as torch does."""
+        for _ in range(num_reductions):
+            lower = max(rate * (self.factor or 0.1), self.min_lr or 0.0)
+            if rate - lower <= _EPSILON:
+                return rate
+            rate = lower
+        return rate
+
+    def _of_names(self) -> Iterator[Violation]:
+        for field, info in type(self).model_fields.items():
+            is_own = field in ("entrypoint", "kwargs")
+            if not is_own and getattr(self, field) != info.get_default():
+                yield Violation(field, "belongs to a schedule by name; the entry point has its own")
+
+    def _misplaced(self) -> Iterator[Violation]:
+        line = _NEEDED.get(self.name or "", "")
+        needed, _, _ = line.partition(":")
+        # A document that was written out names every field.
+        if needed and (needed not in self.model_fields_set or not getattr(self, needed)):
+            yield Violation(
+                needed, f"missing; the {self.name} schedule needs it, for example {line}"
+            )
+        for field, name in _ONLY_IN.items():
+            if name != self.name and getattr(self, field) is not None:
+                yield Violation(field, f"belongs to the {name} schedule only")
+        if self.name == "plateau" and self.steps is not None:
+            yield Violation("steps", "has no meaning in plateau; evaluations decide its course")
+        milestones = list(self.milestones or ())
+        if milestones != sorted(set(milestones)):
+            text = f"{milestones} do not ascend; each must be after the one before"
+            yield Violation("milestones", text)
+
+    def _in_parts(self) -> Iterator[Violation]:
+        if self.parts and (self.warmup_steps or self.steps):
+            field = "warmup_steps" if self.warmup_steps else "steps"
+            yield Violation(field, "has no meaning in a chain; the parts have their own")
+        parts = self.parts or ()
+        for number, part in enumerate(parts):
+            if part.name in ("chain", None):
+                kind = "a chain" if part.entrypoint is None else "an entry point"
+                yield Violation(f"parts[{number}]", f"is {kind}; a chain holds none")
+            elif part.name == "plateau":
+                text = "is a plateau, whose course evaluations decide; it stands alone"
+                yield Violation(f"parts[{number}]", text)
+            elif part.steps is None and number < len(parts) - 1:
+                text = "missing; every part of a chain but the last needs it"
+                yield Violation(f"parts[{number}].steps", text)
+
+
+# ---- hyperparameter schedule ----
+#
+# The hyperparameters and seeds that one state is trained with, by step.
+#
+# What a population has found, as a section of a job that has none: the job is trained as the
+# winner's state was, member after member of its lineage.
+
+
+class _Job(Protocol):
+    """What is read here of a job."""
+
+    @property
+    def hyperparameter_schedule(self) -> "HyperparameterSchedule | None": ...
+    @property
+    def strategy(self) -> Strategy: ...
+    @property
+    def initial(self) -> Any: ...
+    @property
+    def evaluation(self) -> Any: ...
+    @property
+    def checkpoint(self) -> Any: ...
+    def optimizers(self) -> Mapping[str, Any]: ...
+
+
+class SettingSpec(Section):
+    """What the job trains with from a step on.
+
+    from_step: steps (rounds of a federation) behind the state that it begins with. seed: of all
+    random numbers from there on, as in the job. params: fields of the job by dotted path, such as
+    "optimizer.lr"; a field that is not named is as in the job.
+    """
+
+    from_step: Whole
+    seed: Whole
+    params: Kwargs
+
+
+class HyperparameterSchedule(Section):
+    """The settings in order of step, and the step after which the training ends.
+
+    last_step: None is the end of the job; an earlier one ends the training there, with rates that
+    are on their way to the end of the job.
+    """
+
+    settings: NonEmptyItems[SettingSpec]
+    last_step: Count | None = None
+
+    @rule
+    def _in_order(self) -> Iterator[Violation]:
+        steps = [setting.from_step for setting in self.settings]
+        if steps[0]:
+            text = f"{steps[0]} is not allowed; the first setting is from step 0 on"
+            yield Violation("settings[0].from_step", text)
+        for place, (before, step) in enumerate(pairwise(steps), start=1):
+            if step <= before:
+                text = f"{step} must be more than {before}, that of the setting before"
+                yield Violation(f"settings[{place}].from_step", text)
+        if self.last_step is not None and self.last_step <= steps[-1]:
+            text = f"{self.last_step} must be more than {steps[-1]}, where the last setting begins"
+            yield Violation("last_step", text)
+
+    def ends(self, num_steps: int) -> tuple[int, ...]:
+        """Return the step at which each setting ends, in a job of this many steps."""
+        ends = (setting.from_step for setting in self.settings[1:])
+        return (*ends, self.last_step or num_steps)
+
+
+def check_schedule(job: _Job, num_steps: int | None) -> Iterator[Violation]:
+    """Yield why the hyperparameters of a job cannot change where it says so.
+
+    num_steps: of the whole training (rounds of a federated one), where the job says so.
+    """
+    schedule, name = job.hyperparameter_schedule, "hyperparameter_schedule"
+    if schedule is None:
+        return
+    kind = type(job.strategy).__name__
+    if isinstance(job.strategy, PopulationBased | Custom):
+        yield Violation(name, f"is not possible with strategy {kind}, which decides by itself")
+        return
+    if num_steps is None:
+        yield Violation("steps", f"missing; {name} counts in steps, for example steps: 1000")
+        return
+    if job.initial is not None and job.initial.resume:
+        yield Violation("initial.resume", f"is not possible with {name}, which begins at step 0")
+    if job.evaluation is not None and job.evaluation.stop is not None:
+        yield Violation(
+            "evaluation.stop", f"is not allowed with {name}, whose last_step is its end"
+        )
+    if any(optimizer.plateau is not None for optimizer in job.optimizers().values()):
+        text = f"is not allowed with {name}: a plateau is followed under one setting only"
+        yield Violation("optimizer.schedule", text)
+    if schedule.last_step is not None and schedule.last_step > num_steps:
+        text = f"{schedule.last_step} is more than the {num_steps} steps of the job"
+        yield Violation(f"{name}.last_step", text)
+    else:
+        yield from _uncommitted(job, schedule, num_steps)
+
+
+def _uncommitted(
+    job: _Job, schedule: HyperparameterSchedule, num_steps: int
+) -> Iterator[Violation]:
+    """Yield the ends of settings at which no segment ends, whatever number of rows there is."""
+    everies = {
+        "checkpoint.every": job.checkpoint.every,
+        "evaluation.every": job.evaluation.every if job.evaluation else None,
+    }
+    given = {field: every for field, every in everies.items() if every is not None}
+    if isinstance(job.strategy, Federated):
+        return  # each round is committed
+    for field, every in given.items():
+        if every.unit != "step":
+            text = f"'{every}' is not allowed with hyperparameter_schedule, which counts in steps"
+            yield Violation(field, text)
+            return
+    for end in schedule.ends(num_steps):
+        if end != num_steps and all(end % every.count for every in given.values()):
+            text = f"must be a divisor of {end}, so that what a setting has trained is committed"
+            yield Violation("checkpoint.every", text)
+            return
+
+
+# ---- phases section ----
+#
+# The section `phases`: steps whose gradient is predicted instead of computed.
+#
+# A cycle is `full_steps` exact steps, then `predict_steps` predicted ones with one exact step (a
+# correction) after every `correct_every` of them. Checks itself; knows no torch and no strategy.
+
+# A prediction is a line through at least two gradients.
+_Lengths = Annotated[int, Field(ge=2, le=10_000)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+_ONLY_WITH: Final = {
+    "history": "wls",
+    "decay": "wls",
+    "damping": "wls",
+    "momentum": "momentum",
+}
+
+
+class PredictorSpec(Section):
+    """Settings of how a gradient is extrapolated from exact ones.
+
+    wls: a weighted line through the last `history` gradients, each step of age weighing `decay`
+    times less, followed `damping + damping² + …` steps far. momentum: the last gradient plus the
+    last difference per step, times `momentum + momentum² + …`.
+    """
+
+    kind: Literal["wls", "momentum"] = "wls"
+    history: Annotated[int, Field(ge=2, le=64)] = 4
+    decay: _Share = 0.95
+    damping: Annotated[float, Field(ge=0, le=1)] = 0.9
+    momentum: Annotated[float, Field(ge=0, le=1)] = 0.9
+
+    @rule
+    def _settings_fit_the_kind(self) -> Iterator[Violation]:
+        for name, kind in _ONLY_WITH.items():
+            if kind != self.kind and getattr(self, name) != type(self).model_fields[name].default:
+                yield Violation(name, f"belongs to kind {kind} only")
+
+
+class AdaptationSpec(Section):
+    """Settings of how the lengths follow the loss of Full steps, and their limits.
+
+    loss_threshold: a rise by this share of |loss| is a rise; window: losses in each of the two
+    halves that are compared. Limits that are absent follow from the configured lengths: half and
+    four times full_steps, a quarter and twice predict_steps.
+    """
+
+    enabled: bool = True
+    loss_threshold: Annotated[float, Field(gt=0)] = 0.1
+    window: Annotated[int, Field(ge=1, le=50)] = 10
+    min_full_steps: _Lengths | None = None
+    max_full_steps: _Lengths | None = None
+    min_predict_steps: Count | None = None
+    max_predict_steps: Count | None = None
+
+
+class PhasesSpec(Section):
+    """Phase training. predict_steps 0 means never to predict.
+
+    warmup_steps: exact steps before the first cycle. trust: a prediction is at most this many
+    times as long as the last exact gradient. max_relative_error, min_correlation: what a
+    prediction must have reached on a known gradient before others are predicted.
+    correction_weight: share of (exact − predicted) added in an accepted correction.
+    """
+
+    full_steps: _Lengths = 8
+    predict_steps: Annotated[int, Field(ge=0, le=10_000)] = 16
+    correct_every: Count = 4
+    warmup_steps: Whole = 0
+    predictor: PredictorSpec = PredictorSpec()
+    trust: Annotated[float, Field(gt=0)] = 1.0
+    max_relative_error: Annotated[float, Field(gt=0)] = 0.25
+    min_correlation: Annotated[float, Field(ge=-1, le=1)] = 0.8
+    correction_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    adaptive: AdaptationSpec = AdaptationSpec()
+
+    @property
+    def full_limits(self) -> tuple[int, int]:
+        """(least, most) Full steps of a cycle that adaptation may choose."""
+        low, high = self.adaptive.min_full_steps, self.adaptive.max_full_steps
+        least = max(2, self.full_steps // 2) if low is None else low
+        return least, 4 * self.full_steps if high is None else high
+
+    @property
+    def predict_limits(self) -> tuple[int, int]:
+        """(least, most) Predict steps of a cycle that adaptation may choose; (0, 0) for never."""
+        if self.predict_steps == 0:
+            return 0, 0
+        low, high = self.adaptive.min_predict_steps, self.adaptive.max_predict_steps
+        least = -(-self.predict_steps // 4) if low is None else low
+        return least, 2 * self.predict_steps if high is None else high
+
+    @rule
+    def _lengths_lie_within_their_limits(self) -> Iterator[Violation]:
+        for name, value, (least, most) in (
+            ("full_steps", self.full_steps, self.full_limits),
+            ("predict_steps", self.predict_steps, self.predict_limits),
+        ):
+            if value < least:
+                text = f"{least} is more than {name}, {value}"
+                yield Violation(f"adaptive.min_{name}", text)
+            if value > most:
+                text = f"{most} is less than {name}, {value}"
+                yield Violation(f"adaptive.max_{name}", text)
+
+
+def reason_against(strategy: Strategy) -> str | None:
+    """Why phases cannot run under this strategy; None where they can.
+
+    What decides the phases must be the same on all members, and is where every member holds the
+    sum over the whole batch and the whole model.
+    """
+    match strategy:
+        case Local():
+            return None
+        case DataParallel(aggregation=AllReduce() | ParameterServer()) | PopulationBased():
+            return reason_against(strategy.options.inner or Local())
+        case DataParallel():
+            return "not under Decentralized: each node has gradients of its own to predict from"
+        case Federated():
+            return (
+                "not under Federated: a client begins each round afresh, without a history to "
+                "predict from"
+            )
+        case ModelParallel():
+            return (
+                "not under ModelParallel: a stage sees only its own share of the gradient, and "
+                "whether a prediction was good is asked of the whole"
+            )
+        case Custom():
+            return "not under Custom: what it has its workers do is not known here"

@@ -1,1 +1,0 @@
-"""Rules of jobs that are submitted, beyond those that every job keeps."""

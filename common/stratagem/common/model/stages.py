@@ -1,0 +1,196 @@
+"""Assigns nodes to stages: partitions of node ids checked against the model's program.
+
+Partitions must tile the nodes. Stages are ordered by what they need of each other, whatever the
+order of declaration, so the graph of stages must be free of cycles: that is what "contiguous" means
+for a model with skips and branches. The loss belongs to the last stage; outputs that are made
+elsewhere are sent to it. Pure values; knows no worker.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.model.program import FromNode, ModelInput, ModelProgram, Source, leaves
+from stratagem.common.schema.json import suggest
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Nodes that are computed together."""
+
+    partition: int
+    """Which of the declared partitions this is."""
+    nodes: tuple[str, ...]
+    """In order of the program."""
+    reads_input: bool
+    """Some node gets what the model is called with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The activations that one stage sends to another: of each node all uses that the target makes
+    of it.
+
+    Number l is the boundary between the stages l and l + 1; the S − 1 and more are those that skip
+    stages, ordered by (source, target).
+    """
+
+    number: int
+    source: int
+    target: int
+    uses: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Stages in the order in which a micro-batch passes them; boundaries that carry something."""
+
+    program: ModelProgram
+    stages: tuple[Stage, ...]
+    boundaries: tuple[Boundary, ...]
+    num_boundaries: int
+    """Numbers given to boundaries, those between neighbours that carry nothing included."""
+
+    @cached_property
+    def stage_of(self) -> Mapping[str, int]:
+        return {node: i for i, stage in enumerate(self.stages) for node in stage.nodes}
+
+    def before(self, stage: int) -> tuple[Boundary, ...]:
+        """The boundaries that a stage receives activations over."""
+        return tuple(boundary for boundary in self.boundaries if boundary.target == stage)
+
+    def after(self, stage: int) -> tuple[Boundary, ...]:
+        """The boundaries that a stage sends activations over."""
+        return tuple(boundary for boundary in self.boundaries if boundary.source == stage)
+
+    def dependencies(self) -> tuple[tuple[int, ...], ...]:
+        """Return for each stage the stages whose activations it needs."""
+        count = range(len(self.stages))
+        return tuple(tuple(sorted({b.source for b in self.before(i)})) for i in count)
+
+
+def plan_stages(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> StagePlan:
+    """partitions: node ids, or ids and paths of subgraphs, which stand for all nodes inside them.
+
+    Raises InvalidInputError that names every id that is unknown, claimed twice or unclaimed, or
+    the partitions that need each other in a ring.
+    """
+    owner = _owners(program, partitions)
+    needs = _needs(program, owner, len(partitions))
+    order = _ordered(needs, owner, program)
+    stage_of = {partition: stage for stage, partition in enumerate(order)}
+    stages = tuple(_stage(program, owner, partition) for partition in order)
+    placed = {node: stage_of[partition] for node, partition in owner.items()}
+    boundaries, num_boundaries = _boundaries(program, placed, len(stages))
+    return StagePlan(program, stages, boundaries, num_boundaries)
+
+
+def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[str, int]:
+    """node → number of its partition."""
+    if not partitions:
+        raise InvalidInputError.at("partitions", "must not be empty")
+    names = [call.node for call in program.calls]
+    owner: dict[str, int] = {}
+    violations: list[Violation] = []
+    for i, partition in enumerate(partitions):
+        if not partition:
+            violations.append(Violation(f"partitions[{i}].node_ids", "must not be empty"))
+        for j, node_id in enumerate(partition):
+            field = f"partitions[{i}].node_ids[{j}]"
+            claimed = [name for name in names if name == node_id or name.startswith(f"{node_id}/")]
+            if not claimed:
+                violations.append(
+                    Violation(
+                        field, f"{node_id!r} is no node of the model; {_known(names, node_id)}"
+                    )
+                )
+            for name in claimed:
+                if name in owner:
+                    text = f"node {name!r} is claimed already by partitions[{owner[name]}]"
+                    violations.append(Violation(field, text))
+                owner.setdefault(name, i)
+    if missing := [name for name in names if name not in owner]:
+        text = f"{', '.join(map(repr, missing))}: claimed by no partition; every node must be"
+        violations.append(Violation("partitions", text))
+    if violations:
+        raise InvalidInputError(violations=violations)
+    return owner
+
+
+def _known(names: Sequence[str], wrong: str) -> str:
+    known = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    return f"known are: {', '.join(known)}{suggest(wrong, known)}"
+
+
+def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[set[int]]:
+    """Return for each partition the partitions whose outputs it needs."""
+    needs: list[set[int]] = [set() for _ in range(count)]
+    for call in program.calls:
+        for arg in call.args:
+            for leaf in leaves(arg):
+                if isinstance(leaf, FromNode) and owner[leaf.node] != owner[call.node]:
+                    needs[owner[call.node]].add(owner[leaf.node])
+    return needs
+
+
+def _ordered(
+    needs: Sequence[set[int]], owner: Mapping[str, int], program: ModelProgram
+) -> list[int]:
+    """Partitions so that needs point backwards; ties in the order of the program."""
+    first: dict[int, int] = {}
+    for position, call in enumerate(program.calls):
+        first.setdefault(owner[call.node], position)
+    left = set(range(len(needs)))
+    order: list[int] = []
+    while left:
+        ready = [node for node in left if not needs[node] & left]
+        if not ready:
+            raise InvalidInputError.at("partitions", _ring(needs, left))
+        order.append(min(ready, key=first.__getitem__))
+        left.remove(order[-1])
+    return order
+
+
+def _ring(needs: Sequence[set[int]], left: set[int]) -> str:
+    path = [min(left)]
+    while (source := min(needs[path[-1]] & left)) not in path:
+        path.append(source)
+    names = [f"partitions[{i}]" for i in [*path[path.index(source) :], source]]
+    return (
+        f"interleaved: {' needs '.join(names)}; a partition must be contiguous, "
+        "so that no other one is between its nodes"
+    )
+
+
+def _stage(program: ModelProgram, owner: Mapping[str, int], partition: int) -> Stage:
+    calls = [call for call in program.calls if owner[call.node] == partition]
+    reads_input = any(
+        isinstance(leaf, ModelInput) for call in calls for arg in call.args for leaf in leaves(arg)
+    )
+    return Stage(partition, tuple(call.node for call in calls), reads_input)
+
+
+def _boundaries(
+    program: ModelProgram, placed: Mapping[str, int], num_stages: int
+) -> tuple[tuple[Boundary, ...], int]:
+    uses: dict[tuple[int, int], dict[str, list[int]]] = {}
+    readers: list[tuple[int, Source]] = [
+        (placed[call.node], arg) for call in program.calls for arg in call.args
+    ]
+    for target, source in [*readers, (num_stages - 1, program.output)]:
+        for leaf in leaves(source):
+            if isinstance(leaf, FromNode) and placed[leaf.node] != target:
+                by_node = uses.setdefault((placed[leaf.node], target), {})
+                by_node.setdefault(leaf.node, []).append(leaf.use)
+    skips = sorted(pair for pair in uses if pair[1] != pair[0] + 1)
+    number = {pair: num_stages - 1 + i for i, pair in enumerate(skips)}
+    boundaries = tuple(
+        Boundary(
+            number.get(pair, pair[0]),
+            *pair,
+            {node: tuple(consumers) for node, consumers in by_node.items()},
+        )
+        for pair, by_node in sorted(uses.items())
+    )
+    return boundaries, num_stages - 1 + len(skips)

@@ -1,0 +1,105 @@
+"""Random numbers that are a function of (seed, place): the same on every machine and device.
+
+`lowbias32` is a bijection of 32-bit words with little bias
+(https://nullprogram.com/blog/2018/07/31/). Nothing is drawn in an order, so any part of a tensor
+can be computed alone. Must not know codecs.
+"""
+
+import hashlib
+import zlib
+from functools import lru_cache
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+# ---- counter random ----
+
+Words = NDArray[np.uint32]
+
+SIGN_SALT: Final = 0x9E3779B9
+_WORD: Final = 0xFFFFFFFF
+
+
+def lowbias32(x: Words) -> Words:
+    """x: uint32, not modified."""
+    x = x ^ (x >> np.uint32(16))
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x
+
+
+def hash32(seed: int, places: Words) -> Words:
+    """Return one hash word (uint32) per place."""
+    return lowbias32(lowbias32(places) ^ np.uint32(seed))
+
+
+def uniform(seed: int, places: Words) -> NDArray[np.float32]:
+    """float32 in [0, 1), multiples of 2^-24."""
+    bits = (hash32(seed, places) >> np.uint32(8)).astype(np.float32)
+    return bits * np.float32(2.0**-24)
+
+
+def derive(seed: int, *parts: int) -> int:
+    """A 32-bit seed for something that is named by whole numbers >= 0 of any size."""
+    words = [seed & _WORD]
+    for part in (seed >> 32, *parts):
+        while part > _WORD:
+            words.append(part & _WORD)
+            part >>= 32
+        words.append(part)
+    state = 0
+    for word in words:
+        state = int(hash32(state, np.array([word], np.uint32))[0])
+    return state
+
+
+def name_seed(name: str) -> int:
+    """A 32-bit seed that a name has in every process."""
+    return zlib.crc32(name.encode())
+
+
+def places(num: int) -> Words:
+    """0, 1, ... num - 1, modulo 2^32."""
+    if num > _WORD:
+        return np.arange(num, dtype=np.uint64).astype(np.uint32)
+    return np.arange(num, dtype=np.uint32)
+
+
+# ---- mixed keys ----
+#
+# Keys of random numbers: what is drawn depends on what is computed, named by numbers and words.
+#
+# Must not know generators.
+
+Key: TypeAlias = tuple[int | str, ...]
+
+POSITIVE: Final = (1 << 63) - 1
+"""Mask of what torch takes for a seed."""
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
+def mix(*values: int | str) -> int:
+    """Hashes the values and their order to 64 well-mixed bits (splitmix64 steps)."""
+    return mix_on(0, *values)
+
+
+def mix_on(state: int, *values: int | str) -> int:
+    """Hashes more values to what `mix` has made of those before: `mix(a, b)` is
+    `mix_on(mix(a), b)`."""
+    for value in values:
+        number = text_number(value) if isinstance(value, str) else value
+        state = (state + (number & _MASK) + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+@lru_cache(maxsize=1024)
+def text_number(text: str) -> int:
+    """Hashes a text to 64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

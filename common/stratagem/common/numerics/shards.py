@@ -1,0 +1,124 @@
+"""The split of a batch into logical shards, and the tree in which shards are summed.
+
+Floating-point addition is not associative, so "the sum over shards" only has defined bits once
+the order is fixed. Here it is: a binary tree over shard numbers that depends on nothing but how
+many shards there are. Wherever shards are computed, the same tree is walked, so the same bits
+come out. Pure arithmetic on integers: knows neither torch nor the network.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+# ---- batch shards ----
+
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """A node of the tree: the sum of the shards [first, stop)."""
+
+    first: int
+    stop: int
+
+
+@lru_cache(maxsize=64)  # asked for in each step
+def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
+    """Cut rows 0..num_rows into contiguous pieces whose sizes differ by at most one.
+
+    The larger pieces come first, so with fewer rows than shards the empty ones are the last.
+    """
+    if num_rows < 0 or num_shards < 1:
+        raise ValueError(
+            f"num_rows must be >= 0 and num_shards >= 1, got {num_rows} and {num_shards}"
+        )
+    size, num_larger = divmod(num_rows, num_shards)
+    starts = [i * size + min(i, num_larger) for i in range(num_shards + 1)]
+    return tuple(range(starts[i], starts[i + 1]) for i in range(num_shards))
+
+
+def assign_shards(num_shards: int, num_members: int) -> tuple[range, ...]:
+    """The shards of each member, by rank: contiguous, as even as it goes."""
+    return split_rows(num_shards, num_members)
+
+
+def split_node(node: Node) -> tuple[Node, Node]:
+    """The children of an inner node.
+
+    The left child holds the largest power of two of shards that leaves something for the right.
+    So the tree over n leaves is the tree over any larger number with the absent leaves pruned.
+    """
+    size = node.stop - node.first
+    if size < 2:
+        raise ValueError(f"{node} is a leaf")
+    middle = node.first + (1 << ((size - 1).bit_length() - 1))
+    return Node(node.first, middle), Node(middle, node.stop)
+
+
+def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
+    """The fewest nodes of the tree over [0, n) that together are exactly owned, in order.
+
+    Shards of owned at or beyond n are absent and left out.
+    """
+    wanted = Node(owned.start, min(owned.stop, n))
+    nodes: list[Node] = []
+
+    def visit(node: Node) -> None:
+        if node.stop <= wanted.first or wanted.stop <= node.first:
+            return
+        if wanted.first <= node.first and node.stop <= wanted.stop:
+            nodes.append(node)
+            return
+        for child in split_node(node):
+            visit(child)
+
+    if n > 0 and wanted.first < wanted.stop:
+        visit(Node(0, n))
+    return tuple(nodes)
+
+
+def parent(left: Node, right: Node, n: int) -> Node | None:
+    """The node of the tree over [0, n) whose children are left and right, if there is one."""
+    candidate = Node(left.first, right.stop)
+    if left.stop != right.first or tree_nodes(range(*candidate), n) != (candidate,):
+        return None
+    return candidate if split_node(candidate) == (left, right) else None
+
+
+def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
+    """The sum over [0, n), from partial sums that are nodes of the tree and cover it.
+
+    add(left, right) may overwrite left and return it.
+    """
+
+    def value(node: Node) -> T:
+        if node in partials:
+            return partials[node]
+        if node.stop - node.first < 2:
+            raise ValueError(f"no partial sum holds shard {node.first} of {n}")
+        left, right = split_node(node)
+        return add(value(left), value(right))
+
+    return value(Node(0, n))
+
+
+# ---- tree sums ----
+#
+# Sums of float64 numbers whose bits every device can give.
+#
+# Numbers are added over the binary tree of neighbours: 0 with 1, 2 with 3, and so on until one is
+# left, a missing neighbour being 0. Any aligned power of two of them can be added alone, so a
+# device works on blocks; rounding errors grow with log2 n.
+
+
+def pairwise_sum(values: NDArray[np.floating[Any]]) -> float:
+    """values: (n,), widened to float64 before they are added; 0 for none, never -0."""
+    total = values.astype(np.float64)
+    while total.size > 1:
+        pairs = total[: total.size - total.size % 2]
+        above = pairs[0::2] + pairs[1::2]
+        total = np.append(above, total[-1] + 0.0) if total.size % 2 else above
+    return float(total[0]) + 0.0 if total.size else 0.0

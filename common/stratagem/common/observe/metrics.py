@@ -1,0 +1,91 @@
+"""Defines metrics as data, by name and meaning, for the scrape, the documentation and tests.
+
+Owns the shape of a definition and of its values. Values are plain numbers that the process keeps
+anyway or adds up as it goes; nothing here knows how they are written down for Prometheus.
+"""
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+# ---- metric definition ----
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The definition of a metric. `labels` have few values each: no run, no path, nothing that a
+    caller chooses."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+class Durations:
+    """A histogram with fixed bounds of how long something took, in seconds.
+
+    One thread at a time adds; any may read, at worst one observation behind.
+    """
+
+    __slots__ = ("bounds_s", "counts", "sum_s")
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        """bounds_s: upper bounds in ascending order; what is longer than the last counts apart."""
+        self.bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add one observation. A clock that went backwards counts as no time at all."""
+        self.counts[bisect_left(self.bounds_s, seconds)] += 1
+        self.sum_s += max(seconds, 0.0)
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """(upper bound, how many took at most as long), the last one +Inf."""
+        total, rows = 0, []
+        for bound, count in zip([*map(str, self.bounds_s), "+Inf"], self.counts, strict=True):
+            total += count
+            rows.append((bound, total))
+        return rows
+
+
+Value = float | Durations
+Values = Mapping[tuple[str, ...], Value]
+"""By the values of the labels, in the order of the definition."""
+Readings = Iterable[tuple[Metric, Values]]
+
+
+def one(value: Value) -> Values:
+    """The only value of a metric without labels."""
+    return {(): value}
+
+
+# ---- event loop lag ----
+#
+# Measures how late the event loop is: everything that must answer soon waits for it.
+#
+# A task sleeps a fixed time and looks how much longer it took. A loop that is blocked, and a
+# process that is frozen, show as one long lag afterwards.
+
+INTERVAL_S: Final = 0.25
+BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class LoopLag:
+    """Measures the lag of the event loop that `run` is a task of."""
+
+    def __init__(self) -> None:
+        self.seconds = Durations(BOUNDS_S)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + INTERVAL_S
+            await asyncio.sleep(INTERVAL_S)
+            self.seconds.add(loop.time() - due_s)

@@ -1,0 +1,488 @@
+"""Serves metrics over HTTP: `GET /metrics` on a port of their own, and nothing else.
+
+What belongs to the event loop is read on it, which takes microseconds; the text is made in a
+thread. Requests are bounded in size, time and number: a peer that reaches the port must not be able
+to hold up the process.
+"""
+
+import asyncio
+import hmac
+import ssl
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final, Protocol, Self
+
+import structlog
+from google.protobuf.descriptor import ServiceDescriptor
+
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.base.files import WatchedFiles, check_private
+from stratagem.common.base.ids import PROTOCOL_VERSION
+from stratagem.common.base.text import is_loopback
+from stratagem.common.identity.tls import (
+    AUTHORITY,
+    DEFAULT_TRUST_DOMAIN,
+    ChainCertificate,
+    Material,
+    TlsFiles,
+    first_to_end,
+    links_of,
+)
+from stratagem.common.observe.metrics import Durations, LoopLag, Metric, Readings, Values, one
+from stratagem.common.tensors import stream
+
+# ---- scrape guard ----
+#
+# Protects the scrape of metrics: TLS, a scraper's certificate, a token.
+#
+# The files are looked at again at each handshake and each request, so that they can be renewed
+# while the process runs; what cannot be used is logged, and the old content is used until it is
+# mended. Knows nothing of HTTP.
+
+MIN_TOKEN_CHARS: Final = 16
+_SCHEME: Final = b"bearer "
+
+
+class MetricsSettings(Protocol):
+    """The settings of metrics that coordinator and worker share."""
+
+    @property
+    def tls_ca(self) -> Path | None: ...
+    @property
+    def tls_cert(self) -> Path | None: ...
+    @property
+    def tls_key(self) -> Path | None: ...
+    @property
+    def metrics_tls(self) -> bool: ...
+    @property
+    def metrics_tls_cert(self) -> Path | None: ...
+    @property
+    def metrics_tls_key(self) -> Path | None: ...
+    @property
+    def metrics_client_ca(self) -> Path | None: ...
+    @property
+    def metrics_token_file(self) -> Path | None: ...
+    @property
+    def metrics_deployment(self) -> str: ...
+
+
+def deployment_of(settings: MetricsSettings) -> str:
+    """Return the deployment that the metrics are of: as it is set, else the certificate's trust
+    domain."""
+    if settings.metrics_deployment:
+        return settings.metrics_deployment
+    if settings.tls_ca is None or settings.tls_cert is None:
+        return DEFAULT_TRUST_DOMAIN
+    files = TlsFiles(settings.tls_ca, settings.tls_cert, settings.tls_key)
+    return files.identity().trust_domain
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The files of one endpoint; without any it is plaintext, and open to all who reach it."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    """Scrapers must have a certificate that one of these authorities has signed."""
+    token_file: Path | None = None
+    """Scrapers must send what stands in it, as `Authorization: Bearer`."""
+
+    @classmethod
+    def of(cls, settings: MetricsSettings) -> Self:
+        """The endpoint has its own certificate, else the process's, unless TLS is switched off.
+
+        Raises InvalidInputError where the settings do not fit together.
+        """
+        cert, key = settings.metrics_tls_cert, settings.metrics_tls_key
+        if (cert is None) != (key is None):
+            missing = "metrics_tls_key" if key is None else "metrics_tls_cert"
+            raise InvalidInputError.at(missing, "is needed: certificate and key go together")
+        if cert is None and settings.metrics_tls:
+            cert, key = settings.tls_cert, settings.tls_key
+        if cert is not None and not settings.metrics_tls:
+            raise InvalidInputError.at("metrics_tls_cert", "is of no use with --no-metrics-tls")
+        if cert is None and settings.metrics_client_ca is not None:
+            message = "needs TLS: give --metrics-tls-cert and --metrics-tls-key"
+            raise InvalidInputError.at("metrics_client_ca", message)
+        return cls(cert, key, settings.metrics_client_ca, settings.metrics_token_file)
+
+    @property
+    def has_tls(self) -> bool:
+        return self.cert is not None
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context of a listener; None for plaintext. InvalidInputError names an
+        unusable file."""
+        if self.cert is None:
+            return None
+        files = [path for path in (self.cert, self.key, self.client_ca) if path is not None]
+        watched = WatchedFiles(
+            files, self._read_context, unusable="new files of the metrics cannot be used yet"
+        )
+
+        def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            """Called in each handshake, before a certificate is shown."""
+            connection.context = watched.newest()
+
+        watched.content.sni_callback = renew
+        return watched.content
+
+    def admits(self, head: bytes) -> bool:
+        """Return whether the head of a request has the token, where one is required."""
+        if self.token_file is None:
+            return True
+        return any(
+            hmac.compare_digest(value.strip()[len(_SCHEME) :].strip(), self.token())
+            for name, _, value in (line.partition(b":") for line in head.split(b"\r\n")[1:])
+            if name.strip().lower() == b"authorization"
+            and value.strip().lower().startswith(_SCHEME)
+        )
+
+    def token(self) -> bytes:
+        """Return the token that scrapers must send. InvalidInputError where the file cannot be
+        used."""
+        assert self.token_file is not None
+        try:
+            token = self.token_file.read_bytes().strip()
+        except OSError as error:
+            raise _unusable("metrics_token_file", self.token_file, error) from None
+        if len(token) < MIN_TOKEN_CHARS:
+            reason = f"has {len(token)} characters, and must have at least {MIN_TOKEN_CHARS}"
+            raise _unusable("metrics_token_file", self.token_file, reason)
+        return token
+
+    def _read_context(self) -> ssl.SSLContext:
+        assert self.cert is not None
+        assert self.key is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.cert, self.key, password=_no_password)
+        except (OSError, ValueError) as error:  # of which ssl.SSLError is one
+            both = f"{self.cert} and {self.key}"
+            raise _unusable("metrics_tls_cert", both, error) from None
+        check_private("metrics_tls_key", self.key)
+        if self.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self.client_ca)
+            except (OSError, ValueError) as error:
+                raise _unusable("metrics_client_ca", self.client_ca, error) from None
+        return context
+
+
+PLAIN: Final = Guard()
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password, which no one can type here")
+
+
+def _unusable(field: str, file: object, reason: object) -> InvalidInputError:
+    if isinstance(reason, OSError):
+        reason = reason.strerror or reason
+    return InvalidInputError.at(field, f"{file}: {reason}")
+
+
+# ---- metrics endpoint ----
+
+MAX_REQUEST_BYTES: Final = 8 << 10
+MAX_CONNECTIONS: Final = 16
+REQUEST_TIMEOUT_S: Final = 10.0
+CHALLENGE: Final = "WWW-Authenticate: Bearer\r\n"
+
+Sample = Callable[[], Callable[[], Readings]]
+"""Called on the event loop: takes hold of what is there, and answers with what, in any thread,
+makes readings of it."""
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def metrics_served(
+    sample: Sample,
+    lag: LoopLag,
+    host: str,
+    port: int | None,
+    *,
+    guard: Guard = PLAIN,
+    deployment: str = DEFAULT_TRUST_DOMAIN,
+    allow_insecure_network: bool,
+) -> AsyncIterator[str]:
+    """Serve inside the `with`; host:port, empty where port is None, which is off. Port 0 is any
+    free one. Plaintext is for loopback, unless the operator allows more.
+
+    deployment: the label of all metrics that this process has in common with its coordinators and
+    workers, and with no other server."""
+    if port is None:
+        yield ""
+        return
+    if not (guard.has_tls or allow_insecure_network or is_loopback(host)):
+        raise InvalidInputError.at(
+            "metrics_port",
+            f"metrics are not encrypted, and {host!r} can be reached from other machines; give a "
+            f"certificate (--metrics-tls-cert, --metrics-tls-key), listen on 127.0.0.1, or allow "
+            f"the insecure network explicitly",
+        )
+    context = guard.ssl_context()
+    if guard.token_file is not None:
+        guard.token()  # what is wrong with it is said at the start
+    try:
+        server = await asyncio.start_server(
+            _Handler(sample, guard, deployment).serve,
+            host.strip("[]"),
+            port,
+            limit=MAX_REQUEST_BYTES,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else REQUEST_TIMEOUT_S,
+        )
+    except OSError as error:
+        raise UnavailableError(f"cannot serve metrics on {host}:{port}: {error}") from error
+    address = f"{host}:{server.sockets[0].getsockname()[1]}"
+    scheme = "https" if guard.has_tls else "http"
+    log.info("metrics", address=f"{scheme}://{address}/metrics")
+    measuring = asyncio.create_task(lag.run())
+    try:
+        yield address
+    finally:
+        measuring.cancel()
+        server.close()
+        await asyncio.gather(measuring, return_exceptions=True)
+
+
+class _Handler:
+    def __init__(self, sample: Sample, guard: Guard, deployment: str) -> None:
+        self._sample, self._guard, self._deployment = sample, guard, deployment
+        self._num_open = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request of one connection."""
+        self._num_open += 1
+        try:
+            if self._num_open <= MAX_CONNECTIONS:
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(await self._answer(head))
+                    await writer.drain()
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, OSError):
+            pass  # not a request, or the peer no longer waits for the answer
+        finally:
+            self._num_open -= 1
+            writer.close()
+
+    async def _answer(self, head: bytes) -> bytes:
+        method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
+        if method not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", b"only GET\n")
+        if rest.partition(b" ")[0].partition(b"?")[0] != b"/metrics":
+            return _response("404 Not Found", b"only /metrics\n")
+        try:
+            is_let_in = self._guard.admits(head)
+        except InvalidInputError as error:
+            log.warning("nobody can scrape", reason=str(error))
+            is_let_in = False
+        if not is_let_in:
+            return _response("401 Unauthorized", b"needs a token\n", more=CHALLENGE)
+        from stratagem.common.observe.exposition import CONTENT_TYPE, render
+
+        try:
+            text = await asyncio.to_thread(render, self._sample(), self._deployment)
+        except Exception:  # the boundary: a defect must not end in silence
+            log.exception("metrics cannot be read")
+            return _response("500 Internal Server Error", b"see the log\n")
+        return _response("200 OK", text, CONTENT_TYPE, with_body=method == b"GET")
+
+
+def _response(
+    status: str,
+    body: bytes,
+    content_type: str = "text/plain",
+    *,
+    with_body: bool = True,
+    more: str = "",
+) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\n"
+        f"Content-Length: {len(body)}\r\n{more}Connection: close\r\n\r\n"
+    )
+    return head.encode() + (body if with_body else b"")
+
+
+# ---- call metrics ----
+#
+# The calls that a server answers: how long they took, how many are open, why some were refused.
+#
+# Plain numbers on the event loop, two additions per call. A method is one that the server has, an
+# error one of our tree: neither can be made up by a caller.
+
+BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
+DEFECT: Final = ("INTERNAL", "internal")
+"""The gRPC code and the error of a call that failed inside."""
+_PACKAGE: Final = "/stratagem.v1."
+
+
+class CallStats:
+    """Counts and times the calls of one server. `refused` counts by (method, gRPC code, error)."""
+
+    def __init__(self, methods: Iterable[str] = ()) -> None:
+        """methods: those that the server has. They are told as never called, and their defects as
+        none, because a count that appears as 1 has not risen for its reader."""
+        self.seconds = {method: Durations(BOUNDS_S) for method in methods}
+        self.num_open = Counter[str](dict.fromkeys(self.seconds, 0))
+        self.refused = Counter[tuple[str, str, str]]({(m, *DEFECT): 0 for m in self.seconds})
+
+    def begin(self, method: str) -> float:
+        """A call comes in; what `end` wants to know."""
+        self.num_open[method] += 1
+        return time.perf_counter()
+
+    def end(self, method: str, began_s: float) -> None:
+        """Note that a call has ended, successfully or not."""
+        self.num_open[method] -= 1
+        seconds = self.seconds.get(method)
+        if seconds is None:
+            seconds = self.seconds[method] = Durations(BOUNDS_S)
+        seconds.add(time.perf_counter() - began_s)
+
+    def refuse(self, method: str, code: str, error: str) -> None:
+        """Note that a call was refused, or failed, with this status."""
+        self.refused[method, code, error] += 1
+
+
+def methods_of(*services: ServiceDescriptor) -> list[str]:
+    """All methods of these services, as they are counted."""
+    return [f"{service.name}/{method.name}" for service in services for method in service.methods]
+
+
+def name_of(path: str) -> str:
+    """Service/Method, of the path that gRPC calls a method by."""
+    return path.removeprefix(_PACKAGE).lstrip("/")
+
+
+# ---- certificate expiry ----
+#
+# Exposes when the certificates of a process expire, for alerts that come before they do.
+#
+# Told as points in time, with their beginning: how near an end is too near depends on how long a
+# certificate is valid. Files are read when somebody scrapes, in its thread; what cannot be read
+# tells nothing here, and is said by whoever uses it.
+
+EXPIRY: Final = Metric(
+    "stratagem_certificate_expiry_seconds",
+    "gauge",
+    "when a certificate ends, in seconds since 1970: the process's own under its role, `authority` "
+    "the first to end of those above it, `metrics` what --metrics-tls-cert names",
+    ("role",),
+)
+START: Final = Metric(
+    "stratagem_certificate_start_seconds",
+    "gauge",
+    "since when the same certificate is valid, in seconds since 1970",
+    ("role",),
+)
+METRICS: Final = "metrics"
+
+
+def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
+    """Yield the ends and beginnings of the certificates' validity, by role; no values where a
+    process has no certificate."""
+    links = _links(settings)
+    yield EXPIRY, {(role,): link.ends.timestamp() for role, link in links.items()}
+    yield START, {(role,): link.starts.timestamp() for role, link in links.items()}
+
+
+def _links(settings: MetricsSettings) -> dict[str, ChainCertificate]:
+    links = {}
+    material = _material(settings)
+    if material is not None and material.cert_id is not None:
+        links[str(material.cert_id.role)] = material.chain[0]
+        authority = first_to_end(material.chain[1:])
+        if authority is not None:
+            links[AUTHORITY] = authority
+    if settings.metrics_tls_cert is not None:
+        with suppress(InvalidInputError):
+            links[METRICS] = links_of("metrics_tls_cert", settings.metrics_tls_cert)[0]
+    return links
+
+
+def _material(settings: MetricsSettings) -> Material | None:
+    if settings.tls_ca is None or settings.tls_cert is None or settings.tls_key is None:
+        return None
+    try:
+        return TlsFiles(settings.tls_ca, settings.tls_cert, settings.tls_key).read()
+    except InvalidInputError:
+        return None
+
+
+# ---- process metrics ----
+#
+# The metrics that coordinator and worker have in common, under the same names.
+#
+# Owns their definitions and where their values come from. What else Prometheus is told of a process
+# (CPU time, memory, open files) are the standard `process_*` metrics of its own library.
+
+BUILD_INFO: Final = Metric(
+    "stratagem_build_info",
+    "gauge",
+    "1; the labels say which version runs, and which protocol it speaks",
+    ("version", "protocol"),
+)
+RPC_SECONDS: Final = Metric(
+    "stratagem_rpc_seconds", "histogram", "how long calls took, streams to their end", ("method",)
+)
+RPC_OPEN: Final = Metric("stratagem_rpc_open", "gauge", "calls under way", ("method",))
+RPC_REFUSED: Final = Metric(
+    "stratagem_rpc_refused_total",
+    "counter",
+    "calls refused or failed, by gRPC code and error; error `internal` is a defect of ours",
+    ("method", "code", "error"),
+)
+LOOP_LAG: Final = Metric(
+    "stratagem_event_loop_lag_seconds",
+    "histogram",
+    "how late the event loop was, looked at four times a second",
+)
+STREAM_BYTES: Final = Metric(
+    "stratagem_stream_bytes_total",
+    "counter",
+    "tensor bytes over gRPC, or read on one machine: state, update, gradients, data, mesh",
+    ("direction", "kind"),
+)
+SHARED: Final = (
+    BUILD_INFO,
+    RPC_SECONDS,
+    RPC_OPEN,
+    RPC_REFUSED,
+    LOOP_LAG,
+    STREAM_BYTES,
+    EXPIRY,
+    START,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStats:
+    """Holds the metrics that every process counts, whether coordinator or worker."""
+
+    settings: MetricsSettings
+    calls: CallStats = field(default_factory=CallStats)
+    lag: LoopLag = field(default_factory=LoopLag)
+
+    def readings(self) -> Iterator[tuple[Metric, Values]]:
+        """The present values of `SHARED`."""
+        yield BUILD_INFO, {(version("stratagem"), PROTOCOL_VERSION): 1.0}
+        yield (
+            RPC_SECONDS,
+            {(method,): histogram for method, histogram in list(self.calls.seconds.items())},
+        )
+        yield RPC_OPEN, {(method,): n for method, n in list(self.calls.num_open.items())}
+        yield RPC_REFUSED, {key: n for key, n in list(self.calls.refused.items())}
+        yield LOOP_LAG, one(self.lag.seconds)
+        yield STREAM_BYTES, {key: n for key, n in stream.stream_bytes().items()}
+        yield from expiries(self.settings)

@@ -1,0 +1,168 @@
+"""Gaussian noise drawn from a key: the same key gives the same noise, any part of it at any time.
+
+    key   = HKDF-SHA256(secret, info = the names of what is noised, such as run, round and tensor)
+    block = AES-256(key, index of the element), 128 bits
+    noise = sqrt(-2 ln u1) · cos(2π u2), u1 in (0, 1] and u2 in [0, 1) of 53 bits each
+
+(Box-Muller). To who does not know the secret it cannot be told from fresh noise, while work that
+a crash has interrupted is redone with the noise that it had: there is never a second draw of which
+an average could be taken. Sums are rounded to a grid after the noise, so the last bits of floating
+point arithmetic, which depend on the values (https://www.microsoft.com/en-us/research/publication/
+on-significance-of-the-least-significant-bits-for-differential-privacy/), are not in the result.
+"""
+
+import math
+import os
+import threading
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from stratagem.common.base.errors import InvalidInputError, StratagemError
+from stratagem.common.base.files import check_private, whole_file
+
+# ---- gaussian noise ----
+
+Floats = NDArray[np.float64]
+
+SECRET_BYTES: Final = 32
+GRID_BITS: Final = 20
+"""The grid of a noised sum is the largest power of two that is at most sigma · 2^-20."""
+
+_BLOCK_BYTES: Final = 16
+_PIECE: Final = 1 << 16
+"""Elements drawn at once: what they take stays in the cache."""
+
+
+def derived_key(secret: bytes, names: Sequence[str]) -> bytes:
+    """Return the key of what is named so; other names have independent keys."""
+    info = b"".join(len(name.encode()).to_bytes(8, "big") + name.encode() for name in names)
+    return HKDF(SHA256(), length=32, salt=b"stratagem noise", info=info).derive(secret)
+
+
+def standard_normal(key: bytes, start: int, num: int) -> Floats:
+    """Return the elements from `start` on of the endless sequence of a key, each N(0, 1)."""
+    normal = np.empty(num)
+    for begin in range(0, num, _PIECE):
+        piece = normal[begin : begin + _PIECE]
+        first, second = _uniforms(key, start + begin, piece.size)
+        np.subtract(1.0, first, out=first)  # no logarithm of zero
+        np.sqrt(-2.0 * np.log(first), out=first)
+        np.multiply(first, np.cos(2.0 * math.pi * second), out=piece)
+    return normal
+
+
+def uniform(key: bytes, start: int, num: int) -> Floats:
+    """Return elements of the sequence of a key, each uniform in [0, 1); no noise has that key."""
+    return _uniforms(key, start, num)[0]
+
+
+def rounded_to_grid(values: Floats, sigma: float) -> Floats:
+    """Return noised sums as multiples of the grid for noise of that standard deviation."""
+    grid = 2.0 ** (math.floor(math.log2(sigma)) - GRID_BITS)
+    return np.rint(values / grid) * grid
+
+
+def _uniforms(key: bytes, start: int, num: int) -> tuple[Floats, Floats]:
+    """Return two uniforms in [0, 1) from each of the blocks from `start` on."""
+    cipher = Cipher(AES256(key), CTR(start.to_bytes(_BLOCK_BYTES, "big"))).encryptor()
+    stream = cipher.update(bytes(num * _BLOCK_BYTES))
+    bits = np.frombuffer(stream, "<u8").reshape(num, 2) >> np.uint64(11)
+    pair = bits.astype(np.float64) * 2.0**-53
+    return np.ascontiguousarray(pair[:, 0]), np.ascontiguousarray(pair[:, 1])
+
+
+# ---- privacy secret ----
+#
+# The secret of private runs: 32 random bytes, from which draws and noise are derived.
+#
+# It is read from a file that the operator keeps, never stored with the runs, and never in a
+# journal, a blob, a log or a reply: whoever has it can compute the noise and subtract it. The
+# journal has its fingerprint, so that a run is not continued with another one, whose noise would
+# differ for the same round and could be averaged away.
+
+SETTING: Final = "privacy_secret"
+_OF_ALL: Final = (
+    "with a journal in PostgreSQL every coordinator needs the same secret: start them with "
+    "--privacy-secret FILE, made by head -c 32 /dev/urandom"
+)
+
+
+class SecretLostError(StratagemError):
+    """The secret of a run is not here; the sentence says what to do."""
+
+
+class PrivacySecret:
+    """The secret in a file, which is read when it is needed, in a thread."""
+
+    def __init__(
+        self, path: Path | None, *, may_make: bool = False, missing: str = _OF_ALL
+    ) -> None:
+        """path: None where none is named and none may be made, with what is to be done then."""
+        self._path = path
+        self._may_make, self._missing = may_make, missing
+        self._making = threading.Lock()
+
+    def check_usable(self) -> None:
+        """Raise InvalidInputError where a private run could not have its secret."""
+        if self._path is None:
+            raise InvalidInputError.at(SETTING, f"missing; {self._missing}")
+        if self._path.exists() or not self._may_make:
+            self._read()
+
+    def get(self, fingerprint: str) -> bytes:
+        """Return the secret; made now where there is none and no run has used one.
+
+        fingerprint: of the secret that the run has used; empty before its first round. Raises
+        SecretLostError where that is another one.
+        """
+        self.check_usable()
+        assert self._path is not None
+        with self._making:  # of two runs that begin together one would have another secret
+            if not self._path.exists() and not fingerprint:
+                self._make()
+        if not self._path.exists():
+            raise SecretLostError(f"the privacy secret is lost: {self._path} is not there; {_CURE}")
+        secret = self._read()
+        if fingerprint and fingerprint_of(secret) != fingerprint:
+            text = f"{self._path} has the fingerprint {fingerprint_of(secret)}"
+            raise SecretLostError(
+                f"the privacy secret is another one than the run's, {fingerprint}: {text}; {_CURE}"
+            )
+        return secret
+
+    def _make(self) -> None:
+        assert self._path is not None
+        with whole_file(self._path, mode=0o600) as file:
+            file.write(os.urandom(SECRET_BYTES))
+
+    def _read(self) -> bytes:
+        assert self._path is not None
+        check_private(SETTING, self._path)
+        secret = self._path.read_bytes()
+        if len(secret) != SECRET_BYTES:
+            text = f"{self._path} has {len(secret)} bytes and must have {SECRET_BYTES} random ones"
+            raise InvalidInputError.at(SETTING, text)
+        return secret
+
+
+_CURE: Final = "put that file back, then resume the run, which would else spend twice for one round"
+
+
+def fingerprint_of(secret: bytes) -> str:
+    """Return what tells secrets apart and says nothing of them."""
+    return derived_key(secret, ["fingerprint"]).hex()[:16]
+
+
+def seeded_secret(seed: int) -> bytes:
+    """Return the secret of a run with noise: seeded, which everybody can compute."""
+    return sha256(f"not private/{seed}".encode()).digest()

@@ -1,0 +1,264 @@
+"""Tuning of glibc's allocator for processes that move tensors.
+
+By default every chunk is mapped, faulted in and given back once per copy, and these page
+faults bound the speed of a Python gRPC stream: with the four values below it is 2 to 4 times as
+fast (benchmarks/tensor_stream.py). Only all four together help. Must be called before
+the first big allocation, so at the start of a process, and knows nothing of the rest.
+"""
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import io
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from hashlib import blake2s
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NoReturn, Self
+
+from pydantic import ValidationError
+
+from stratagem.common.base.errors import InvalidInputError
+
+# ---- malloc ----
+
+SWITCH: Final = "STRATAGEM_MALLOC"
+
+_VALUES: Final = (
+    ("M_MMAP_THRESHOLD", -3, 32 * 2**20),
+    ("M_TRIM_THRESHOLD", -1, 256 * 2**20),
+    ("M_TOP_PAD", -2, 64 * 2**20),
+    ("M_ARENA_MAX", -8, 1),  # what one thread has freed, another can use: each arena keeps its own
+)
+
+
+_said = "malloc: never tuned in this process"
+
+
+def said() -> str:
+    """Return the sentence that says what `tune_malloc` has done in this process."""
+    return _said
+
+
+def tune_malloc() -> str:
+    """Set the four values, unless the operator has an opinion; says for the log what was done."""
+    global _said
+    _said = _tuned()
+    return _said
+
+
+def give_back() -> None:
+    """Give the system what is free, in holes too; it takes milliseconds, and later page faults.
+
+    Nothing where this C library cannot.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _tuned() -> str:
+    if os.environ.get(SWITCH, "").lower() == "off":
+        return f"malloc: left alone, {SWITCH}=off"
+    own = sorted(name for name in os.environ if name.startswith("MALLOC_") or name == "LD_PRELOAD")
+    if own:
+        return f"malloc: left alone, {', '.join(own)} set by the operator"
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return "malloc: left alone, this C library has no mallopt"
+    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    refused = [name for name, parameter, value in _VALUES if mallopt(parameter, value) != 1]
+    if refused:
+        return f"malloc: {', '.join(refused)} refused by the C library"
+    return "malloc: tuned for chunks of a tensor stream"
+
+
+# ---- own folder ----
+#
+# Folders that one process alone uses, and the removal of those that killed ones have left.
+#
+# A folder is locked as long as its process lives: the kernel forgets the lock of one that was
+# killed, in whatever container it ran. So a lock that can be had says that nobody uses the folder
+# any more.
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class OwnFolder:
+    """A folder that its owner alone may enter, and that goes with its process."""
+
+    def __init__(self, place: Path, prefix: str) -> None:
+        """Make the folder: in `place`, with a name that begins with the prefix."""
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # its mode is 0700
+            try:
+                self._lock: int | None = os.open(self.path, _FLAGS)
+            except FileNotFoundError:  # a cleaner came between the two calls
+                continue
+            with suppress(OSError):  # no locks here: so no cleaner gets one either
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():  # else a cleaner held the lock
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it. Idempotent."""
+        if self._lock is not None:
+            with suppress(OSError):
+                remove_tree(self.path)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def remove_abandoned(place: Path, prefix: str) -> None:
+    """Remove the folders of this user with such names whose processes are gone.
+
+    In a place that machines share, a prefix must be of one of them: they may not see each other's
+    locks.
+    """
+    for folder in place.glob(f"{prefix}*"):
+        with suppress(OSError):  # gone already, in use, another user's, or no folder
+            descriptor = os.open(folder, _FLAGS)
+            try:
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_tree(folder)
+            finally:
+                os.close(descriptor)
+
+
+def machine_prefix() -> str:
+    """Return how names of temporary folders begin: they name this machine, and when it was booted,
+    so that others that have the place too, and may not see its locks, remove none of them."""
+    try:
+        booted = _BOOT.read_text()
+    except OSError:  # not Linux
+        booted = platform.node()
+    return f"stratagem-{blake2s(booted.encode(), digest_size=4).hexdigest()}-"
+
+
+def temporary_folder(kind: str, place: Path | None = None) -> OwnFolder:
+    """Make a folder of this process for temporary files, and remove those of killed ones.
+
+    kind: a word for its name. place: the temporary directory unless given.
+    """
+    remove_temporary(place)
+    return OwnFolder(place or Path(tempfile.gettempdir()), f"{machine_prefix()}{kind}-")
+
+
+def remove_temporary(place: Path | None = None) -> None:
+    """Remove the temporary folders that killed processes of this machine and user have left.
+
+    place: the temporary directory unless given, and /tmp, where sockets are if the name of that one
+    is too long for them.
+    """
+    for each in {Path(tempfile.gettempdir()), Path("/tmp")} if place is None else {place}:
+        remove_abandoned(each, machine_prefix())
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it, also from folders that nobody may write into."""
+    with suppress(FileNotFoundError):
+        for where, _, _ in os.walk(path):
+            os.chmod(where, 0o700)
+        shutil.rmtree(path)
+
+
+# ---- process exit ----
+#
+# Ends a process: at once while it has nothing to put in order yet; later all is put in order, and
+# the interpreter is not taken apart.
+#
+# Linux ignores a SIGTERM to the first process of a container unless the process has a handler, and
+# ours install theirs only once they serve: after the import of torch, or when they have the lead.
+#
+# To take an interpreter with torch in it apart costs 0.3 s of a processor, and in a fork 1.3 s if
+# what was kept from collections (`gc.freeze`) is given back before. If it is not, libraries that
+# count what is left (nanobind's do, under torch 2.15) take it for leaks.
+
+PREEMPTED: Final = 75
+"""The exit status of a worker that a launcher started and a signal ended while it was wanted
+(EX_TEMPFAIL of sysexits.h): its launcher starts it again."""
+
+MISTAKEN: Final = 2
+"""The exit status of a program that was started with a value that cannot be right."""
+
+_libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
+
+
+def leave_on(*numbers: signal.Signals, status: int = 0) -> None:
+    """Make each of these signals end the process with this status, until it has a handler of its
+    own."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os._exit(status)  # an orderly exit would wait for the thread that waits for the lead
+
+    for number in numbers:
+        signal.signal(number, leave)
+
+
+def end(status: int) -> NoReturn:
+    """End this process as Python does, but for the deletion of objects: threads end, functions that
+    are registered with `atexit` are called, and what files still hold in memory is written."""
+    threading._shutdown()  # type: ignore[attr-defined]  # as forks of multiprocessing end
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr, *gc.get_objects()):
+        if issubclass(type(file), io.IOBase):
+            with suppress(Exception):  # it is closed, or what it writes to is
+                file.flush()
+    _libc.fflush(None)
+    os._exit(status)
+
+
+# ---- settings rules ----
+#
+# Settings that contradict each other, and how wrong settings are told to an operator.
+#
+# Both processes refuse at their start what would only show hours later. Knows no setting.
+
+HEARTBEATS_PER_TTL: Final = 2.4
+"""A worker whose lease runs out after fewer is lost with the first heartbeat that is late."""
+
+
+def at_least(settings: Any, large: str, small: str, times: float, why: str) -> None:
+    """Raise ValueError unless one setting is so many times another one; the message names both."""
+    value, other = getattr(settings, large), getattr(settings, small)
+    if value < times * other:
+        factor = "" if times == 1 else f"{times:g} times "
+        raise ValueError(
+            f"{flag(large)} is {value:g} and must be at least {factor}{flag(small)}, which is "
+            f"{other:g}: {why}"
+        )
+
+
+def flag(name: str) -> str:
+    """A setting as it stands on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def told(program: str, error: ValidationError) -> str:
+    """Describe what is wrong with the settings of a program, one line for each error."""
+    lines = []
+    for detail in error.errors():
+        where = ".".join(map(str, detail["loc"]))
+        cause = detail.get("ctx", {}).get("error")
+        text = detail["msg"].removeprefix("Value error, ")
+        if isinstance(cause, InvalidInputError) and cause.violations:
+            text = "; ".join(each.message for each in cause.violations)  # the flag is their field
+        lines.append(f"{program}: {flag(where)}: {text}" if where else f"{program}: {text}")
+    return "\n".join(lines)

@@ -1,0 +1,468 @@
+"""Starts programs as forks of one process that has imported them: in a tenth of the time.
+
+Owns the fork server of this process (process_template.py): started when it is first wanted, or
+before that by who knows that it will be, again when it has died, and gone with this process.
+Imports nothing that takes time. Programs that it cannot run the same way are started
+as usual: other systems than Linux, other interpreters, and an environment whose difference a
+library would have read while it was loaded.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Protocol, TypeAlias
+
+from stratagem.common.process.cpu_threads import wait_passively
+from stratagem.common.process.parent_guard import PR_SET_PDEATHSIG, guarded
+from stratagem.common.process.process import end
+
+# ---- preloaded programs ----
+
+PRELOADED: Final = (
+    "stratagem.coordinator.process.main",
+    "torch",
+    "stratagem.worker.process.worker_main",
+)
+"""In this order: a coordinator needs no torch, and starts while that is imported."""
+READ_WHILE_LOADED: Final = (
+    *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
+    *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
+    "PROTOCOL_BUFFERS_",
+)
+"""Names of variables that libraries read once, when they are loaded, begin like this."""
+UNLESS: Final = ("PYTHONUNBUFFERED",)
+Early: TypeAlias = frozenset[tuple[str, str]]
+MAX_REQUEST_BYTES: Final = 1 << 20
+MAX_STATUS_BYTES: Final = 4096
+
+
+class Process(Protocol):
+    """The interface that subprocess.Popen and a fork have in common."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+def start(
+    argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, with_input: bool
+) -> Process:
+    """Run a command in a session of its own, output and errors going to the log.
+
+    It ends when the thread that calls this ends, or this process. with_input: `stdin` is a pipe.
+    """
+    server = _server_for(environment) if sys.platform == "linux" and _is_program(argv) else None
+    if server is not None:
+        try:
+            return server.fork(argv[1:], environment, log, with_input)
+        except ConnectionError:  # it has died, with all its forks; the next one starts afresh
+            return server.fork(argv[1:], environment, log, with_input)
+    return subprocess.Popen(
+        guarded(list(argv)),
+        stdin=subprocess.PIPE if with_input else subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=dict(environment),
+        start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+    )
+
+
+def prepare() -> None:
+    """Begin to import what programs in this process's environment will need, in the background."""
+    if sys.platform == "linux" and (server := _server_for(os.environ)) is not None:
+        server.start()
+
+
+def end_descriptor(process: Process) -> int:
+    """A new descriptor that becomes readable at the end of the process; Linux only."""
+    if isinstance(process, Fork):
+        return os.dup(process.status.fileno())
+    return os.pidfd_open(process.pid)
+
+
+class Fork:
+    """A child of the fork server; used like a subprocess.Popen."""
+
+    def __init__(self, status: socket.socket, stdin: IO[bytes] | None) -> None:
+        message, descriptors, _, _ = socket.recv_fds(status, MAX_STATUS_BYTES, 1)
+        if not message:
+            raise ConnectionResetError("the fork server has died")
+        self.pid: int = json.loads(message)["pid"]
+        self.stdin = stdin
+        self.status = status
+        self.returncode: int | None = None
+        (self._pidfd,) = descriptors
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, once it has ended; subprocess.TimeoutExpired after timeout seconds."""
+        status = self._look(None if timeout is None else timeout * 1000)
+        if status is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return status
+
+    def send_signal(self, sig: int) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):  # its end is on the way here
+                signal.pidfd_send_signal(self._pidfd, sig)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, timeout_ms: float | None) -> int | None:
+        if self.returncode is None:
+            poller = select.poll()
+            poller.register(self.status, select.POLLIN)
+            if poller.poll(timeout_ms):
+                message = self.status.recv(MAX_STATUS_BYTES)
+                # Without a word: the server was killed, and its forks with it.
+                self.returncode = json.loads(message)["exit"] if message else -signal.SIGKILL
+                self.status.close()
+                os.close(self._pidfd)
+        return self.returncode
+
+
+class _ForkServer:
+    """The fork server of this process; a fork of this process makes its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self._owner = 0
+        self._is_used = False
+        """It was asked for a program."""
+
+    def start(self) -> None:
+        """Begin to import; nothing is wanted yet."""
+        with self._lock:
+            self._ensure()
+
+    def fork(
+        self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], with_input: bool
+    ) -> Fork:
+        """`python words...`. Raises ConnectionError when the server has died."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pipe: IO[bytes] | None = None
+        if with_input:
+            stdin, writable = os.pipe()
+            pipe = os.fdopen(writable, "wb")
+        else:
+            stdin = os.open(os.devnull, os.O_RDONLY)
+        request: dict[str, Any] = {
+            "argv": list(words),
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+        }
+        try:
+            streams = [stdin, log.fileno(), log.fileno(), theirs.fileno()]
+            with self._lock:
+                requests = self._ensure()
+                self._is_used = True
+                try:
+                    socket.send_fds(requests, [json.dumps(request).encode()], streams)
+                except OSError:
+                    self._forget()
+                    raise ConnectionResetError("the fork server has died") from None
+            theirs.close()
+            return self._fork_of(requests, ours, pipe)
+        except BaseException:
+            ours.close()
+            if pipe is not None:
+                pipe.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(stdin)
+
+    def _fork_of(
+        self, requests: socket.socket, status: socket.socket, stdin: IO[bytes] | None
+    ) -> Fork:
+        """The fork that was asked for; a server that died with the request is forgotten."""
+        try:
+            return Fork(status, stdin)
+        except ConnectionError:
+            with self._lock:
+                if self._requests is requests:
+                    self._forget()
+            raise
+
+    def close(self) -> None:
+        """End the server, and with it what it runs."""
+        with self._lock:
+            if self._is_mine():
+                self._forget()
+
+    def _is_mine(self) -> bool:
+        return self._requests is not None and self._owner == os.getpid()
+
+    def _ensure(self) -> socket.socket:
+        if self._is_mine():
+            assert self._requests is not None
+            return self._requests
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST_BYTES)
+        self._owner, self._is_used = os.getpid(), False
+        number = str(theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "stratagem.common.process.template",
+                    number,
+                    *PRELOADED,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return self._requests
+
+    def _forget(self) -> None:
+        assert self._requests is not None
+        assert self._process is not None
+        self._requests.close()
+        if not self._is_used:
+            self._process.kill()  # it may be importing for seconds, for nobody
+        self._process.wait()
+        self._requests = None
+
+
+def _is_program(argv: Sequence[str]) -> bool:
+    """`python -m MODULE ...` or `python FILE.py ...`, with this interpreter and no other flag."""
+    return argv[0] == sys.executable and (argv[1] == "-m" or argv[1].endswith(".py"))
+
+
+def _read_early(environment: Mapping[str, str]) -> Early:
+    return frozenset(
+        (name, value)
+        for name, value in environment.items()
+        if name.startswith(READ_WHILE_LOADED) and name not in UNLESS
+    )
+
+
+_servers: Final[dict[Early, _ForkServer]] = {}
+"""By what libraries have read while they were loaded there: nearly always one."""
+
+
+def _server_for(environment: Mapping[str, str]) -> _ForkServer | None:
+    """Return the fork server whose libraries were loaded as they would be in the environment; None
+    if the environment would load them differently."""
+    early = _read_early(environment)
+    if early not in _servers and early == _read_early(os.environ):
+        _servers[early] = _ForkServer()
+    return _servers.get(early)
+
+
+@atexit.register
+def _close_servers() -> None:
+    for server in _servers.values():
+        server.close()
+
+
+# ---- process template ----
+#
+# Becomes one program after another, each in a fork of this process, which has imported them all.
+#
+#     python -m stratagem.common.process.template SOCKET_FD MODULE...
+#
+# Importing torch takes longer than everything else that a starting worker does. The modules are
+# imported in their order, and between two of them programs are forked that need nothing more: a
+# coordinator is up, and holds no torch, while torch is imported for the workers. A request is one
+# message of JSON {argv, environment, folder}, argv being [-m, MODULE, ARGUMENT...] or [FILE.py,
+# ARGUMENT...], with four descriptors: standard input, output and error, and a socket on which the
+# fork's process id and pidfd are answered at once and its exit status at its end. The fork goes on
+# as `python ARGV...` would. This process has one thread of its own and has made no object of gRPC
+# or torch, so that nothing half-done is copied. It ends when the other end of its socket is closed,
+# and its forks end with it, in whatever way it ends. Linux only.
+
+NUM_DESCRIPTORS: Final = 4
+
+_libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
+
+
+@dataclass(frozen=True, slots=True)
+class ForkProgram:
+    """The program that a fork runs, with its arguments, environment and working folder."""
+
+    argv: list[str]
+    """As after `python`: -m MODULE ARGUMENT..., or FILE.py ARGUMENT..."""
+    environment: dict[str, str]
+    folder: str
+
+
+def main() -> None:
+    gc.disable()  # a sixth of the time of these imports, and finds nothing
+    wait_passively()  # which OpenMP reads as it is loaded, so for all forks
+    template = _Template(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    program = template.serve()
+    end(0 if program is None else _become(program))
+
+
+class _Template:
+    """What has been imported, and the forks that have not ended."""
+
+    def __init__(self, requests: socket.socket, modules: list[str]) -> None:
+        self._requests = requests
+        self._modules, self._missing = modules, list(modules)
+        self._waiting: dict[int, tuple[int, socket.socket]] = {}
+        """By pidfd: process id, where to report its end."""
+        self._poller = select.poll()
+        self._poller.register(requests, select.POLLIN)
+
+    def serve(self) -> ForkProgram | None:
+        """Answer requests until their socket is closed. Returns in every fork with its program."""
+        while True:
+            can_wait = not self._missing
+            for descriptor, _ in self._poller.poll(None if can_wait else 0):
+                if descriptor in self._waiting:
+                    self._poller.unregister(descriptor)
+                    _report(descriptor, *self._waiting.pop(descriptor))
+                elif can_wait or self._can_serve_next():
+                    is_over, program = self._serve_one()
+                    if is_over:
+                        return program
+            if self._missing:
+                importlib.import_module(self._missing[0])
+                del self._missing[0]
+
+    def _can_serve_next(self) -> bool:
+        """Whether all is imported that the next program needs: what is named of its own package,
+        or everything if nothing is."""
+        message = self._requests.recv(MAX_REQUEST_BYTES, socket.MSG_PEEK)
+        if not message:
+            return True
+        argv = json.loads(message)["argv"]
+        if argv[0] != "-m":
+            return False
+        own = {module for module in self._modules if module.startswith(f"{argv[1]}.")}
+        return bool(own) and own.isdisjoint(self._missing)
+
+    def _serve_one(self) -> tuple[bool, ForkProgram | None]:
+        """Fork the next program. Returns whether this process goes on as something else, and as
+        what; None: nobody will ask any more."""
+        message, descriptors, _, _ = socket.recv_fds(
+            self._requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS
+        )
+        if not message:
+            return True, None
+        gc.collect()
+        gc.freeze()  # a fork's collections would copy every page of what was imported
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            gc.enable()
+            _detach(server, self._requests, self._waiting, descriptors)
+            return True, ForkProgram(**json.loads(message))
+        pidfd, channel = _answer(pid, descriptors)
+        self._waiting[pidfd] = (pid, channel)
+        self._poller.register(pidfd, select.POLLIN)
+        return False, None
+
+
+def _answer(pid: int, descriptors: list[int]) -> tuple[int, socket.socket]:
+    """Report the new fork, and keep what is needed to report its end."""
+    *streams, status = descriptors
+    for stream in streams:
+        os.close(stream)
+    channel = socket.socket(fileno=status)
+    pidfd = os.pidfd_open(pid)
+    _tell(channel, {"pid": pid}, [pidfd])
+    return pidfd, channel
+
+
+def _report(pidfd: int, pid: int, channel: socket.socket) -> None:
+    _, status = os.waitpid(pid, 0)
+    _tell(channel, {"exit": os.waitstatus_to_exitcode(status)}, [])
+    channel.close()
+    os.close(pidfd)
+
+
+def _tell(channel: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
+    with suppress(OSError):  # the client has gone
+        socket.send_fds(channel, [json.dumps(message).encode()], descriptors)
+
+
+# ---- in the fork ----
+
+
+def _detach(
+    server: int,
+    requests: socket.socket,
+    waiting: dict[int, tuple[int, socket.socket]],
+    descriptors: list[int],
+) -> None:
+    """Keep nothing of the server, the process of this number, but what it has imported."""
+    os.setsid()  # Ctrl-C in the terminal is for who has started us
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != server:  # it died before the wish was made
+        os._exit(1)
+    for number, stream in enumerate(descriptors[:3]):
+        os.dup2(stream, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    requests.close()
+    for pidfd, (_, channel) in waiting.items():
+        os.close(pidfd)
+        channel.close()
+
+
+def _become(program: ForkProgram) -> int:
+    """Go on as `python argv...` in the folder and environment asked for; the exit status."""
+    os.environ.clear()
+    os.environ.update(program.environment)
+    tempfile.tempdir = None  # an import has asked for it already: TMPDIR is read again
+    os.chdir(program.folder)
+    for stream in (sys.stdout, sys.stderr):
+        if "PYTHONUNBUFFERED" in program.environment and hasattr(stream, "reconfigure"):
+            stream.reconfigure(write_through=True)
+    is_module = program.argv[0] == "-m"
+    sys.argv = program.argv[1:] if is_module else program.argv
+    try:
+        if is_module:
+            sys.path[0] = program.folder
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

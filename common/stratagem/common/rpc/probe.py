@@ -1,0 +1,389 @@
+"""Why a connection does not come about, where identity is the reason.
+
+gRPC says "Socket closed" when a server wants a certificate, has another authority or is no TLS
+server at all. So after such a failure the handshake is done once more by hand, and what happens to
+it becomes a sentence with the file and the remedy. Blocking; asks and decides nothing else.
+"""
+
+import asyncio
+import base64
+import ipaddress
+import os
+import socket
+import ssl
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote, urlsplit
+
+import grpc
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.text import split_address
+from stratagem.common.identity.tls import (
+    DEFAULT_TRUST_DOMAIN,
+    Material,
+    TlsFiles,
+    chain_of,
+    ended,
+    said,
+    worker_name,
+)
+from stratagem.common.rpc.channel import Proof
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+# ---- http proxy ----
+#
+# The HTTP proxy between this process and a server: which one it is, and connections through it.
+#
+# gRPC goes through proxies by itself; this does the same for those who look by hand why that fails.
+# The proxy is asked to CONNECT to a name, and resolves the name itself.
+
+MAX_ANSWER_BYTES: Final = 16 * 2**10
+MAX_STATUS_CHARS: Final = 200
+_PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
+_EXCEPTIONS: Final = ("no_grpc_proxy", "no_proxy")
+"""Variables of the environment, in the order in which gRPC takes the first that is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpProxy:
+    """A proxy: where it listens, and USER:PASSWORD where it wants one."""
+
+    host: str
+    port: int
+    credentials: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def connection(self, address: str, timeout_s: float) -> socket.socket:
+        """Return a socket that the proxy has connected to HOST:PORT.
+
+        Raises ProxyRefusalError and ProxyAwayError, which say in a sentence what is wrong.
+        """
+        try:
+            connection = socket.create_connection((self.host.strip("[]"), self.port), timeout_s)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ProxyAwayError(f"the proxy {self} cannot be reached: {reason}") from None
+        try:
+            connection.sendall(self._request(address))
+            status = _answer(connection).split(b"\r\n", 1)[0].decode("ascii", "replace")
+            self._check(status[:MAX_STATUS_CHARS], address)
+        except OSError as error:
+            connection.close()
+            if isinstance(error, ProxyAwayError | ProxyRefusalError):
+                raise
+            raise ProxyAwayError(f"the proxy {self} does not answer: {error}") from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check(self, status: str, address: str) -> None:
+        """Raise what the first line of the proxy's answer means, unless it has connected."""
+        code = status.split(" ")[1:2]
+        if code == ["200"]:
+            return
+        if code == ["407"]:
+            wants = "does not accept this" if self.credentials else "wants a"
+            raise ProxyRefusalError(f"the proxy {self} {wants} USER:PASSWORD ({status!r})")
+        if code and code[0].startswith("5"):
+            raise ProxyAwayError(f"the proxy {self} does not reach {address} ({status!r})")
+        raise ProxyRefusalError(
+            f"the proxy {self} refuses to connect to {address} ({status!r}): have it allow CONNECT "
+            f"to port {split_address(address)[1]}"
+        )
+
+    def _request(self, address: str) -> bytes:
+        lines = [f"CONNECT {address} HTTP/1.1", f"Host: {address}"]
+        if self.credentials:
+            coded = base64.b64encode(self.credentials.encode()).decode()
+            lines.append(f"Proxy-Authorization: Basic {coded}")
+        return "\r\n".join([*lines, "", ""]).encode()
+
+
+class ProxyRefusalError(OSError):
+    """A proxy does not connect to where it should, and will not the next time."""
+
+
+class ProxyAwayError(OSError):
+    """A proxy is not there, or does not reach where it should connect to: that may pass."""
+
+
+def check_proxy(url: str) -> str:
+    """Return the URL of a proxy as it is, "" included; ValueError where gRPC could not use it."""
+    if url:
+        _parsed(url)
+    return url
+
+
+def proxy_for(address: str, url: str = "") -> HttpProxy | None:
+    """Return the proxy by which gRPC goes to HOST:PORT, None when it goes there directly. url: as
+    given to open_channel."""
+    host, _ = split_address(address)
+    if _is_excepted(host.strip("[]")):
+        return None
+    try:
+        url = url or _first_set(_PROXIES)
+        return _parsed(url) if url else None
+    except ValueError:
+        return None  # gRPC takes no notice of it either
+
+
+def _parsed(url: str) -> HttpProxy:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+        shown = url.rpartition("@")[2][:80]  # never the password
+        raise ValueError(f"{shown!r} is not http://[USER:PASSWORD@]HOST:PORT")
+    if parts.port is None:
+        raise ValueError(f"{parts.hostname} has no port: give http://{parts.hostname}:PORT")
+    return HttpProxy(parts.hostname, parts.port, unquote(parts.netloc.rpartition("@")[0]))
+
+
+def _is_excepted(host: str) -> bool:
+    entries = [entry.strip() for entry in _first_set(_EXCEPTIONS).split(",")]
+    return any(entry and _covers(entry, host) for entry in entries)
+
+
+def _covers(entry: str, host: str) -> bool:
+    if host.lower().endswith(entry.lower()):
+        return True
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return False
+
+
+def _first_set(names: tuple[str, ...]) -> str:
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _answer(connection: socket.socket) -> bytes:
+    """Return the head of the proxy's answer, and leave what follows it in the socket."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        byte = connection.recv(1)
+        if not byte or len(head) >= MAX_ANSWER_BYTES:
+            raise OSError("it ends the connection, or answers without end")
+        head += byte
+    return head
+
+
+# ---- tls probe ----
+
+TIMEOUT_S: Final = 3.0
+_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+"""How an HTTP/2 client begins: the preface and empty settings."""
+
+# Of OpenSSL, as in SSLCertVerificationError.verify_code.
+_NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
+_OTHER_HOST, _OTHER_ADDRESS = 62, 64
+
+
+async def identity_problem(
+    error: grpc.aio.AioRpcError,
+    address: str,
+    proof: Proof,
+    to_worker: str | None = None,
+    proxy: str = "",
+    *,
+    lasting: bool = False,
+) -> str:
+    """The sentence for a failed call; empty where neither identity nor a proxy is the reason.
+
+    to_worker, proxy: as given to open_channel. lasting: leave out what may pass by itself, which is
+    a proxy that is away or does not reach the address.
+    """
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return ""
+    if "Connection refused" in (error.details() or "") and proxy_for(address, proxy) is None:
+        return ""
+    return await asyncio.to_thread(explain, address, proof, to_worker, proxy=proxy, lasting=lasting)
+
+
+def explain(
+    address: str,
+    proof: Proof,
+    to_worker: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    proxy: str = "",
+    lasting: bool = False,
+) -> str:
+    """Describe what keeps a caller from the server at host:port; empty if a handshake works, and
+    where no server can be reached at all. lasting: as in identity_problem."""
+    probe = _Probe(address, timeout_s, proxy_for(address, proxy))
+    try:
+        if proof.tls is None:
+            return _of_plaintext(probe)
+        material = proof.tls.read()
+        trust = DEFAULT_TRUST_DOMAIN if material.cert_id is None else material.cert_id.trust_domain
+        host = address.rpartition(":")[0].strip("[]")
+        expected = host if to_worker is None else worker_name(trust, to_worker)
+        return _of_tls(probe, proof.tls, material, expected)
+    except ProxyAwayError as error:
+        return "" if lasting else str(error)
+    except (InvalidInputError, ProxyRefusalError) as error:
+        return str(error)
+    except (OSError, UnicodeError):
+        return ""
+
+
+class _Connection(ssl.SSLSocket):
+    """A TLS connection that closes itself where its peer has gone before the handshake.
+
+    wrap_socket() has taken the descriptor over by then, and leaves it open.
+    """
+
+    def getpeername(self) -> object:
+        try:
+            return super().getpeername()
+        except OSError as error:
+            self.close()
+            raise ConnectionResetError("the peer has gone before the handshake") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    address: str
+    timeout_s: float
+    proxy: HttpProxy | None
+
+    def handshake(self, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
+        """A connected socket; raises OSError, of which SSLError is one."""
+        context.set_alpn_protocols(["h2"])
+        context.sslsocket_class = _Connection
+        plain = self._connection()
+        try:
+            return context.wrap_socket(plain, server_hostname=name)
+        except BaseException:
+            plain.close()
+            raise
+
+    def _connection(self) -> socket.socket:
+        if self.proxy is not None:
+            return self.proxy.connection(self.address, self.timeout_s)
+        host, _, port = self.address.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
+
+    def shown(self) -> "x509.Certificate":
+        """Return the server's certificate without verifying it."""
+        from cryptography import x509
+
+        with closing(self.handshake(_without_checks(), "probe")) as connection:
+            return x509.load_der_x509_certificate(connection.getpeercert(True) or b"")
+
+
+def _of_plaintext(probe: _Probe) -> str:
+    try:
+        probe.handshake(_without_checks(), "probe").close()
+    except ssl.SSLError:
+        return ""
+    return (
+        f"{probe.address} wants TLS: give --tls-ca, and --tls-cert with --tls-key or --token-file"
+    )
+
+
+def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -> str:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=material.ca.decode("ascii", "replace"))
+    if files.cert is not None:
+        context.load_cert_chain(files.cert, files.key)
+    try:
+        connection = probe.handshake(context, expected)
+    except ssl.SSLCertVerificationError as error:
+        return _of_server(error.verify_code, error.verify_message, probe, files, expected)
+    except ssl.SSLEOFError:  # before it has seen anything of us: nothing serves there, or not yet
+        return ""
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+            return f"{probe.address} speaks plaintext: it was started without certificates"
+        return _of_caller(probe, files, material)
+    with closing(connection):
+        try:
+            connection.sendall(_HELLO)
+            is_in = bool(connection.recv(1))
+        except TimeoutError:
+            return ""
+        except OSError:  # an alert about our certificate comes only now, or the end
+            is_in = False
+    return "" if is_in else _of_caller(probe, files, material)
+
+
+def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: str) -> str:
+    """Describe what is wrong with the server's certificate."""
+    from cryptography import x509
+
+    from stratagem.common.identity.tls import names_of
+
+    theirs = probe.shown()
+    whose = f"the certificate of {probe.address}"
+    if code == _EXPIRED:
+        return _of_ended(theirs, whose, files)
+    if code == _NOT_YET_VALID:
+        return f"{whose} is valid from {theirs.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on only"
+    if code in (_OTHER_HOST, _OTHER_ADDRESS):
+        names = [*names_of(theirs, x509.DNSName), *names_of(theirs, x509.IPAddress)]
+        return f"{whose} is for {', '.join(names) or 'no host'}, and not for {expected}"
+    if code == _PURPOSE:
+        return f"{whose} is not one of a server"
+    issuer = theirs.issuer.rfc4514_string()
+    opened = (
+        ""
+        if probe.proxy is None
+        else (
+            f": the proxy {probe.proxy} seems to open TLS, and then neither side knows "
+            f"who the other is; have it let {probe.address} through"
+        )
+    )
+    return (
+        f"{whose} is not signed by an authority in {files.ca}, but by {issuer!r} ({words}){opened}"
+    )
+
+
+def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
+    """Say which of the server's certificate and the authorities that we trust has expired."""
+    from cryptography import x509
+
+    authorities = x509.load_pem_x509_certificates(Path(files.ca).read_bytes())
+    chain = chain_of(whose, [theirs], str(files.ca), authorities)
+    link = ended(chain)
+    if link is not None and link.is_authority:
+        return said(link, whose)
+    return f"{whose} has expired at {theirs.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; renew it"
+
+
+def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
+    """Describe what is wrong with our certificate, which the server rejected."""
+    if material.cert is None:
+        return (
+            f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "
+            f"--token-listen address with --token-file"
+        )
+    if material.problem:
+        return material.problem
+    starts = _leaf(material).not_valid_before_utc
+    if starts > datetime.now(UTC):
+        return f"the certificate {files.cert} is valid from {starts:%Y-%m-%d %H:%M} UTC on only"
+    issuer = _leaf(material).issuer.rfc4514_string()
+    return (
+        f"{probe.address} does not accept the certificate {files.cert}, signed by {issuer!r}: its "
+        f"--tls-ca must hold that authority, and the certificate be one for clients"
+    )
+
+
+def _leaf(material: Material) -> "x509.Certificate":
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificates(material.cert or b"")[0]
+
+
+def _without_checks() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

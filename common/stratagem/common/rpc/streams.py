@@ -1,0 +1,199 @@
+"""Ends a block of one stream when its peer lets it wait for too long.
+
+gRPC waits without end for a peer that has stopped reading or writing: the call, its file and its
+buffers would never end. The limit is on progress: a peer may take its time over a stream, and only
+the waits for it count, not what happens here in between. One timer serves all messages of a stream.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Self
+
+from stratagem.common.base.errors import LimitError, UnavailableError
+from stratagem.common.process.process import OwnFolder, machine_prefix, temporary_folder
+
+# ---- stall timeout ----
+
+_NUM_LOOKS: Final = 8
+"""How often a wait is looked at within the limit, so that it may take an eighth longer."""
+
+
+def is_silent(stall_s: float) -> Exception:
+    """Make the error for a peer that sends nothing."""
+    return TimeoutError(f"the peer was silent for {stall_s:g} s")
+
+
+def takes_nothing(stall_s: float) -> Exception:
+    """Make the error for a caller that takes none of its answers."""
+    return UnavailableError(
+        f"the caller has taken nothing for {stall_s:g} s; ask again from there on"
+    )
+
+
+class StallTimeout:
+    """An asynchronous context manager; raises an error once a wait inside has lasted stall_s."""
+
+    __slots__ = ("_error", "_loop", "_since_s", "_stall_s", "_timeout", "_timer")
+
+    def __init__(
+        self, stall_s: float | None, error: Callable[[float], Exception] = is_silent
+    ) -> None:
+        """stall_s: None waits without end."""
+        self._stall_s, self._error = stall_s, error
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        self._since_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._look_later()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            await self._timeout.__aexit__(*raised)
+        except TimeoutError:
+            assert self._stall_s is not None
+            raise self._error(self._stall_s) from None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A block in which it is the peer that is waited for, such as for one message."""
+        self._since_s = self._loop.time()
+        try:
+            yield
+        finally:
+            self._since_s = None
+
+    def _look_later(self) -> None:
+        if self._stall_s is not None:
+            self._timer = self._loop.call_later(self._stall_s / _NUM_LOOKS, self._look)
+
+    def _look(self) -> None:
+        assert self._stall_s is not None
+        now_s = self._loop.time()
+        if self._since_s is not None and now_s - self._since_s >= self._stall_s:
+            self._timeout.reschedule(now_s)
+        else:
+            self._look_later()
+
+
+# ---- stream begin ----
+#
+# How a coordinator says that it follows something, before there is any news to send.
+#
+# Without it a caller cannot tell a stream that is quiet from one that nobody has taken.
+# Coordinators of 0.2.0 do not say so.
+
+BEGUN: Final = (("stratagem-stream", "begun"),)
+"""The initial metadata that say so; gRPC itself gives empty ones for a call that has failed."""
+
+
+def has_begun(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Return whether initial metadata say so."""
+    return set(BEGUN) <= {(key, value) for key, value in metadata or ()}
+
+
+# ---- socket folder ----
+#
+# A folder for the unix sockets of a process.
+
+KIND: Final = "sockets"
+LONGEST_PATH: Final = 107
+"""Bytes that the path of a unix socket may have."""
+
+
+class SocketFolder:
+    """A folder for unix sockets that its owner alone may enter; made when the first is asked for,
+    which is when those of this user that killed processes have left are removed."""
+
+    def __init__(self) -> None:
+        self._folder: OwnFolder | None = None
+
+    def path(self, name: str) -> str:
+        """Return the path for a socket of this name."""
+        if self._folder is None:
+            place = Path(tempfile.gettempdir())
+            drawn = f"{machine_prefix()}{KIND}-{8 * 'x'}"  # by mkdtemp
+            if len(os.fsencode(place / drawn / name)) > LONGEST_PATH:
+                place = Path("/tmp")
+            self._folder = temporary_folder(KIND, place)
+        return str(self._folder.path / name)
+
+    def close(self) -> None:
+        """Remove the folder with its sockets."""
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+
+
+# ---- relay copy ----
+#
+# Copies the bytes of a socket over a stream of frames, and back: both ends of a tunnel do.
+#
+# A socket is read only once the frame before has been written, so that nothing is queued here: who
+# reads slowly makes the other end wait, as over a plain connection.
+
+FRAME_BYTES: Final = 256 * 2**10
+"""Most bytes of a frame: larger ones gained nothing, smaller ones cost a turn of the loop each."""
+PARKED: Final = (("stratagem-relay", "parked"),)
+"""The initial metadata by which a coordinator says that a stream is parked."""
+LINGER_S: Final = 5.0
+"""How long the other end may take to read what it was sent last."""
+
+Receive = Callable[[], Awaitable[bytes | None]]
+"""Of a stream: the bytes of its next frame; None at its end."""
+Send = Callable[[bytes], Awaitable[None]]
+"""Of a stream: writes one frame, and returns once there is room for the next."""
+
+
+async def copy_both_ways(
+    connection: socket.socket,
+    receive: Receive,
+    send: Send,
+    finish: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Copy until the socket or the stream ends, and close the socket.
+
+    finish: says to the other end of the stream that nothing more comes; its end is then waited for,
+    so that it reads what was sent last. Without it the stream ends where this returns.
+    Raises what the stream raises; a socket that breaks has ended.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def to_stream() -> None:
+        with contextlib.suppress(OSError):
+            while data := await loop.sock_recv(connection, FRAME_BYTES):
+                await send(data)
+        if finish is not None:
+            await finish()
+
+    async def to_socket() -> None:
+        with contextlib.suppress(OSError):
+            while (data := await receive()) is not None:
+                if len(data) > FRAME_BYTES:
+                    raise LimitError(f"data: {len(data)} bytes, the limit is {FRAME_BYTES}")
+                await loop.sock_sendall(connection, data)
+
+    reading, writing = asyncio.create_task(to_stream()), asyncio.create_task(to_socket())
+    try:
+        await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+        if finish is not None and not writing.done():
+            await asyncio.wait((writing,), timeout=LINGER_S)
+    finally:
+        ended = [task for task in (reading, writing) if task.done()]
+        reading.cancel()
+        writing.cancel()
+        await asyncio.gather(reading, writing, return_exceptions=True)
+        connection.close()
+    for task in ended:
+        task.result()

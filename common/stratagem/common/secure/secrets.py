@@ -1,0 +1,259 @@
+"""The secrets of one client in one attempt of a round, all derived from 32 random bytes.
+
+    root                     random, made when the client posts its keys, and kept until the round
+                             is over
+    share key, mask key      X25519 key pairs; the public halves are posted
+    self mask                32 bytes; shared among the holders, opened if the client survives
+    mask key's private half  shared among the holders, opened if the client drops out
+    pair mask with v         HKDF(X25519(mask key, v's mask key)): one adds it, the other subtracts
+
+As all of them follow from the root, a call that is repeated is answered with the same bytes. The
+text of a derivation names the round, both clients and both public keys. Sources: Bonawitz et al.
+2017, https://eprint.iacr.org/2017/281.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Party
+from stratagem.common.secure.sharing import COEFFICIENT_BYTES, SHARE_BYTES, share
+
+# ---- transcripts ----
+#
+# The bytes that are signed, and from which keys are derived: every one says what it is for.
+#
+# A text is a list of parts, each with its length before it, so that no two lists give the same
+# bytes. It begins with the protocol and with what the bytes are for, and names the run, the party,
+# the round, the attempt and the client. A signature or a key of one purpose, round or client is
+# therefore worth nothing for another. Pure functions; nothing here is secret.
+
+PROTOCOL: Final = b"stratagem secure aggregation 1"
+
+
+@dataclass(frozen=True, slots=True)
+class SecureRound:
+    """One attempt of one round: keys are made for it, and are used in no other."""
+
+    run_id: str
+    party: Party
+    round_num: int
+    attempt: int
+
+    def transcript(self, purpose: str, *parts: bytes | int | str) -> bytes:
+        """Return the text of a purpose: this round, and then the parts."""
+        return _joined(
+            PROTOCOL, purpose, self.run_id, self.party, self.round_num, self.attempt, *parts
+        )
+
+    def of_keys(self, client: int, share_key: bytes, mask_key: bytes) -> bytes:
+        """Return the text with which a client signs its public keys."""
+        return self.transcript("keys", client, share_key, mask_key)
+
+    def of_survivors(self, client: int, members: bytes, survivors: Iterable[int]) -> bytes:
+        """Return the text with which a client signs whose updates are in the sum. members: what
+        `of_members` gives."""
+        return self.transcript("survivors", client, members, clients_bytes(survivors))
+
+    def of_members(self, members: Iterable[int], ring_seed: bytes) -> bytes:
+        """Return the digest of who has posted keys, and of the ring in which they are."""
+        return hashlib.sha256(
+            self.transcript("members", clients_bytes(members), ring_seed)
+        ).digest()
+
+
+def clients_bytes(clients: Iterable[int]) -> bytes:
+    """Return client numbers as bytes, in increasing order."""
+    return b"".join(client.to_bytes(8, "big") for client in sorted(clients))
+
+
+def _joined(*parts: bytes | int | str) -> bytes:
+    encoded = map(_encoded, parts)
+    return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
+
+
+def _encoded(part: bytes | int | str) -> bytes:
+    match part:
+        case bytes():
+            return b"b" + part
+        case int():
+            return b"i" + part.to_bytes(8, "big")
+        case str():
+            return b"s" + part.encode()
+
+
+# ---- client secrets ----
+
+KEY_BYTES: Final = 32
+_TAG_BYTES: Final = 16
+SEALED_BYTES: Final = 2 * SHARE_BYTES + _TAG_BYTES
+_NONCE: Final = bytes(12)
+"""Each key seals one message: that of one client to another in one attempt of a round, with one
+context."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKeys:
+    """What a client posts: X25519 public keys, 32 bytes each."""
+
+    share_key: bytes
+    mask_key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShare:
+    """What a holder has of one client: a share of its self mask, and one of its private mask key.
+    It tells one of them, and never both."""
+
+    self_mask: bytes
+    mask_key: bytes
+
+
+class ClientSecrets:
+    """The secrets of one client. They are in no repr, and are compared with nothing."""
+
+    def __init__(self, of_round: SecureRound, client: int, root: bytes) -> None:
+        if len(root) != KEY_BYTES:
+            raise ValueError(f"a root has {KEY_BYTES} bytes, and not {len(root)}")
+        self._round, self._client, self._root = of_round, client, root
+
+    @cached_property
+    def public(self) -> PublicKeys:
+        return PublicKeys(
+            self._share_key.public_key().public_bytes_raw(),
+            self._mask_key.public_key().public_bytes_raw(),
+        )
+
+    @property
+    def self_mask_key(self) -> bytes:
+        """The key of the mask that the client adds for itself alone."""
+        return self_mask_key(self._round, self._client, self._derived("self mask"))
+
+    def pair_mask_key(self, other: int, mask_key: bytes) -> bytes:
+        """Return the key of the mask that two clients have in common."""
+        return pair_mask_key(
+            self._round, (self._client, self._mask_key), (other, mask_key), self.public.mask_key
+        )
+
+    def sealed_shares(
+        self, share_keys: Mapping[int, bytes], threshold: int, context: bytes
+    ) -> dict[int, bytes]:
+        """Return for each neighbour its shares, which only that one can read. share_keys: public
+        keys of the neighbours. context: what else the shares depend on, such as who the holders
+        are; with another one the shares are independent of these."""
+        shares = self._shares((*share_keys, self._client), threshold, context)
+        sealed = {}
+        for other, public_key in share_keys.items():
+            text = self._round.transcript("share", self._client, other, context)
+            key = self._common_key(text, public_key, (self.public.share_key, public_key))
+            plain = shares[other].self_mask + shares[other].mask_key
+            sealed[other] = AESGCM(key).encrypt(_NONCE, plain, text)
+        return sealed
+
+    def own_share(self, others: Sequence[int], threshold: int, context: bytes) -> HeldShare:
+        """Return the share that the client holds of its own secrets."""
+        return self._shares((*others, self._client), threshold, context)[self._client]
+
+    def opened(self, sender: int, public_key: bytes, sealed: bytes, context: bytes) -> HeldShare:
+        """Return the shares that another client has sealed for this one. Raises InvalidInputError
+        where they are not what that client has sealed in this round."""
+        text = self._round.transcript("share", sender, self._client, context)
+        key = self._common_key(text, public_key, (public_key, self.public.share_key))
+        try:
+            plain = AESGCM(key).decrypt(_NONCE, sealed, text)
+        except (InvalidTag, ValueError):
+            why = "is not what that client has sealed for this one in this round"
+            raise InvalidInputError(f"the share of client {sender} {why}") from None
+        if len(plain) != 2 * SHARE_BYTES:
+            raise InvalidInputError(f"the share of client {sender} has {len(plain)} bytes")
+        return HeldShare(plain[:SHARE_BYTES], plain[SHARE_BYTES:])
+
+    @cached_property
+    def _share_key(self) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(self._derived("share key"))
+
+    @cached_property
+    def _mask_key(self) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(self._derived("mask key"))
+
+    def _derived(self, what: str, *parts: bytes | int) -> bytes:
+        return hkdf(self._root, self._round.transcript(f"client {what}", self._client, *parts))
+
+    def _common_key(self, text: bytes, public_key: bytes, keys: tuple[bytes, bytes]) -> bytes:
+        """keys: public keys of the sender and of the receiver."""
+        return hkdf(_exchanged(self._share_key, public_key), text + keys[0] + keys[1])
+
+    def _shares(
+        self, holders: tuple[int, ...], threshold: int, context: bytes
+    ) -> dict[int, HeldShare]:
+        places = {holder: holder + 1 for holder in sorted(holders)}
+        parts = []
+        for what, secret in (
+            ("self mask", self._derived("self mask")),
+            ("mask key", self._mask_key.private_bytes_raw()),
+        ):
+            key = self._derived(f"coefficients of the {what}", threshold, context)
+            num_bytes = (threshold - 1) * COEFFICIENT_BYTES
+            random = Cipher(AES256(key), CTR(bytes(16))).encryptor().update(bytes(num_bytes))
+            parts.append(share(secret, list(places.values()), threshold, random))
+        return {
+            holder: HeldShare(parts[0][place], parts[1][place]) for holder, place in places.items()
+        }
+
+
+def self_mask_key(of_round: SecureRound, client: int, self_mask: bytes) -> bytes:
+    """Return the key of a client's self mask from what its holders open."""
+    return hkdf(self_mask, of_round.transcript("self mask", client))
+
+
+def dropped_pair_key(
+    of_round: SecureRound, dropped: int, private_key: bytes, other: int, mask_key: bytes
+) -> bytes:
+    """Return the key of the mask that a client that has dropped out would have had in common with
+    another, from the private mask key that its holders have opened."""
+    own = X25519PrivateKey.from_private_bytes(private_key)
+    own_public = own.public_key().public_bytes_raw()
+    return pair_mask_key(of_round, (dropped, own), (other, mask_key), own_public)
+
+
+def pair_mask_key(
+    of_round: SecureRound,
+    own: tuple[int, X25519PrivateKey],
+    other: tuple[int, bytes],
+    own_public: bytes,
+) -> bytes:
+    """Return the key of the mask of two clients: the same from either side."""
+    ends = sorted([(own[0], own_public), other])
+    parts = [part for end in ends for part in end]
+    return hkdf(_exchanged(own[1], other[1]), of_round.transcript("pair mask", *parts))
+
+
+def public_of(private_key: bytes) -> bytes:
+    """Return the public half of a private mask key."""
+    return X25519PrivateKey.from_private_bytes(private_key).public_key().public_bytes_raw()
+
+
+def hkdf(secret: bytes, info: bytes) -> bytes:
+    """Return 32 bytes derived with HKDF-SHA256."""
+    return HKDF(SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
+
+
+def _exchanged(own: X25519PrivateKey, public_key: bytes) -> bytes:
+    """Return what two keys have in common. Raises InvalidInputError for a key of small order, with
+    which everybody would know it."""
+    try:
+        return own.exchange(X25519PublicKey.from_public_bytes(public_key))
+    except ValueError:
+        raise InvalidInputError("a public key is not one of X25519") from None

@@ -1,0 +1,122 @@
+"""How a federation adds up updates that nobody sees: the section `options.secure_aggregation`.
+
+Says what its numbers mean and what does not go together with it in a strategy; how masks are made
+is no concern of this module.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, PlainValidator
+
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.schema.document import DocumentValue, Positive
+from stratagem.common.schema.rules import differing, rule
+from stratagem.common.secure.masks import Quantisation
+from stratagem.common.secure.sharing import AUTO, MIN_CLIENTS
+
+MAX_SECURE_CLIENTS: Final = 10_000
+MAX_DEGREE: Final = 1024
+"""Each neighbour costs a client a key agreement, a mask and two shares."""
+MAX_ROWS: Final = 1 << 31
+_BESIDE: Final = frozenset(
+    {
+        "local_epochs",
+        "quorum",
+        "round_deadline_s",
+        "server_learning_rate",
+        "server_optimizer",
+        "on_client_error",
+        "roster",
+        "strikes",
+        "secure_aggregation",
+    }
+)
+"""Options of a federation that only see the mean of a round, or none of its updates."""
+_WHY: Final = {
+    "on_missing_quorum": "who has failed has no keys of the round, and cannot come back into it",
+    "robust": "it compares single updates, and nobody sees one",
+    "over_select": "who is fast would decide whose secrets are opened",
+    "late_updates": "an update is masked for one round, and its masks are in no other",
+    "inner": "a silo is several workers, and its update would be seen where they are added up",
+}
+
+
+def _check_degree(value: object) -> int | str:
+    if value == AUTO:
+        return AUTO
+    if type(value) is int and 2 <= value <= MAX_DEGREE:
+        return value
+    raise InvalidInputError(f"{value!r} is not {AUTO} or a number from 2 to {MAX_DEGREE}")
+
+
+class SecureAggregation(DocumentValue, is_extras=True):
+    """The coordinator learns the sum of the updates of a round, and none of them
+    (https://eprint.iacr.org/2017/281).
+
+    threshold: more than this share of the holders of a client's secrets can open them; fewer than
+    so many survivors make no round. clip: the largest change of an element of the model in a round,
+    either way; what is beyond is cut off. bits: of a change as a whole number. weights: "uniform"
+    counts each client as one, "rows" by its rows, which nobody is told. max_rows: with "rows", the
+    most that a client counts. degree: with how many others each client shares masks and secrets;
+    "auto": with all up to 64 clients, else with 100.
+    """
+
+    threshold: Annotated[float, Field(ge=0.5, lt=1)] = 0.67
+    clip: Positive = 8.0
+    bits: Annotated[int, Field(ge=2, le=32)] = 20
+    weights: Literal["uniform", "rows"] = "uniform"
+    max_rows: Annotated[int, Field(ge=1, le=MAX_ROWS)] | None = None
+    degree: Annotated[int | str, PlainValidator(_check_degree)] = AUTO
+
+    @rule
+    def _weights(self) -> Iterator[Violation]:
+        if self.weights == "rows" and self.max_rows is None:
+            text = 'missing; with weights "rows" it says how much one client may count, for '
+            yield Violation("max_rows", f"{text}example max_rows: 1000")
+        if self.weights == "uniform" and self.max_rows is not None:
+            yield Violation("max_rows", 'has a meaning only with weights "rows"')
+
+    @property
+    def max_weight(self) -> int:
+        """What a client counts at most."""
+        return self.max_rows or 1
+
+    def weight(self, num_rows: int) -> int:
+        """Return what a client of so many rows counts."""
+        return 1 if self.max_rows is None else min(num_rows, self.max_rows)
+
+    def quantisation(self, num_clients: int) -> Quantisation:
+        """Return the rule of a round of so many clients."""
+        return Quantisation(self.clip, self.bits, num_clients, self.max_weight)
+
+
+def against_secure_aggregation(options: Any) -> Iterator[Violation]:
+    """Yield the options of a federation that do not go together with its secure aggregation."""
+    others = [option.name for option in fields(options) if option.name not in _BESIDE]
+    for name in differing(options, type(options)(), others):
+        why = _WHY.get(name, "it is not defined for updates that nobody sees")
+        text = f"is not possible with secure_aggregation: {why}"
+        yield Violation(f"options.{name}", text)
+    if options.open_roster is not None:
+        text = "is not possible with secure_aggregation: a round's clients are those whose keys "
+        yield Violation("options.roster.open", f"{text}were posted, and others come and go")
+
+
+def wrong_numbers(
+    spec: SecureAggregation, num_clients: int, num_selected: int
+) -> Iterator[Violation]:
+    """Yield why secure aggregation hides nobody, or is too much, with so many clients, and so many
+    of them in a round."""
+    where = "options.secure_aggregation"
+    if num_selected < MIN_CLIENTS:
+        text = f"a round has {num_selected} clients, and fewer than {MIN_CLIENTS} hide nobody"
+        yield Violation(where, text)
+    if num_clients > MAX_SECURE_CLIENTS:
+        yield Violation(where, f"{num_clients} clients are more than {MAX_SECURE_CLIENTS}")
+        return
+    try:
+        spec.quantisation(num_clients)
+    except InvalidInputError as error:
+        yield Violation(f"{where}.bits", str(error))

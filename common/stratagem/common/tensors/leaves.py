@@ -1,0 +1,403 @@
+"""States in leaves: how the bytes of a state are cut, and the list of leaves that names it.
+
+A tensor of 1 MiB or more is cut into leaves of 64 MiB from its own start; all smaller ones share
+leaves of up to 64 MiB, in order. So parameters that do not train are the same leaves from commit to
+commit, and thousands of small tensors are few objects. How a state is cut follows from its manifest
+alone, and so does its digest from its content: the SHA-256 of the list, which has names, types,
+shapes and metadata as the header of its safetensors file, and the SHA-256 of each leaf. Who wrote
+which leaf is in neither.
+
+Owns the cut, the list and both digests. Must not know torch, files or stores.
+"""
+
+import hashlib
+import os
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from io import BytesIO
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    OutOfRangeError,
+    UnavailableError,
+)
+from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.files import header_bytes, parse_header
+from stratagem.common.tensors.manifest import (
+    DEFAULT_LIMITS,
+    Limits,
+    Manifest,
+    Purpose,
+    build_manifest,
+)
+
+# ---- state leaves ----
+
+LEAF_BYTES: Final = 64 * 2**20
+SMALL_BYTES: Final = 2**20
+MAGIC: Final = b"stratagem state in leaves 1\n"
+_DIGEST_BYTES: Final = 32
+
+
+class Leaf(NamedTuple):
+    """The ranges of a state's data, as (offset, size), that stand in one leaf, in order."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.ranges)
+
+
+class LeafPlace(NamedTuple):
+    """A range of a state's data, and where it is: in which leaf, and from where on there."""
+
+    offset: int
+    size: int
+    leaf: int
+    start: int
+
+
+def leaves_of(
+    manifest: Manifest, leaf_bytes: int = LEAF_BYTES, small_bytes: int = SMALL_BYTES
+) -> tuple[Leaf, ...]:
+    """Return the leaves of a state: first those of its large tensors, then those that small ones
+    share."""
+    assert small_bytes <= leaf_bytes
+    large: list[Leaf] = []
+    small: list[list[tuple[int, int]]] = []
+    room = 0
+    for spec in manifest.stored():
+        if spec.size_bytes >= small_bytes:
+            for start in range(0, spec.size_bytes, leaf_bytes):
+                size = min(leaf_bytes, spec.size_bytes - start)
+                large.append(Leaf(((spec.offset + start, size),)))
+        elif spec.size_bytes:
+            if spec.size_bytes > room:
+                small.append([])
+                room = leaf_bytes
+            small[-1].append((spec.offset, spec.size_bytes))
+            room -= spec.size_bytes
+    return (*large, *(Leaf(tuple(ranges)) for ranges in small))
+
+
+def places_of(leaves: Sequence[Leaf]) -> list[LeafPlace]:
+    """Return where all of a state's data are, in their order."""
+    places = []
+    for number, leaf in enumerate(leaves):
+        start = 0
+        for offset, size in leaf.ranges:
+            places.append(LeafPlace(offset, size, number, start))
+            start += size
+    return sorted(places)
+
+
+def pieces_of(
+    leaf: Leaf, manifest: Manifest, buffers: Sequence[memoryview]
+) -> Iterator[memoryview]:
+    """Yield the bytes of a leaf, as views of the buffers of the tensors that are stored."""
+    placed = list(zip(manifest.stored(), buffers, strict=True))
+    at = 0
+    for offset, size in leaf.ranges:
+        while not placed[at][0].offset <= offset < placed[at][0].offset + placed[at][0].size_bytes:
+            at += 1
+        begin = offset - placed[at][0].offset
+        yield placed[at][1][begin : begin + size]
+
+
+class LeafStream:
+    """Deals out the data of a state, which come in their order, to its leaves."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self._places = places_of(leaves)
+        self._sizes = [leaf.size for leaf in leaves]
+        self._next, self._done = 0, 0
+        """The place that is being filled, and how many of its bytes have come."""
+
+    def deal(self, data: Any) -> Iterator[tuple[int, memoryview, bool]]:
+        """Yield (number of the leaf, its next bytes, whether it is complete with them)."""
+        view = memoryview(data).cast("B")
+        while view:
+            if self._next == len(self._places):
+                raise InvalidInputError.at("data", f"{len(view)} bytes more than the state has")
+            place = self._places[self._next]
+            taken = view[: place.size - self._done]
+            self._done += len(taken)
+            end = place.start + self._done
+            yield place.leaf, taken, end == self._sizes[place.leaf]
+            view = view[len(taken) :]
+            if self._done == place.size:
+                self._next, self._done = self._next + 1, 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self._next == len(self._places)
+
+
+def list_bytes(manifest: Manifest, digests: Sequence[Digest]) -> bytes:
+    """Return the list of a state's leaves, by whose SHA-256 it is named."""
+    return MAGIC + header_bytes(manifest) + b"".join(map(bytes.fromhex, digests))
+
+
+class LeafList(NamedTuple):
+    """A state as its list describes it. header: of the safetensors file that it makes."""
+
+    manifest: Manifest
+    header: bytes
+    digests: tuple[Digest, ...]
+
+
+def read_list(content: bytes, name: str, limits: Limits = DEFAULT_LIMITS) -> LeafList:
+    """Return what a list says. Raises InvalidInputError for what is none; name: for errors."""
+    file = BytesIO(content)
+    if file.read(len(MAGIC)) != MAGIC:
+        raise InvalidInputError.at(name, "is no list of leaves")
+    manifest, num_bytes = parse_header(file, name, limits)
+    header, rest = content[len(MAGIC) :][:num_bytes], content[len(MAGIC) + num_bytes :]
+    num = len(leaves_of(manifest))
+    if len(rest) != num * _DIGEST_BYTES:
+        text = f"has {len(rest)} bytes of digests; {num} leaves have {num * _DIGEST_BYTES}"
+        raise InvalidInputError.at(name, text)
+    places = range(0, len(rest), _DIGEST_BYTES)
+    digests = tuple(Digest(rest[at : at + _DIGEST_BYTES].hex()) for at in places)
+    return LeafList(replace(manifest, is_in_leaves=True), header, digests)
+
+
+class StateHasher:
+    """Takes the digest of a state whose data come in order: that of its file, or of its leaves,
+    whichever the manifest says that its digest is."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._of_file = None if manifest.is_in_leaves else hashlib.sha256(header_bytes(manifest))
+        leaves = leaves_of(manifest) if manifest.is_in_leaves else ()
+        self._stream = LeafStream(leaves)
+        self._of_leaves = [hashlib.sha256() for _ in leaves]
+
+    def update(self, data: Any) -> None:
+        if self._of_file is not None:
+            self._of_file.update(data)
+            return
+        for leaf, piece, _ in self._stream.deal(data):
+            self._of_leaves[leaf].update(piece)
+
+    def digest(self) -> Digest:
+        """Return the digest of what has come."""
+        if self._of_file is not None:
+            return Digest(self._of_file.hexdigest())
+        digests = [Digest(each.hexdigest()) for each in self._of_leaves]
+        return Digest(hashlib.sha256(list_bytes(self._manifest, digests)).hexdigest())
+
+
+def state_digest(manifest: Manifest, pieces: Iterable[Any]) -> Digest:
+    """Return the digest of a state whose data are `pieces`; see StateHasher."""
+    hasher = StateHasher(manifest)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
+
+
+# ---- byte ranges ----
+#
+# Ranges of the bytes that a manifest describes: read from the buffers of its tensors, and the
+# tensor of bytes as which they travel. Must not know torch, files or workers.
+
+_NAME: Final = "pieces"
+
+
+class ByteReader:
+    """Reads ranges of bytes that lie in several buffers, one after the other."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        """buffers: of the tensors that are stored, in the order of their manifest."""
+        self._buffers = [buffer for buffer in buffers if len(buffer)]
+        self._starts = [0, *accumulate(map(len, self._buffers))]
+
+    def views(self, offset: int, size: int) -> Iterator[memoryview]:
+        """Yield the bytes from `offset` on as views. Raises OutOfRangeError beyond the end."""
+        if offset + size > self._starts[-1]:
+            text = f"{size} bytes from {offset} on end behind the {self._starts[-1]} that are here"
+            raise OutOfRangeError.at("range", text)
+        at = bisect_right(self._starts, offset) - 1
+        while size:
+            begin = offset - self._starts[at]
+            view = self._buffers[at][begin : begin + size]
+            yield view
+            offset, size, at = offset + len(view), size - len(view), at + 1
+
+    def all_views(self, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
+        """Return the bytes of ranges (offset, size) as views, in their order."""
+        return [view for offset, size in ranges for view in self.views(offset, size)]
+
+
+def pieces_manifest(num_bytes: int) -> Manifest:
+    """Describe so many bytes of some ranges as what a stream carries."""
+    return build_manifest([(_NAME, "uint8", (num_bytes,))], Purpose.STATE)
+
+
+# ---- state folder ----
+#
+# The folder of states in leaves that the coordinator and its workers both see.
+#
+#     store-id               what the coordinator has named the folder
+#     lists/aa/<digest>.leaves
+#                            the list of a state's leaves; written by the coordinator alone
+#     leaves/aa/<sha256>-<upload>
+#                            one leaf, as one upload has written it; several may be equal
+#     leaves/tmp/            leaves that are not whole yet
+#
+# Nothing is ever overwritten, and a leaf appears whole and durable or not at all. Owns these names,
+# writing a leaf, and reading a state with all digests checked. What is deleted, and when, is the
+# coordinator's business.
+
+LIST_SUFFIX: Final = ".leaves"
+_DIGEST_CHARS: Final = 64
+_WRITEBACK_BYTES: Final = 4 * 2**20
+"""How much goes to the disk early; measured, it saves a fifth of the time of a leaf."""
+
+
+class StateFolder:
+    """The folder as one process sees it; for any thread."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.lists = root / "lists"
+        self.leaves = root / "leaves"
+        self.temporary = self.leaves / "tmp"
+
+    def store_id(self) -> str:
+        """Return the name of the folder; "" where it has none, or cannot be read."""
+        try:
+            return (self.root / "store-id").read_text().strip()
+        except OSError:
+            return ""
+
+    def problem(self) -> str:
+        """Return why the folder cannot be looked into; "" where it can."""
+        try:
+            os.scandir(self.root).close()
+        except FileNotFoundError:
+            return "is not there"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return ""
+
+    def copies(self, digest: Digest) -> list[Path]:
+        """Return the files that have a leaf, the newest first."""
+        folder = self.leaves / digest[:2]
+        return sorted(folder.glob(f"{digest}-*"), reverse=True)
+
+    def write_leaf(
+        self,
+        digest: Digest,
+        upload: str,
+        pieces: Iterable[memoryview],
+        on_written: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a leaf durably; on_written: called when its bytes are there, and its name is not.
+
+        Raises UnavailableError where the folder cannot be written.
+        """
+        temporary = self.temporary / f"{upload}-{secrets.token_hex(8)}"
+        path = self.leaves / digest[:2] / f"{digest}-{upload}"
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                for piece in pieces:
+                    _write(descriptor, memoryview(piece).cast("B"))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            on_written()
+            temporary.rename(path)
+            _sync(path.parent)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            text = f"leaf {digest} cannot be written below {self.root}: {error.strerror}"
+            raise UnavailableError(text) from error
+
+    def read_list(self, digest: Digest, limits: Limits = DEFAULT_LIMITS) -> LeafList | None:
+        """Return the list of a state's leaves, checked against its digest; None where there is
+        none."""
+        try:
+            content = (self.lists / digest[:2] / f"{digest}{LIST_SUFFIX}").read_bytes()
+        except OSError:
+            return None
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise IntegrityError(f"the list {digest} has other bytes than it was written with")
+        return read_list(content, digest, limits)
+
+    def read_leaf(self, digest: Digest) -> bytes:
+        """Return the bytes of a leaf, checked. Raises NotFoundError, or IntegrityError where no
+        copy has its digest."""
+        is_there = False
+        for path in self.copies(digest):
+            try:
+                data = path.read_bytes()
+            except OSError:  # collected since, or not readable from here
+                continue
+            is_there = True
+            if hashlib.sha256(data).hexdigest() == digest:
+                return data
+        if is_there:
+            raise IntegrityError(f"leaf {digest} is damaged: its bytes have another digest")
+        raise NotFoundError(f"leaf {digest} is not below {self.root}")
+
+    def read_state(self, listed: LeafList) -> Iterator[memoryview]:
+        """Yield the data of a state in their order; no more than two leaves are in memory."""
+        leaves = leaves_of(listed.manifest)
+        held: dict[int, memoryview] = {}
+        for place in places_of(leaves):
+            if place.leaf not in held:
+                held[place.leaf] = memoryview(self.read_leaf(listed.digests[place.leaf]))
+            end = place.start + place.size
+            yield held[place.leaf][place.start : end]
+            if end == leaves[place.leaf].size:
+                del held[place.leaf]
+
+
+def digest_and_upload(name: str) -> tuple[Digest, str]:
+    """Return what the name of a leaf's file says."""
+    return Digest(name[:_DIGEST_CHARS]), name[_DIGEST_CHARS + 1 :]
+
+
+def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = "") -> str:
+    """Return why a worker does not see the folder of states that its coordinator means; "" where it
+    does, and where neither has one.
+
+    folder: as the worker was told, and found_id: what is there; both "" without. meant_id: that of
+    the coordinator, "" where it has none that workers may write to. problem: that of the folder.
+    """
+    if not folder:
+        ours = f"the coordinator's folder of states (store-id {meant_id})"
+        return f"no --state-folder: {ours} is not seen from here" if meant_id else ""
+    if not meant_id:
+        return f"--state-folder {folder}: the coordinator has no folder of states for workers"
+    if found_id == meant_id:
+        return ""
+    found = problem or f"has {f'store-id {found_id}' if found_id else 'no store-id'}"
+    return f"--state-folder {folder} {found}, and the coordinator's has {meant_id}"
+
+
+def _write(descriptor: int, view: memoryview) -> None:
+    while view:
+        written = os.write(descriptor, view[:_WRITEBACK_BYTES])
+        if hasattr(os, "posix_fadvise"):  # by which Linux begins to write the range to the disk
+            start = os.lseek(descriptor, 0, os.SEEK_CUR) - written
+            os.posix_fadvise(descriptor, start, written, os.POSIX_FADV_DONTNEED)
+        view = view[written:]
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,321 @@
+"""Bytes that a process reads from a file which another one on this machine has open.
+
+They take the place of the chunks of a tensor stream: 4 MB are copied in a millisecond, and sent
+and received over a loopback in ten. Who has the file names it by process and descriptor; who reads
+opens it below /proc, as the same user in the same namespace of processes may. It reads nothing that
+does not have the name it expects, and as a copy nothing that is not memory, so a peer cannot have
+it read other files, and a descriptor that was closed and used again since is not taken for the
+file. Must not know gRPC.
+"""
+
+import asyncio
+import hashlib
+import os
+import re
+import secrets
+import stat
+import time
+import weakref
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import suppress
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+from stratagem.common.base.errors import IntegrityError, StratagemError
+from stratagem.common.tensors.manifest import Manifest, Purpose, to_proto
+from stratagem.common.tensors.stream import (
+    MAX_CHUNK_BYTES,
+    ChunkWriter,
+    Data,
+    crc32c,
+    iter_views,
+    piece_bytes,
+    received,
+    sent,
+)
+from stratagem.v1 import tensor_pb2
+
+# ---- open files ----
+
+_COPY_NAME: Final = re.compile(r"stratagem-snapshot-[0-9a-f]{32}")
+MAX_COPY_BYTES: Final = 64 * 2**20
+"""A copy takes as much memory again, so what is larger is sent, a few chunks at a time."""
+
+_MEMORY: Final = "memfd:"
+_MIN_PIECE_BYTES: Final = 2**16
+
+
+class UnreadableFileError(StratagemError):
+    """Files of other processes cannot be opened here, although they are at the same place."""
+
+
+class _Place:
+    """Where this process is, for its files; looked up once."""
+
+    name: str | None = None
+
+
+def place() -> str:
+    """Return a name that processes have in common which may open each other's files; "" where none
+    may, and after `leave_place`."""
+    if _Place.name is None:
+        _Place.name = _looked_up()
+    return _Place.name
+
+
+def leave_place() -> None:
+    """Read and offer no files in this process, which is set not to."""
+    _Place.name = ""
+
+
+def _looked_up() -> str:
+    if not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        processes = os.stat("/proc/self/ns/pid").st_ino
+        if os.readlink("/proc/self") != str(os.getpid()):  # of another namespace of processes
+            return ""
+    except OSError:
+        return ""
+    return hashlib.sha256(f"{boot}/{processes}/{os.geteuid()}".encode()).hexdigest()
+
+
+# ---- the side that has a file ----
+
+
+def offer(
+    descriptor: int,
+    start: int = 0,
+    piece_bytes: int = 0,
+    sums: Iterable[int] = (),
+    *,
+    name: str = "",
+) -> tensor_pb2.OpenFile:
+    """Return what names an open file of this process; sums: CRC32C of its pieces. name: of a copy
+    of memory."""
+    return tensor_pb2.OpenFile(
+        place=place(),
+        process=os.getpid(),
+        descriptor=descriptor,
+        start=start,
+        piece_bytes=piece_bytes,
+        crc32c=sums,
+        name=name,
+    )
+
+
+def copy_of(buffers: Sequence[memoryview]) -> "MemoryCopy | None":
+    """Return a copy of memory, None where the system makes none; takes its time, so in a thread."""
+    with suppress(OSError):
+        return MemoryCopy(buffers)
+    return None
+
+
+class MemoryCopy:
+    """A copy of memory that is open until `close`, or until nobody has it any more."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        """Takes its time, so in a thread. Raises OSError where the system makes none."""
+        self._name = f"stratagem-snapshot-{secrets.token_hex(16)}"
+        self._descriptor = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        for views in iter_views(buffers, piece_bytes=MAX_COPY_BYTES):
+            for view in views:
+                _write(self._descriptor, view)
+
+    def offer(self) -> tensor_pb2.OpenFile:
+        return offer(self._descriptor, name=self._name)
+
+
+def _write(descriptor: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+# ---- the side that reads it ----
+
+
+def is_near(other: str) -> bool:
+    """Return whether that is the name of the place where this process is."""
+    return bool(other) and other == place()
+
+
+def offered(message: Any) -> tensor_pb2.OpenFile | None:
+    """Return the file in a message, where there is one that this process may read."""
+    if "file" not in message.DESCRIPTOR.fields_by_name or not message.HasField("file"):
+        return None
+    file: tensor_pb2.OpenFile = message.file
+    return file if is_near(file.place) else None
+
+
+class OpenedFile:
+    """A file that is open here until `close`, or until nobody has it any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+
+@cache
+def _memory_device() -> int:
+    """Return the device that all memory files are on: no other file can be put there."""
+    descriptor = os.memfd_create("stratagem-device", os.MFD_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)
+
+
+def opened_copy(file: tensor_pb2.OpenFile) -> OpenedFile | None:
+    """Return the copy of memory that is offered, see `opened`."""
+    if not _COPY_NAME.fullmatch(file.name):
+        raise IntegrityError("an open file was offered that is no copy of a snapshot")
+    found = opened(file, file.name)
+    if found is not None and os.fstat(found.descriptor).st_dev != _memory_device():
+        # Another user can give a file the name, which this process may read and that one may not.
+        raise IntegrityError("an open file was offered that is not in memory")
+    return found
+
+
+def opened(file: tensor_pb2.OpenFile, name: str) -> OpenedFile | None:
+    """Return what is offered; None where it is not there any more.
+
+    name: what the file's name must begin with. Raises IntegrityError for any other file, and
+    UnreadableFileError where this process may open none.
+    """
+    path = f"/proc/{file.process}/fd/{file.descriptor}"
+    try:
+        _check_name(path, name)
+        found = OpenedFile(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except PermissionError as error:
+        raise UnreadableFileError(f"{path}: {error.strerror}") from error
+    except OSError:
+        return None
+    try:
+        _check_name(f"/proc/self/fd/{found.descriptor}", name)  # it may be another one since then
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def _check_name(path: str, name: str) -> None:
+    found = os.path.basename(os.readlink(path)).removeprefix(_MEMORY)
+    if not (found.startswith(name) and stat.S_ISREG(os.stat(path).st_mode)):
+        raise IntegrityError(f"an open file was offered that is no {name}")
+
+
+def contents(
+    opened_file: OpenedFile, file: tensor_pb2.OpenFile, total_bytes: int
+) -> Generator[memoryview, None, None]:
+    """Yield the bytes that are offered, in pieces that share one buffer, and close the file. Raises
+    IntegrityError where it has other bytes."""
+    size = file.piece_bytes if file.crc32c else piece_bytes(total_bytes)
+    try:
+        if not _MIN_PIECE_BYTES <= size <= MAX_CHUNK_BYTES:
+            raise IntegrityError(f"a file was offered in pieces of {size} bytes")
+        buffer = memoryview(bytearray(min(size, total_bytes)))
+        for number, offset in enumerate(range(0, total_bytes, size)):
+            piece = buffer[: total_bytes - offset]
+            got = os.preadv(opened_file.descriptor, [piece], file.start + offset)
+            sums = file.crc32c[number : number + 1]
+            if got != len(piece) or (file.crc32c and [crc32c(piece)] != list(sums)):
+                raise IntegrityError(f"an offered file has other bytes from {offset} on")
+            yield piece
+    finally:
+        opened_file.close()
+
+
+def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
+    """Yield pieces for so long."""
+    end_s = time.monotonic() + limit_s
+    for piece in pieces:
+        yield piece
+        if time.monotonic() > end_s:
+            return
+
+
+def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview] | None:
+    """Return the bytes of a copy that is offered, see `contents`; None where they are not there any
+    more and must be asked for. Raises UnreadableFileError where this process may open none."""
+    try:
+        found = opened_copy(file)
+    except IntegrityError:  # the copy was closed, and the descriptor is another file's now
+        return None
+    return None if found is None else contents(found, file, total_bytes)
+
+
+# ---- open file transfer ----
+#
+# Downloads by an open file in place of chunks: one side offers a copy, the other reads it.
+#
+# Both count its bytes as those of a stream. Owns how long a copy is there for its reader; what may
+# be read is in `open_files`, and the calls that bring an offer are in `rpc.tensor_transfer`. Must
+# not know gRPC.
+
+M = TypeVar("M")
+
+Take = Callable[[int, Iterator[Data]], Awaitable[None]]
+"""Takes all bytes from an offset on, as pieces that are valid until the next one."""
+
+
+class Near(NamedTuple):
+    """A download from a sender on this machine, which may offer a file in place of chunks."""
+
+    open_call: Callable[[], Any]
+    """Starts a call that says so, from the first byte on."""
+    take: Take
+    """Reads the file, instead of what `accept` names."""
+    leave: Callable[[], None]
+    """Has no file offered any more: this process may not open it."""
+
+
+async def serve_copy(
+    make: Callable[[], M],
+    manifest: Manifest,
+    copy: MemoryCopy,
+    num_bytes: int,
+    idle_timeout_s: float,
+) -> AsyncIterator[M]:
+    """The one response of a download whose caller reads a copy of the content by itself. It is
+    there until the caller ends the call, for idle_timeout_s at most. num_bytes: that count as
+    sent."""
+    try:
+        first = make()
+        cast(Any, first).manifest.CopyFrom(to_proto(manifest))
+        cast(Any, first).file.CopyFrom(copy.offer())
+        sent(manifest.purpose).num_bytes += num_bytes
+        yield first
+        with suppress(TimeoutError):
+            async with asyncio.timeout(idle_timeout_s):
+                await asyncio.Event().wait()
+    finally:
+        copy.close()
+
+
+async def take_offered(
+    near: Near, file: tensor_pb2.OpenFile, writer: ChunkWriter, purpose: Purpose
+) -> bool:
+    """Read the file that a sender offers for all that the writer waits for; False where it cannot
+    be read."""
+    try:
+        pieces = readable_copy(file, writer.total_bytes)
+    except UnreadableFileError:
+        near.leave()
+        return False
+    if pieces is None:
+        return False
+    await near.take(0, pieces)
+    writer.received = writer.total_bytes
+    received(purpose).num_bytes += writer.total_bytes
+    return True
