@@ -30,12 +30,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from stratagem.common.compression import TensorLayout, make_codec
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.shards import split_rows
-from stratagem.worker.data.data_sources import DataSources, load_data
-from stratagem.worker.data.order.sampler import BatchOrder
+from stratagem.worker.data.order import BatchOrder
+from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.exchange import mesh_exchange
 from stratagem.worker.mesh import form_gloo
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -41,12 +41,11 @@ from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, bind_tls, make_server
 from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.exchange import GradientBuckets, StepScalars, mesh_exchange
-from stratagem.worker.exchange.buckets.step_scalars import num_scalars
+from stratagem.worker.exchange.transports import num_scalars
 from stratagem.worker.mesh import Link, SharedGroup, form_gloo
-from stratagem.worker.mesh.grpc_backend import form_grpc
-from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
-from stratagem.worker.mesh.same_host import SharedListener
-from stratagem.worker.mesh.shm_buffers import form_shared
+from stratagem.worker.mesh.grpc import form_grpc
+from stratagem.worker.mesh.peers import Group, PeerHub, PeerServicer
+from stratagem.worker.mesh.shm import SharedListener, form_shared
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

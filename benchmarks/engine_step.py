@@ -31,13 +31,13 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.process.process import tune_malloc
 from stratagem.worker.data.datasets import Gather, as_dataset
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.evaluator import Evaluator
-from stratagem.worker.engine.objectives.make_objective import make_objective
-from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
-from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.engine.setup import Setup
+from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.exchange import SingleMemberReducer
+from stratagem.worker.numerics.model import prepare
+from stratagem.worker.numerics.randomness import KeyedRandomness
+from stratagem.worker.objectives.evaluator import Evaluator
+from stratagem.worker.objectives.step_function import make_objective
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 NUM_MICRO_BATCHES = 4

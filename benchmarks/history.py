@@ -41,8 +41,8 @@ from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.v1 import worker_pb2
 from stratagem.worker.engine import StepReport
-from stratagem.worker.plans.step_history import StepHistory
-from stratagem.worker.session.plan_control import MemberView
+from stratagem.worker.plans.history import StepHistory
+from stratagem.worker.session.control import MemberView
 from tests.jobs import document
 
 NUM_STEPS = 30_000

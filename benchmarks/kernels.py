@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from stratagem.worker import kernels
-from stratagem.worker.kernels.kernel_ops import backend
+from stratagem.worker.kernels.ops import backend
 
 Case = tuple[str, float, Callable[[], object]]
 """(what, bytes per element, the call)"""

@@ -16,7 +16,7 @@ import torch
 from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.step_memory import StepMemory, text_of
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.exchange.layout import ShardOwners
 from tests.tools.planning.support import SITE, kind_job
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")

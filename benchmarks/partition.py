@@ -44,7 +44,7 @@ from stratagem.common.job import JobSpec  # noqa: E402
 from stratagem.common.process.process import tune_malloc  # noqa: E402
 from stratagem.common.tensors.same_bytes import parameter_slice  # noqa: E402
 from stratagem.worker.engine import Trainer, build_sliced_trainer, build_trainer  # noqa: E402
-from stratagem.worker.engine.trainers.optimizer_pieces import StateShare  # noqa: E402
+from stratagem.worker.engine.slices import StateShare  # noqa: E402
 from stratagem.worker.exchange import mesh_exchange, sliced_exchange  # noqa: E402
 from stratagem.worker.user_code.entrypoints import EntryPoints  # noqa: E402
 

@@ -32,13 +32,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from stratagem.common.job import JobSpec
 from stratagem.common.pipeline.schedules import one_f_one_b
 from stratagem.common.process.process import tune_malloc
-from stratagem.worker.mesh.grpc_backend import form_grpc
+from stratagem.worker.mesh.grpc import form_grpc
 from stratagem.worker.mesh.link import MessageLink
-from stratagem.worker.mesh.peer_service import Group
-from stratagem.worker.mesh.same_host import SharedListener, connect
+from stratagem.worker.mesh.peers import Group
+from stratagem.worker.mesh.shm import SharedListener, connect
 from stratagem.worker.mesh.shm_messages import SlotLink
-from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
-from stratagem.worker.pipeline.peer_transport import PeerTransport
+from stratagem.worker.pipeline.build import RankEndpoint, StageAssignment, build_stage_runner
+from stratagem.worker.pipeline.messages import PeerTransport
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 sys.path.append(str(Path(__file__).parents[1]))  # the job names this file as benchmarks.pipeline

@@ -33,11 +33,11 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stratagem.worker.data.data_factory import DataFunction, made_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.data.reader.reader_messages import ReaderSetup
-from stratagem.worker.data.reader.reader_pool import ReaderPool
-from stratagem.worker.data.row_datasets import BatchKeys
+from stratagem.worker.data.factory import DataFunction, made_data
+from stratagem.worker.data.reader_batches import ReaderSetup
+from stratagem.worker.data.readers import ReaderPool
+from stratagem.worker.data.rows import BatchKeys
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 SIDE = 256

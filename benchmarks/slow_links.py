@@ -35,10 +35,10 @@ from stratagem.client.pictures.curve import curve
 from stratagem.client.pictures.curve_rows import Line
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import local_steps_of
-from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine import LocalStepsTrainer, build_local_steps_trainer, build_trainer
 from stratagem.worker.exchange import GradientReducer, mesh_exchange, solo_exchange
-from stratagem.worker.exchange.fragments import FragmentExchange, FragmentLink
+from stratagem.worker.exchange.sliced_reducer import FragmentExchange, FragmentLink
 from stratagem.worker.mesh import Link, form_gloo
 from stratagem.worker.user_code.entrypoints import EntryPoints
 

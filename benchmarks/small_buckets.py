@@ -4,7 +4,7 @@
 
 One bucket, nothing computed, over gloo and over gRPC; processes on this machine, one thread each.
 Median microseconds from the first to the last member, for the thresholds in
-`worker/stratagem/worker/exchange/all_reduce/all_reduce_schedule.py`.
+`worker/stratagem/worker/exchange/all_reduce.py`.
 """
 
 import argparse
@@ -23,9 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.data_parallel import Setup, form
 from stratagem.common.process.process import tune_malloc
-from stratagem.worker.exchange import GradientBuckets, StepScalars, mesh_exchange
-from stratagem.worker.exchange.all_reduce import all_reduce_schedule
-from stratagem.worker.exchange.buckets.step_scalars import num_scalars
+from stratagem.worker.exchange import GradientBuckets, StepScalars, all_reduce, mesh_exchange
+from stratagem.worker.exchange.transports import num_scalars
 
 NO_SCALARS = StepScalars(0.0, 0.0, 0.0, [1.0], torch.zeros(0, dtype=torch.float64))
 NEVER, ALWAYS = 0, 2**60
@@ -39,7 +38,7 @@ def run_member(pipe: Connection, engine: str, rank: int, size: int, num_steps: i
     torch.set_num_threads(1)
     for size_bytes in SIZES_BYTES:
         for small_bytes, max_members in WAYS.values():
-            all_reduce_schedule.SMALL_BYTES, all_reduce_schedule.MAX_GATHER_MEMBERS = (
+            all_reduce.SMALL_BYTES, all_reduce.MAX_GATHER_MEMBERS = (
                 small_bytes,
                 max_members,
             )

@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from stratagem.common.process.process import tune_malloc
-from stratagem.worker.engine.step.state_format import copied, fingerprint
+from stratagem.worker.engine.state_format import copied, fingerprint
 
 WIDTH = 1024
 NUM_WORDS = 50_000

@@ -18,8 +18,8 @@ from stratagem.common.observe.metrics import Metric
 from stratagem.common.observe.metrics_server import SHARED
 from stratagem.coordinator.process import coordinator_metrics as coordinator
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.worker.process import worker_metrics as worker
-from stratagem.worker.process.worker_settings import WorkerSettings
+from stratagem.worker.process import metrics as worker
+from stratagem.worker.process.settings import WorkerSettings
 
 FLAG_HEAD = ("flag", "default", "meaning")
 OPTION_HEAD = ("option", "meaning")

@@ -36,8 +36,8 @@ from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, Subgraph
 from stratagem.common.schema.document import DocumentValue, OneKey
 from stratagem.common.schema.messages import TECHNICAL
 from stratagem.common.strategy import Strategy, choices, strategies
-from stratagem.worker.models.graph_model import MODULES
-from stratagem.worker.site.site_file import AcceptRule, AuditSpec, SiteDataSpec, SiteSpec
+from stratagem.worker.models.build import MODULES
+from stratagem.worker.site.file import AcceptRule, AuditSpec, SiteDataSpec, SiteSpec
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
     kind.__name__: kind

@@ -6,8 +6,8 @@ An arrow is a step of the schedule that really happened, labelled by what brough
 from collections.abc import Iterator
 
 from stratagem.common.job.schedules import PhasesSpec
-from stratagem.worker.phases import phase_schedule
-from stratagem.worker.phases.phase_schedule import Quality, State, TrainingPhase
+from stratagem.worker.phases import schedule
+from stratagem.worker.phases.schedule import Quality, State, TrainingPhase
 
 _SPEC = PhasesSpec(full_steps=2, predict_steps=3, correct_every=2)
 _GOOD, _BAD = Quality(0.0, 1.0), Quality(1.0, 0.0)
@@ -28,7 +28,7 @@ _LABELS = {
 
 def arrow_table() -> str:
     """From which phase to which, and why; KeyError where an arrow has no label here."""
-    arrows = sorted(set(_walk(phase_schedule.initial(_SPEC), _DEPTH)))
+    arrows = sorted(set(_walk(schedule.initial(_SPEC), _DEPTH)))
     rows = [f"| {source} | {target} | {_LABELS[source, target]} |" for source, target in arrows]
     head = ["| from | to | when |", "|---|---|---|", "| *(begin)* | FULL | |"]
     return "\n".join([*head, *rows])
@@ -37,11 +37,11 @@ def arrow_table() -> str:
 def _walk(state: State, depth: int) -> Iterator[tuple[TrainingPhase, TrainingPhase]]:
     if depth == 0:
         return
-    opened = phase_schedule.begin(state, _SPEC)
+    opened = schedule.begin(state, _SPEC)
     if state.total_step:
         yield state.phase, opened.phase
     if not opened.phase.is_exact:
-        yield from _walk(phase_schedule.end(opened, _SPEC), depth - 1)
+        yield from _walk(schedule.end(opened, _SPEC), depth - 1)
         return
     for check in (_GOOD, _BAD):
-        yield from _walk(phase_schedule.end(opened, _SPEC, 1.0, (check,)), depth - 1)
+        yield from _walk(schedule.end(opened, _SPEC, 1.0, (check,)), depth - 1)

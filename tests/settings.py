@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.worker.process.worker_settings import WorkerSettings
+from stratagem.worker.process.settings import WorkerSettings
 
 S = TypeVar("S", bound=BaseModel)
 

@@ -6,8 +6,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from stratagem.worker.process import worker_main
-from stratagem.worker.site.site_gate import SiteGate
+from stratagem.worker.process import main as worker_main
+from stratagem.worker.site.gate import SiteGate
 
 
 def said() -> datetime:

@@ -10,9 +10,9 @@ import sys
 import threading
 from pathlib import Path
 
-from stratagem.worker.process import worker_main as worker
-from stratagem.worker.process import worker_security
-from stratagem.worker.process.worker_settings import WorkerSettings, advertised
+from stratagem.worker.process import host as worker_security
+from stratagem.worker.process import main as worker
+from stratagem.worker.process.settings import WorkerSettings, advertised
 
 
 class Relay:

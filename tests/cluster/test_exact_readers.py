@@ -70,7 +70,9 @@ def test_readers_change_no_bit_of_any_strategy(client: Client) -> None:
 
 def readers_of(cluster: LocalCluster, worker: str) -> list[psutil.Process]:
     process = psutil.Process(cluster.processes[worker].pid)
-    return [each for each in process.children() if "stratagem.worker.data.reader" in each.cmdline()]
+    return [
+        each for each in process.children() if "stratagem.worker.data.reader_loop" in each.cmdline()
+    ]
 
 
 def test_a_reader_and_a_worker_with_readers_killed_change_no_bit(

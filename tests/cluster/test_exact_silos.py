@@ -11,8 +11,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy import DataParallel, Federated, ModelParallel
 from stratagem.coordinator.strategies.client_parties.silos import client_job
-from stratagem.worker.data.data_sources import DataSources, load_data
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.models.build import build_model
 from tests.cluster.jobs import (
     ALLOWED,
     MOMENTUM,

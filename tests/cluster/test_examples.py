@@ -16,7 +16,7 @@ from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated, PopulationBased
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.planning.job_site import Site
-from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.data.sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import train
 from tests.house.pages import FENCE, RUNNABLE

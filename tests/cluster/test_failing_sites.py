@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import build_model
 from tests.cluster.jobs import ALLOWED, Outcome, cluster_of, federated, train, wait_for
 from tests.userland.data import rows_of
 from tests.userland.metrics import macro_f1

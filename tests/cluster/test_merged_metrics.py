@@ -14,7 +14,7 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import build_model
 from tests.cluster.jobs import ALLOWED, Outcome, cluster_of, federated, outcome_of, train
 from tests.reference.summed_metrics import merged
 from tests.userland.data import rows_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import build_model
 from tests.cluster.jobs import (
     ALLOWED,
     Outcome,

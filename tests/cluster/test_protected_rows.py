@@ -7,9 +7,9 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated
-from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.data.row_datasets import BatchKeys
+from stratagem.worker.data.rows import BatchKeys
+from stratagem.worker.data.sources import ClientShare, DataSources, load_data
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import ALLOWED, MOMENTUM, federated, train
 from tests.jobs import user_data

@@ -16,7 +16,7 @@ from stratagem.common.code.bundle import digest_of, make_keys, sign
 from stratagem.common.identity.audit import check_lines
 from stratagem.common.job import CodeSpec, JobSpec, load_job
 from stratagem.common.strategy import Federated
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import build_model
 from tests.cluster.jobs import ALLOWED, assert_same_bits, cluster_of, federated, outcome_of, train
 from tests.jobs import user_data
 from tests.reference.loops import federated_loop

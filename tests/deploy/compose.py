@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
+from stratagem.worker.process.settings import WorkerSettings, from_command_line
 from tests.repository import ROOT
 
 DOCKER = ROOT / "deploy" / "docker"

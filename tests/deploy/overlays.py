@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
+from stratagem.worker.process.settings import WorkerSettings, from_command_line
 from tests.repository import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"

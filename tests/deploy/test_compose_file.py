@@ -18,8 +18,8 @@ from sqlalchemy import make_url
 from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
 from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file
 from stratagem.coordinator.store.blobs.s3 import check_url
-from stratagem.worker.process.worker_main import STOP_GRACE_S as WORKER_STOP_GRACE_S
-from stratagem.worker.process.worker_settings import from_command_line
+from stratagem.worker.process.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
+from stratagem.worker.process.settings import from_command_line
 from tests.deploy.compose import (
     COMPOSE,
     DOCKER,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stratagem.worker.process.worker_settings import from_command_line
+from stratagem.worker.process.settings import from_command_line
 from tests.deploy.compose import SERVICES, VERSION, worker
 from tests.repository import ROOT
 

@@ -18,7 +18,7 @@ from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_
 from stratagem.coordinator.runtime.leadership.leader_gate import LIVE
 from stratagem.coordinator.store.blobs.s3 import check_url
 from stratagem.coordinator.store.journal.postgres import SCHEME
-from stratagem.worker.process.worker_main import STOP_GRACE_S as WORKER_STOP_GRACE_S
+from stratagem.worker.process.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
 from tests.deploy.compose import VERSION
 from tests.deploy.overlays import (
     MONITORED,

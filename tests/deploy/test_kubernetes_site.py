@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from stratagem.worker.process.worker_main import STOP_GRACE_S
-from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
+from stratagem.worker.process.main import STOP_GRACE_S
+from stratagem.worker.process.settings import WorkerSettings, from_command_line
 from tests.deploy.compose import VERSION
 from tests.deploy.overlays import (
     FOLDER,

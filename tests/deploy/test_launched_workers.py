@@ -15,8 +15,8 @@ from stratagem.client.launch.kubernetes_job import as_text, kubernetes_job, subm
 from stratagem.client.launch.kubernetes_pod import GRACE_S, MAX_PER_POD, Object, PodShape
 from stratagem.client.launch.worker_launch import WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
-from stratagem.worker.process.worker_main import STOP_GRACE_S
-from stratagem.worker.process.worker_settings import from_command_line
+from stratagem.worker.process.main import STOP_GRACE_S
+from stratagem.worker.process.settings import from_command_line
 from tests.client.cli.command_line import invoke
 from tests.deploy.compose import VERSION
 from tests.deploy.launches import INSECURE, launched, launched_pod, shape, template

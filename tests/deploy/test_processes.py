@@ -18,7 +18,7 @@ from stratagem.common.health import main
 from stratagem.common.rpc.health_probe import health_of
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.worker.process.worker_settings import WorkerSettings, advertised, from_command_line
+from stratagem.worker.process.settings import WorkerSettings, advertised, from_command_line
 from tests.client.cli.command_line import invoke
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S

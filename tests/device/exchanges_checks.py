@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from stratagem.worker.exchange import ExchangeError, GradientReducer, mesh_exchange
 from stratagem.worker.mesh import Link
-from stratagem.worker.mesh.nccl_backend import connect_nccl, serve_nccl
-from stratagem.worker.mesh.shm_buffers import SharedGroup
+from stratagem.worker.mesh.shm import SharedGroup
+from stratagem.worker.mesh.torch_links import connect_nccl, serve_nccl
 from tests.device.check_table import SkippedError
 from tests.patience import PATIENCE_S
 from tests.worker.exchange.cases import Case, no_scalars, one_step

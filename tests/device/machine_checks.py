@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from stratagem.worker.engine.numerics.fingerprint import device_name
-from stratagem.worker.mesh.device_staging import to_host
+from stratagem.worker.mesh.staging import to_host
+from stratagem.worker.numerics.randomness import device_name
 from tests.device.check_table import SkippedError
 
 COPIED_BYTES = 1 << 28
@@ -54,7 +54,7 @@ def by_uuid(device: torch.device) -> str:
     slices = [word.strip("()") for word in listed.split() if word.startswith("MIG-")]
     shown = slices[0] if slices else uuid
     program = (
-        "from stratagem.worker.process.capability import capability_of, device_of\n"
+        "from stratagem.worker.process.host import capability_of, device_of\n"
         "print(capability_of(device_of('cuda:0'), [], []).device_name)"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": shown}

@@ -11,7 +11,7 @@ from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.step_memory import text_of
 from stratagem.worker.engine import Trainer, build_trainer
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.device.check_table import SkippedError
 from tests.jobs import ALLOW, job

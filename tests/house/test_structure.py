@@ -9,8 +9,8 @@ import pytest
 from stratagem.common.process.failpoints import FAILPOINTS
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
-from stratagem.worker.mesh.peer_service import PeerServicer
-from stratagem.worker.service.worker_service import WorkerServicer
+from stratagem.worker.mesh.peers import PeerServicer
+from stratagem.worker.service.service import WorkerServicer
 from tests.generate_stubs import generate
 from tests.house.source import PARTS, foreign, nodes, product, product_files, tree
 from tests.repository import ROOT

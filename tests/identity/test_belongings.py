@@ -33,11 +33,11 @@ from stratagem.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
-from stratagem.worker.service.session_table import Sessions, key_from
-from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
-from stratagem.worker.session.plan_control import MemberView, Peer
-from stratagem.worker.session.session_states import StateStore
+from stratagem.worker.mesh.peers import Group, PeerHub, PeerServicer
+from stratagem.worker.service.service import WorkerLimits, WorkerServicer
+from stratagem.worker.service.sessions import Sessions, key_from
+from stratagem.worker.session.control import MemberView, Peer
+from stratagem.worker.session.states import StateStore
 from tests.coordinator.core.jobs import DATA_PARALLEL, job_text
 from tests.identity.deployment import Deployment, deployed, worker
 

@@ -14,7 +14,7 @@ from stratagem.common.identity.certificates import Authority, show
 from stratagem.common.identity.tls import TlsFiles
 from stratagem.common.rpc.server import make_server
 from stratagem.coordinator.app import listeners
-from stratagem.worker.process.worker_security import WorkerSecurity
+from stratagem.worker.process.host import WorkerSecurity
 from tests.settings import coordinator_settings, worker_settings
 
 HASH = re.compile(r"[0-9a-f]{64}")

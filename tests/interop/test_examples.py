@@ -18,7 +18,7 @@ from stratagem.common.observe.findings import Level
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.memory_estimate import estimate_memory
-from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.data.sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import assert_same_bits
 from tests.reference.evaluation_loop import evaluation_loop

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stratagem.worker.engine.objectives.summed_states import SummedState, fill, num_summed, read
+from stratagem.worker.objectives.own_metrics import SummedState, fill, num_summed, read
 
 torchmetrics = pytest.importorskip("torchmetrics")
 pytestmark = pytest.mark.interop

@@ -5,13 +5,13 @@ import torch
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.keys import Key
 from stratagem.common.strategy import Federated, FedProx
-from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.engine.numerics.mixed_precision import LossScale
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
-from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
-from stratagem.worker.engine.trainers.federated_client import client_order
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.data.sources import ClientShare, DataSources, load_data
+from stratagem.worker.engine.apply_step import learning_rate_factor, set_learning_rates
+from stratagem.worker.engine.optimizers import clip, make_optimizer
+from stratagem.worker.federated.client_trainer import client_order
+from stratagem.worker.models.tensors import rows_dtype
+from stratagem.worker.numerics.precision import LossScale
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import (
     Prepared,

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import rows_dtype
+from stratagem.worker.numerics.model import prepare
+from stratagem.worker.numerics.randomness import KeyedRandomness
+from stratagem.worker.objectives.evaluator import make_metrics
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.hooks import Hooks
 from tests.reference.objective import objective_of, prediction_of

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.keys import Key, mix
-from stratagem.worker.data.generators import seed_generators
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.step.step_view import StepView
+from stratagem.worker.data.rows import seed_generators
+from stratagem.worker.engine.callbacks import StepView
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 

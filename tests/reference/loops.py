@@ -24,19 +24,19 @@ from stratagem.common.numerics.keys import Key
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.numerics.shards import Node, split_rows, tree_sum
 from stratagem.common.strategy import Federated, FedProx
-from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather
-from stratagem.worker.data.stream_dataset import StreamDataset
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.mixed_precision import LossScale
-from stratagem.worker.engine.numerics.prepare_model import ModelExecution, prepare
-from stratagem.worker.engine.objectives.losses import LossValue
-from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
-from stratagem.worker.engine.step.step_view import StepView
-from stratagem.worker.engine.trainers.federated_client import client_order
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_dtypes import rows_dtype
-from stratagem.worker.models.model_nodes import program_of, separate_tied
+from stratagem.worker.data.sources import ClientShare, DataSources, load_data
+from stratagem.worker.data.streams import StreamDataset
+from stratagem.worker.engine.callbacks import StepView
+from stratagem.worker.engine.optimizers import clip, make_optimizer
+from stratagem.worker.federated.client_trainer import client_order
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.nodes import program_of, separate_tied
+from stratagem.worker.models.tensors import rows_dtype
+from stratagem.worker.numerics.model import ModelExecution, prepare
+from stratagem.worker.numerics.precision import LossScale
+from stratagem.worker.numerics.randomness import KeyedRandomness
+from stratagem.worker.objectives.objective import LossValue
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference import stream_rows
 from tests.reference.decoded_update import is_coded, received

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import build_model
+from stratagem.worker.numerics.model import prepare
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference import loops
 from tests.reference.hooks import Hooks

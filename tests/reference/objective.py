@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from stratagem.common.job import JobSpec
-from stratagem.worker.engine.objectives.losses import Logged, LossValue, make_loss
-from stratagem.worker.engine.objectives.returned_loss import weight_of
+from stratagem.worker.objectives.objective import Logged, LossValue, make_loss, weight_of
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 Objective = Callable[[nn.Module, Any, Any, int], LossValue]

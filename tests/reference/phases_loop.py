@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from stratagem.common.job import JobSpec, PhasesSpec
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.numerics.shards import split_rows
-from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.data.order.sampler import BatchOrder
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.data.order import BatchOrder
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.optimizers import clip, make_optimizer
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import rows_dtype
+from stratagem.worker.numerics.model import prepare
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import Result, add_in_tree, cut_rows, is_skipped, trained_of
 from tests.reference.objective import objective_of

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from stratagem.common.job import JobSpec, member_job
 from stratagem.common.strategy import PopulationBased
 from stratagem.coordinator.strategies.population.evolution import donors, draw, explored, stream
-from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.data.stream_dataset import StreamDataset
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.optim.optimizers import make_optimizer
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.data.streams import StreamDataset
+from stratagem.worker.engine.optimizers import make_optimizer
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import rows_dtype
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW
 from tests.reference.objective import objective_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
+from stratagem.worker.engine.apply_step import learning_rate_factor, set_learning_rates
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 

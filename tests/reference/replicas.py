@@ -12,13 +12,13 @@ import torch
 
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.shards import split_rows
-from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.optimizers import clip, make_optimizer
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import rows_dtype
+from stratagem.worker.numerics.model import prepare
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.hooks import Hooks
 from tests.reference.loops import SetRates, backward, cut_rows, divide, is_skipped, trained_of

@@ -14,9 +14,9 @@ from torch import Tensor
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.keys import Key, mix
 from stratagem.worker.data.datasets import Dataset, Gather, Subset, map_tensors
-from stratagem.worker.data.row_datasets import RowDataset
-from stratagem.worker.data.stream_dataset import StreamDataset
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.data.rows import RowDataset
+from stratagem.worker.data.streams import StreamDataset
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.seeding import seed_all
 from tests.reference.stream_rows import PlainRows

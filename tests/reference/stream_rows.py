@@ -19,7 +19,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.keys import Key, mix
 from stratagem.common.numerics.shards import split_rows
 from stratagem.common.strategy import DataParallel
-from stratagem.worker.data.stream_dataset import StreamDataset
+from stratagem.worker.data.streams import StreamDataset
 from tests.reference.seeding import seed_all
 
 _END = object()

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, FedProx
-from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.data.sources import ClientShare, DataSources, load_data
+from stratagem.worker.models.tensors import rows_dtype
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.objective import objective_of
 from tests.reference.row_batches import read

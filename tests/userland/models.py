@@ -266,7 +266,7 @@ def rare() -> nn.Module:
 def known_rare() -> nn.Module:
     """Whose layer is a kind that this device has no primitives for in 16 bits."""
     # Readers of rows have these models beside their data, and no engine.
-    from stratagem.worker.engine.numerics.layer_support import KINDS, LayerKind
+    from stratagem.worker.numerics.precision import KINDS, LayerKind
 
     KINDS["Rare"] = LayerKind(Rare, Rare, ((2, NUM_FEATURES),))
     return nn.Sequential(Rare(), nn.Linear(NUM_FEATURES, NUM_CLASSES))

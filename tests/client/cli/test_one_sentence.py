@@ -20,7 +20,7 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.worker.process import worker_main
+from stratagem.worker.process import main as worker_main
 from tests.client.cli.command_line import PROGRAM, invoke
 from tests.client.fake_coordinator import JOB as FAKES_JOB
 from tests.client.fake_coordinator import FakeCoordinator

@@ -20,7 +20,7 @@ from stratagem.client.launch.worker_options import (
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.observe.logs import LEVELS
 from stratagem.common.process.process import flag
-from stratagem.worker.process.worker_settings import PREEMPT_SIGNALS, WorkerSettings
+from stratagem.worker.process.settings import PREEMPT_SIGNALS, WorkerSettings
 
 PORTS = "allowed is a whole number from 0 to 65535"
 FIELDS = {flag(name): field for name, field in WorkerSettings.model_fields.items()}

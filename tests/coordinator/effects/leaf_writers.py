@@ -21,8 +21,8 @@ from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.store.leaves.state_places import in_folder
 from stratagem.v1 import types_pb2, worker_pb2
-from stratagem.worker.session.session_states import Frozen
-from stratagem.worker.session.written_leaves import written_leaves
+from stratagem.worker.session.leaves import written_leaves
+from stratagem.worker.session.states import Frozen
 
 Messages = AsyncIterator[worker_pb2.WriteLeavesResponse]
 

@@ -21,7 +21,7 @@ from stratagem.coordinator.effects.execution.state_writing import reads_by_itsel
 from stratagem.coordinator.effects.synchronous.direct_commit import written_by_members
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError
 from stratagem.v1 import worker_pb2
-from stratagem.worker.session.session_states import Frozen, freeze
+from stratagem.worker.session.states import Frozen, freeze
 from tests.coordinator.effects.leaf_writers import (
     Answer,
     LeafWriters,

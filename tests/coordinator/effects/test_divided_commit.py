@@ -24,8 +24,8 @@ from stratagem.coordinator.effects.synchronous.divided_commit import written_by_
 from stratagem.coordinator.effects.synchronous.snapshot import PartHolder
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError
 from stratagem.v1 import worker_pb2
-from stratagem.worker.session.session_states import Frozen, freeze
-from stratagem.worker.session.written_leaves import written_leaves
+from stratagem.worker.session.leaves import written_leaves
+from stratagem.worker.session.states import Frozen, freeze
 from tests.coordinator.effects.leaf_writers import (
     Answer,
     LeafWriters,

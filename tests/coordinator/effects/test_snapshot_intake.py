@@ -32,8 +32,7 @@ from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import file_writer
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.v1 import tensor_pb2, worker_pb2
-from stratagem.worker.session.sent_state import SentState, without_same
-from stratagem.worker.session.session_states import Frozen, freeze
+from stratagem.worker.session.states import Frozen, SentState, freeze, without_same
 
 
 def state(step: int, **changed: Tensor) -> Frozen:

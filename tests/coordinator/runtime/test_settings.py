@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from stratagem.common.process.process import told
 from stratagem.coordinator.process import main as coordinator_main
 from stratagem.coordinator.process import restore
-from stratagem.worker.process import worker_main
-from stratagem.worker.process.worker_settings import from_command_line
+from stratagem.worker.process import main as worker_main
+from stratagem.worker.process.settings import from_command_line
 from tests.settings import coordinator_settings
 
 

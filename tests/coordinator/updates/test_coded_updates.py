@@ -20,9 +20,9 @@ from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
 from stratagem.coordinator.updates.update_sources import CheckedData
-from stratagem.worker.engine.trainers.federated_client import ClientRound
-from stratagem.worker.plans.federated.client_update_codec import coded_update
-from stratagem.worker.session.session_states import Frozen
+from stratagem.worker.federated.client_trainer import ClientRound
+from stratagem.worker.plans.client_round import coded_update
+from stratagem.worker.session.states import Frozen
 from tests.common.compression.support import CODECS
 from tests.coordinator.updates.coded import (
     MODEL,

@@ -21,7 +21,7 @@ from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.common.observe.findings import Finding, Level
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.questions.__main__ import answer
-from stratagem.worker.plans.build_plan import _begin_from
+from stratagem.worker.plans.build import _begin_from
 from tests.client.cli.command_line import invoke
 from tests.jobs import LOSSES, NOT_TRAINED, document, job, user_data, user_model
 from tests.odd_kinds import BUILT, TRAINED, Kind

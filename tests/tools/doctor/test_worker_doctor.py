@@ -16,7 +16,7 @@ from stratagem.common.observe.findings import Finding, Level
 from stratagem.tools.doctor.__main__ import _advertising, examine
 from stratagem.tools.doctor.worker_findings import local_findings
 from stratagem.v1 import types_pb2
-from stratagem.worker.process.worker_settings import WorkerSettings
+from stratagem.worker.process.settings import WorkerSettings
 from tests.jobs import ALLOW
 
 OWN = types_pb2.Environment(

@@ -14,7 +14,7 @@ from stratagem.common.base.errors import InvalidInputError, StratagemError, Unav
 from stratagem.common.job import JobSpec, load_job
 from stratagem.tools.export import exported_program
 from stratagem.tools.questions.__main__ import answer
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job
 from tests.repository import ROOT

@@ -9,7 +9,7 @@ from stratagem.common.job import JobSpec
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.step_memory import StepMemory
-from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.data.sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job
 

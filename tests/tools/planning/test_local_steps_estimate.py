@@ -9,7 +9,7 @@ from stratagem.common.job import JobSpec, exchanged_codec
 from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.outer_messages import outer_messages
 from stratagem.tools.planning.step_memory import text_of
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.exchange.layout import ShardOwners
 from tests.tools.planning.support import SITE, estimate, kind_job, replicas
 from tests.worker.engine.local_replicas import local_steps_job
 from tests.worker.engine.local_replicas import trainer as replicas_trainer

@@ -16,11 +16,11 @@ from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.received_states import num_copied, num_received
 from stratagem.tools.planning.step_memory import text_of
 from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer
-from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
-from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.engine.slices import StateShare
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
-from stratagem.worker.session.session_states import NUM_SNAPSHOTS
+from stratagem.worker.session.states import NUM_SNAPSHOTS
 from tests.cluster.jobs import population
 from tests.jobs import NOT_TRAINED, job, user_model
 from tests.tools.planning.support import SITE, estimate, federation, kind_job, replicas

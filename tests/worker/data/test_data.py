@@ -11,17 +11,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
-from stratagem.worker.data import data_sources as sources
-from stratagem.worker.data.client_partition import by_label, contiguous, dirichlet
-from stratagem.worker.data.data_sources import (
+from stratagem.worker.data import sources
+from stratagem.worker.data.datasets import Gather, as_dataset
+from stratagem.worker.data.order import BatchOrder, epoch_order
+from stratagem.worker.data.sources import (
     ClientData,
     ClientShare,
     DataSources,
+    by_label,
+    contiguous,
+    dirichlet,
     from_tensors,
     load_data,
 )
-from stratagem.worker.data.datasets import Gather, as_dataset
-from stratagem.worker.data.order.sampler import BatchOrder, epoch_order
 from tests.cluster.jobs import federated
 from tests.jobs import user_data
 from tests.userland.data import rows_of

@@ -14,10 +14,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.numerics.keys import mix
-from stratagem.worker.data import row_datasets
+from stratagem.worker.data import rows as row_datasets
 from stratagem.worker.data.datasets import map_tensors
-from stratagem.worker.data.generators import generators_kept, seed_generators
-from stratagem.worker.data.row_datasets import BatchKeys, RowDataset
+from stratagem.worker.data.rows import BatchKeys, RowDataset, generators_kept, seed_generators
 from tests.userland.data import NoisyRows
 
 NUM_ROWS = 12

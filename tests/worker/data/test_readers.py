@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
-from stratagem.worker.data.data_factory import DataFunction, made_data
-from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.data.reader.reader_messages import ReaderSetup
-from stratagem.worker.data.reader.reader_pool import ReaderPool
-from stratagem.worker.data.reader.worker_readers import WorkerReaders
-from stratagem.worker.data.row_datasets import BatchKeys, ReadOrder, RowDataset
-from stratagem.worker.user_code import output_capture
+from stratagem.worker.data.factory import DataFunction, made_data
+from stratagem.worker.data.reader_batches import ReaderSetup
+from stratagem.worker.data.readers import ReaderPool, WorkerReaders
+from stratagem.worker.data.rows import BatchKeys, ReadOrder, RowDataset
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.user_code import watching
 from tests.jobs import job
 from tests.patience import PATIENCE_S
 from tests.userland.read_rows import BAD_ROW, NUM_ROWS, Twin
@@ -141,7 +140,7 @@ def test_a_reader_that_dies_is_replaced_and_its_orders_are_repeated(
     dataset = data["plain" if is_killed else "ends once"]
     orders = [order(dataset, [step, BAD_ROW], step) for step in range(5)]
     lines: list[tuple[str, str]] = []
-    with output_capture.to(lambda *line: lines.append(line)):
+    with watching.to(lambda *line: lines.append(line)):
         assert_alike(pool.batch(dataset, orders[0]), dataset.read(orders[0]))
         for pid in pool.pids if is_killed else ():  # before they could read everything ahead
             os.kill(pid, signal.SIGKILL)
@@ -168,7 +167,7 @@ def test_what_is_printed_is_told_and_a_data_set_that_differs_in_the_reader_is_re
     pool: ReaderPool, data: dict[str, RowDataset]
 ) -> None:
     lines: list[tuple[str, str]] = []
-    with output_capture.to(lambda *line: lines.append(line)):
+    with watching.to(lambda *line: lines.append(line)):
         pool.batch(data["prints"], order(data["prints"], [4, 5]))
     printed = [line for line in lines if line[0] == "PRINT"]
     assert printed == [("PRINT", "reading row 4"), ("PRINT", "reading row 5")]
@@ -182,9 +181,9 @@ def test_readers_end_with_their_worker(tmp_path: Path) -> None:
     """However that ends, and whatever they do."""
     code = (
         "import os, sys\n"
-        "from stratagem.worker.data.data_factory import DataFunction\n"
-        "from stratagem.worker.data.reader.reader_messages import ReaderSetup\n"
-        "from stratagem.worker.data.reader.reader_pool import ReaderPool\n"
+        "from stratagem.worker.data.factory import DataFunction\n"
+        "from stratagem.worker.data.reader_batches import ReaderSetup\n"
+        "from stratagem.worker.data.readers import ReaderPool\n"
         "from stratagem.worker.user_code.entrypoints import EntryPoints\n"
         "function = DataFunction('tests.userland.read_rows:rows', {'folder': '.'}, None)\n"
         "pool = ReaderPool(ReaderSetup(function, 0, EntryPoints(['tests.*:*'])), 2)\n"
@@ -213,7 +212,7 @@ def test_a_worker_has_no_more_readers_than_it_allows(monkeypatch: pytest.MonkeyP
         return job(data=data, **changes)
 
     lines: list[tuple[str, str]] = []
-    with output_capture.to(lambda *line: lines.append(line)):
+    with watching.to(lambda *line: lines.append(line)):
         first = readers.of("first", asking(2), ALLOWED)
         second = readers.of("second", asking(4), ALLOWED)
     assert lines == [

@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data import TensorDataset as TorchDataset
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
-from stratagem.worker.data.client_partition import by_label
-from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
+from stratagem.worker.data.checks import check_purity
 from stratagem.worker.data.datasets import Gather, Subset, as_dataset
-from stratagem.worker.data.purity_check import check_purity
-from stratagem.worker.data.row_datasets import BatchKeys, RowDataset
+from stratagem.worker.data.rows import BatchKeys, RowDataset
+from stratagem.worker.data.sources import ClientShare, DataSources, by_label, load_data
 from tests.cluster.jobs import federated
 from tests.jobs import job
 from tests.userland.data import NoisyRows

@@ -7,7 +7,7 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import entry_points
-from stratagem.worker.data.order import row_order
+from stratagem.worker.data import order as row_order
 from tests.jobs import job
 from tests.reference.loops import sharded_loop
 from tests.reference.row_batches import epoch_batches

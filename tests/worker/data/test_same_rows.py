@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.data.data_sources import DataSources, load_data, rows_to_compare
+from stratagem.worker.data.checks import check_same_rows, described_rows
 from stratagem.worker.data.datasets import Dataset, Subset, as_dataset
-from stratagem.worker.data.same_rows import check_same_rows, described_rows
+from stratagem.worker.data.sources import DataSources, load_data, rows_to_compare
 from tests.jobs import job, user_data
 from tests.stream_jobs import streamed
 from tests.userland.data import NoisyRows

@@ -8,11 +8,10 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
-from stratagem.worker.data.row_datasets import BatchKeys
-from stratagem.worker.data.stream_dataset import StreamDataset, StreamLayout
-from stratagem.worker.data.stream_reader import StreamReader, StreamRules
-from stratagem.worker.data.stream_sources import stream_source
+from stratagem.worker.data.rows import BatchKeys
+from stratagem.worker.data.sources import ClientShare, DataSources, load_data
+from stratagem.worker.data.stream_reader import StreamReader, StreamRules, stream_source
+from stratagem.worker.data.streams import StreamDataset, StreamLayout
 from tests.cluster.jobs import data_parallel, federated, gossip
 from tests.jobs import job
 from tests.stream_jobs import streamed

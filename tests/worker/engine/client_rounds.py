@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stratagem.worker.engine.trainers.federated_client import ClientRunner
+from stratagem.worker.federated.client_trainer import ClientRunner
 from tests.jobs import job
 from tests.reference.loops import federated_loop
 from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, trainer_of

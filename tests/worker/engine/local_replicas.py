@@ -5,8 +5,8 @@ from typing import Any
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DataParallel
 from stratagem.worker.engine import LocalStepsTrainer, build_local_steps_trainer
-from stratagem.worker.exchange.fragments import FragmentExchange
 from stratagem.worker.exchange.reducer import solo_exchange
+from stratagem.worker.exchange.sliced_reducer import FragmentExchange
 from tests.jobs import job
 from tests.worker.engine.support import ALLOWED, CPU, trainer_of
 

@@ -14,10 +14,10 @@ from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest, Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.updates.members.merge_slices import are_sliced, joined_slices
 from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
-from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
+from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.exchange import ExchangeError, GradientReducer, sliced_exchange
 from stratagem.worker.mesh import Link
-from stratagem.worker.mesh.shm_buffers import SharedGroup
+from stratagem.worker.mesh.shm import SharedGroup
 from tests.patience import PATIENCE_S
 from tests.worker.engine.support import ALLOWED, CPU
 from tests.worker.mesh.engines import links_of

@@ -7,8 +7,8 @@ import torch
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import partitions_parameters
 from stratagem.worker.engine import Trainer
-from stratagem.worker.engine.trainers.gathered_blocks import AbsentParameter
-from stratagem.worker.session.session_states import freeze
+from stratagem.worker.engine.gathered_blocks import AbsentParameter
+from stratagem.worker.session.states import freeze
 from tests.jobs import job, user_data, user_model
 from tests.worker.engine.sliced_party import links_over, replicated, sliced_party, told
 from tests.worker.engine.support import in_buckets, trainer_of

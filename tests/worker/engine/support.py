@@ -13,10 +13,9 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.numerics.shards import assign_shards
 from stratagem.worker.engine import EvaluationPart, Trainer, build_trainer
-from stratagem.worker.engine.numerics.layer_support import ALL_NUMBERS, obstacle
-from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.reducer import GradientReducer, solo_exchange
-from stratagem.worker.exchange.single_member import SingleMemberReducer
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.reducer import GradientReducer, SingleMemberReducer, solo_exchange
+from stratagem.worker.numerics.precision import ALL_NUMBERS, obstacle
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, LOSSES, NOT_TRAINED, job
 from tests.reference.loops import Result, sharded_loop

@@ -18,11 +18,11 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec, JobSpec
 from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.worker.engine import Tally, Trainer
-from stratagem.worker.engine.trainers.federated_client import ClientRunner
 from stratagem.worker.exchange import GradientReducer, solo_exchange
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from stratagem.worker.host.thread_activity import checking, per_thread
+from stratagem.worker.exchange.layout import ShardOwners
+from stratagem.worker.exchange.transports import SoloTransport
+from stratagem.worker.federated.client_trainer import ClientRunner
+from stratagem.worker.host.stalls import checking, per_thread
 from tests.jobs import job, user_data, user_model
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, sharded_loop

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.numerics.rules import CURRENT
-from stratagem.worker.engine.numerics.mixed_precision import LossScale
-from stratagem.worker.engine.numerics.prepare_model import ModelExecution
-from stratagem.worker.engine.numerics.torch_compile import CompileGate
-from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
-from stratagem.worker.engine.optim.reported_rates import ReportedRates
-from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
-from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.apply_step import (
+    ReportedRates,
+    StepPolicy,
+    StepSummary,
+    apply_step,
+    summarize,
+)
+from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.numerics.model import CompileGate, ModelExecution
+from stratagem.worker.numerics.precision import LossScale
 from tests.jobs import job
 from tests.worker.engine.support import CPU
 

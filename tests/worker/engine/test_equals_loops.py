@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.worker.engine.optim.optimizers import _OPTIMIZERS
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.engine.optimizers import _OPTIMIZERS
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import rows_dtype
 from tests.every_pair import every_pair, every_value
 from tests.jobs import job, user_data, user_model
 from tests.reference.loops import plain_loop

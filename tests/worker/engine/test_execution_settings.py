@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
-from stratagem.worker.data.batch_storage import BatchPool, DatasetCache
-from stratagem.worker.data.datasets import Gather, Subset, TensorDataset
-from stratagem.worker.engine.numerics.mixed_precision import LossScale
-from stratagem.worker.engine.numerics.model_blocks import blocks_of
+from stratagem.worker.data.datasets import BatchPool, DatasetCache, Gather, Subset, TensorDataset
 from stratagem.worker.exchange.reducer import solo_exchange
+from stratagem.worker.numerics.model import blocks_of
+from stratagem.worker.numerics.precision import LossScale
 from tests.jobs import job, user_data
 from tests.reference.loops import plain_loop, sharded_loop
 from tests.userland.data import classes

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.trainers.federated_client import ClientRunner, run_client_round
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.federated.client_trainer import ClientRunner, run_client_round
+from stratagem.worker.models.build import build_model
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from tests.every_pair import every_value
 from tests.gan_jobs import TURNS, gan
 from tests.jobs import job, user_data, user_model

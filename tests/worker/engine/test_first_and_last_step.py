@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.numerics.shards import assign_shards
-from stratagem.worker.engine.step.backward_pass import run_backward
+from stratagem.worker.engine.forward_backward import run_backward
 from tests.every_pair import every_pair
 from tests.jobs import job
 from tests.repository import ROOT
@@ -24,8 +24,8 @@ FIRST_STEPS = """
 import sys
 import torch
 from stratagem.common.job import OptimizerSpec
-from stratagem.worker.engine.optim.optimizers import make_optimizer, update
-from stratagem.worker.engine.step.backward_pass import run_backward
+from stratagem.worker.engine.optimizers import make_optimizer, update
+from stratagem.worker.engine.forward_backward import run_backward
 
 for name in ("sgd", "adam", "adamw", "rmsprop", "adagrad"):
     model = torch.nn.Linear(2, 1)

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stratagem.common.numerics.rules import CURRENT, FIRST
-from stratagem.worker.exchange import SingleMemberReducer, single_member
-from stratagem.worker.exchange.buckets.gradient_norm import (
-    BLOCK,
-    FewGradients,
-    divided,
-    parts_of,
-    total_norm,
-)
+from stratagem.worker.exchange import SingleMemberReducer, reducer
+from stratagem.worker.exchange.layout import BLOCK, FewGradients, divided, parts_of, total_norm
 from tests.jobs import job, user_model
 from tests.reference.loops import sharded_loop
 from tests.reference.reference_norm import gradient_norm
@@ -123,7 +117,7 @@ def test_a_clipped_step_has_the_bits_of_the_loop(
     numerics: int, small_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A parameter of more than one block: alone, in buckets, and as two shards."""
-    monkeypatch.setattr(single_member, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(reducer, "SMALL_BYTES", small_bytes)
     spec = job(model=WIDE, optimizer={"name": "sgd", "lr": 0.1, "clip_norm": 0.01}, steps=3)
     one, two = trainer_of(spec, numerics=numerics), trainer_of(spec, numerics=numerics)
     lonely, buckets = SingleMemberReducer(one.params, numerics), in_buckets(two, 1)

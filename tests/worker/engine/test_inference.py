@@ -9,13 +9,9 @@ from torch import nn
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.worker.engine import EvaluationPart, Inference, build_inference
-from stratagem.worker.engine.step.state_format import (
-    given_model_state,
-    load_model_state,
-    model_state,
-)
-from stratagem.worker.engine.trainers.inference import _copies
-from stratagem.worker.plans.train_plan import parts_to_proto
+from stratagem.worker.engine.build import _copies
+from stratagem.worker.engine.state_format import given_model_state, load_model_state, model_state
+from stratagem.worker.plans.train import parts_to_proto
 from tests.jobs import job, user_data
 from tests.reference.evaluation_loop import evaluation_loop
 from tests.worker.engine.support import (

@@ -13,18 +13,12 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.engine import build_inference
-from stratagem.worker.engine.numerics import layer_support
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.layer_support import (
-    ALL_NUMBERS,
-    KINDS,
-    LayerKind,
-    Numbers,
-    obstacle,
-)
-from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_nodes import program_of
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.nodes import program_of
+from stratagem.worker.numerics import precision as layer_support
+from stratagem.worker.numerics.model import prepare_nodes
+from stratagem.worker.numerics.precision import ALL_NUMBERS, KINDS, LayerKind, Numbers, obstacle
+from stratagem.worker.numerics.randomness import KeyedRandomness
 from tests.every_pair import every_value
 from tests.jobs import job
 from tests.reference.loops import sharded_loop

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec
 from stratagem.common.job.training_rules import BY_ELEMENT
-from stratagem.worker.engine.optim.learning_rate import set_learning_rates
-from stratagem.worker.engine.optim.optimizers import make_optimizer, update
-from stratagem.worker.engine.step.state_format import load_optimizer_state, optimizer_state
-from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces
-from stratagem.worker.exchange.buckets.bucket_layout import plan_layout
-from stratagem.worker.exchange.buckets.gradient_norm import BLOCK
-from stratagem.worker.exchange.buckets.slice_owners import SliceOwners, divide_slices
+from stratagem.worker.engine.apply_step import set_learning_rates
+from stratagem.worker.engine.optimizers import make_optimizer, update
+from stratagem.worker.engine.slices import OptimizerPieces
+from stratagem.worker.engine.state_format import load_optimizer_state, optimizer_state
+from stratagem.worker.exchange.layout import BLOCK, plan_layout
+from stratagem.worker.exchange.slice_owners import SliceOwners, divide_slices
 from tests.every_pair import every_value
 
 NUM_STEPS = 40

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stratagem.common.job import OptimizerSpec
 from stratagem.common.job.optimizer import KEYWORDS, why_no_value
-from stratagem.worker.engine.optim.optimizers import _OPTIMIZERS, make_optimizer, update
+from stratagem.worker.engine.optimizers import _OPTIMIZERS, make_optimizer, update
 
 SHAPES = {"muon": ((7, 3), (1, 1)), "adafactor": ((7, 3), (1,), ())}
 """Muon takes matrices only, and Adafactor none that is empty."""

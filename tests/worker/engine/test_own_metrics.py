@@ -12,20 +12,19 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import EvaluationSpec
-from stratagem.worker.engine.objectives import own_metrics
-from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
-from stratagem.worker.engine.objectives.kept_batches import (
+from stratagem.worker.objectives import own_metrics
+from stratagem.worker.objectives.evaluator import make_metrics
+from stratagem.worker.objectives.own_metrics import (
     LAYOUT,
-    KeptBatch,
-    from_named,
-    kept_batch,
-    named_tensors,
-)
-from stratagem.worker.engine.objectives.own_metrics import OwnMetrics, make_own_metrics
-from stratagem.worker.engine.objectives.summed_states import (
     MAX_NUMBERS,
+    KeptBatch,
+    OwnMetrics,
     SummedState,
     fill,
+    from_named,
+    kept_batch,
+    make_own_metrics,
+    named_tensors,
     num_summed,
     read,
 )

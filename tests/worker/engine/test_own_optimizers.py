@@ -8,11 +8,11 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import OptimizerSpec, entry_points
 from stratagem.worker.engine import build_trainer
-from stratagem.worker.engine.optim.optimizers import make_optimizer, update
-from stratagem.worker.engine.step.optimizer_round_trip import check_alone
-from stratagem.worker.engine.trainers.federated_client import ClientRunner
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.plans.structural_fields import go_on
+from stratagem.worker.engine.optimizers import make_optimizer, update
+from stratagem.worker.engine.round_trip import check_alone
+from stratagem.worker.federated.client_trainer import ClientRunner
+from stratagem.worker.models.build import build_model
+from stratagem.worker.plans.build import go_on
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import federated, population
 from tests.jobs import job

@@ -9,9 +9,9 @@ from torch.optim import lr_scheduler
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec, entry_points
-from stratagem.worker.engine.optim.optimizers import make_optimizer
-from stratagem.worker.engine.optim.shadow_schedule import METADATA, ShadowSchedule
-from stratagem.worker.engine.trainers.federated_client import ClientRunner
+from stratagem.worker.engine.optimizers import make_optimizer
+from stratagem.worker.engine.shadow_schedule import METADATA, ShadowSchedule
+from stratagem.worker.federated.client_trainer import ClientRunner
 from tests.cluster.jobs import federated
 from tests.jobs import job
 from tests.reference.loops import federated_loop

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, OptimizerSpec, with_fields
-from stratagem.worker.engine.optim.learning_rate import set_learning_rates
-from stratagem.worker.engine.optim.optimizers import make_optimizer, update
-from stratagem.worker.models.model_builder import build_model, build_shapes
-from stratagem.worker.plans.structural_fields import go_on
+from stratagem.worker.engine.apply_step import set_learning_rates
+from stratagem.worker.engine.optimizers import make_optimizer, update
+from stratagem.worker.models.build import build_model, build_shapes
+from stratagem.worker.plans.build import go_on
 from tests.jobs import document, job
 from tests.worker.engine.support import ALLOWED
 

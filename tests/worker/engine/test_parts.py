@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec
 from stratagem.common.job.fields import FROM_LOSS, LOSSES, METRICS, RETURNED
-from stratagem.worker.engine.numerics.fingerprint import numerics_fingerprint, processor_name
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.objectives.evaluation_metrics import _METRICS, make_metrics
-from stratagem.worker.engine.objectives.losses import _LOSSES, make_loss
-from stratagem.worker.engine.optim.optimizers import make_optimizer
-from stratagem.worker.models.stochastic_modules import draws_random_numbers
-from stratagem.worker.plans.supported_settings import check_supported
+from stratagem.worker.engine.optimizers import make_optimizer
+from stratagem.worker.models.program import draws_random_numbers
+from stratagem.worker.numerics.randomness import (
+    KeyedRandomness,
+    numerics_fingerprint,
+    processor_name,
+)
+from stratagem.worker.objectives.evaluator import _METRICS, make_metrics
+from stratagem.worker.objectives.objective import _LOSSES, make_loss
+from stratagem.worker.plans.build import check_supported
 from tests.jobs import job, user_model
 from tests.userland.data import classes
 from tests.worker.engine.support import ALLOWED, CPU, evaluated, train, trainer_of

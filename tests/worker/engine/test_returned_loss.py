@@ -11,8 +11,8 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.worker.engine import build_inference
-from stratagem.worker.engine.objectives.returned_loss import weight_of
-from stratagem.worker.plans.train_plan import parts_to_proto
+from stratagem.worker.objectives.objective import weight_of
+from stratagem.worker.plans.train import parts_to_proto
 from tests.jobs import NOT_TRAINED, job, user_data, user_model
 from tests.reference.evaluation_loop import evaluation_loop
 from tests.reference.loops import plain_loop

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.worker.data.data_factory import DataFunction
-from stratagem.worker.data.data_sources import DataSources
-from stratagem.worker.data.reader.reader_messages import ReaderSetup
-from stratagem.worker.data.reader.reader_pool import ReaderPool
-from stratagem.worker.data.row_datasets import ReadOrder, RowDataset
+from stratagem.worker.data.factory import DataFunction
+from stratagem.worker.data.reader_batches import ReaderSetup
+from stratagem.worker.data.readers import ReaderPool
+from stratagem.worker.data.rows import ReadOrder, RowDataset
+from stratagem.worker.data.sources import DataSources
 from stratagem.worker.engine import EvaluationShare, build_gossip_trainer, build_trainer
-from stratagem.worker.engine.trainers.federated_client import ClientRunner
-from stratagem.worker.pipeline.build_stages import StageAssignment
+from stratagem.worker.federated.client_trainer import ClientRunner
+from stratagem.worker.pipeline.build import StageAssignment
 from tests.jobs import job
 from tests.worker.engine.client_rounds import federated
 from tests.worker.engine.gossip_nodes import gossip_job, trainer

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem.common.job import JobSpec, OptimizerSpec, ScheduleSpec
 from stratagem.worker.engine import Trainer
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, schedule_factor
-from stratagem.worker.engine.optim.optimizers import GROUP, OptimizersInOrder, make_optimizer
+from stratagem.worker.engine.apply_step import learning_rate_factor, schedule_factor
+from stratagem.worker.engine.optimizers import GROUP, OptimizersInOrder, make_optimizer
 from stratagem.worker.phases import TrainingPhase
 from tests.gan_jobs import gan
 from tests.jobs import job

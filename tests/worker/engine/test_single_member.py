@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.worker.exchange import ExchangeError, SingleMemberReducer, StepScalars, single_member
+from stratagem.worker.exchange import ExchangeError, SingleMemberReducer, StepScalars, reducer
 from tests.jobs import job, user_data, user_model
 from tests.worker.engine.support import assert_same_bits, in_buckets, trainer_of
 
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=[1 << 30, -1, 1000], ids=["all at once", "as backward goes", "some of each"])
 def _mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_member, "SMALL_BYTES", request.param)
+    monkeypatch.setattr(reducer, "SMALL_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("_mode")
@@ -50,7 +50,7 @@ def test_has_the_bits_of_the_buckets(case: str) -> None:
 
 
 def test_a_closed_one_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_member, "SMALL_BYTES", -1)
+    monkeypatch.setattr(reducer, "SMALL_BYTES", -1)
     param = nn.Parameter(torch.ones(3))
     exchange = SingleMemberReducer([("p", param)])
     exchange.begin_step(1, range(1), 1, divisor=2.0)
@@ -68,7 +68,7 @@ def test_narrow_and_transposed_parameters_go_through_buckets(dtype: torch.dtype)
 
 
 def test_misuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_member, "SMALL_BYTES", -1)
+    monkeypatch.setattr(reducer, "SMALL_BYTES", -1)
     param = nn.Parameter(torch.ones(3))
     exchange = SingleMemberReducer([("p", param)])
     with pytest.raises(ValueError, match="one shard is owned here"):

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.tensors.same_bytes import parameter_slice, slice_name
 from stratagem.worker.engine import EvaluationPart, EvaluationShare, build_sliced_trainer
-from stratagem.worker.engine.trainers import synchronous_trainer
-from stratagem.worker.engine.trainers.dealt_tensors import dealt_out
-from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
-from stratagem.worker.exchange import ExchangeError
-from stratagem.worker.exchange.all_reduce import all_reduce_schedule
+from stratagem.worker.engine import trainer as synchronous_trainer
+from stratagem.worker.engine.slices import StateShare
+from stratagem.worker.engine.state_format import dealt_out
+from stratagem.worker.exchange import ExchangeError, all_reduce
 from tests.every_pair import every_pair, every_value
 from tests.jobs import user_data, user_model
 from tests.worker.engine.sliced_party import (
@@ -65,8 +64,8 @@ def test_any_number_of_members_has_the_bits_of_one(
     """Buckets of which several take turns in a window, and go in pieces, too."""
     if bucket_bytes is not None:
         monkeypatch.setattr(synchronous_trainer, "LENT_BUCKET_BYTES", bucket_bytes)
-        monkeypatch.setattr(all_reduce_schedule, "PIECE_BYTES", bucket_bytes)
-        monkeypatch.setattr(all_reduce_schedule, "SMALL_BYTES", 0)
+        monkeypatch.setattr(all_reduce, "PIECE_BYTES", bucket_bytes)
+        monkeypatch.setattr(all_reduce, "SMALL_BYTES", 0)
     engine, size = layout
     is_mirrored = is_mirrored and size > 1
     assert_same_training(sliced_job(state), engine, size, 3, is_mirrored=is_mirrored)

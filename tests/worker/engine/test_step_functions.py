@@ -8,7 +8,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine import Tally, build_inference
-from stratagem.worker.engine.trainers.federated_client import ClientRunner
+from stratagem.worker.federated.client_trainer import ClientRunner
 from tests.jobs import document, job
 from tests.worker.engine.client_rounds import federated
 from tests.worker.engine.gossip_nodes import gossip_job, trainer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.engine import Trainer
-from stratagem.worker.engine.step.forward_backward import Rows, Window
+from stratagem.worker.engine.forward_backward import Rows, Window
 from tests.jobs import job, user_data
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import sharded_loop

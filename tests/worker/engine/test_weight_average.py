@@ -9,8 +9,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, WeightAverageSpec
-from stratagem.worker.engine.objectives.evaluator import EvaluationShare
-from stratagem.worker.engine.optim.weight_average import WeightAverage
+from stratagem.worker.engine.optimizers import WeightAverage
+from stratagem.worker.objectives.evaluator import EvaluationShare
 from tests.jobs import job, user_data, user_model
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import ALLOWED, assert_same_bits, train, trainer_of

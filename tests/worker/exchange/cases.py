@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from stratagem.common.numerics.shards import Node, tree_sum
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars, mesh_exchange
-from stratagem.worker.exchange.all_reduce import all_reduce_schedule
-from stratagem.worker.exchange.buckets.step_scalars import num_scalars
+from stratagem.worker.exchange import all_reduce as all_reduce_schedule
+from stratagem.worker.exchange.transports import num_scalars
 from stratagem.worker.mesh import Link
 from stratagem.worker.mesh.link import PendingTransfer
-from stratagem.worker.mesh.shm_buffers import SharedGroup
+from stratagem.worker.mesh.shm import SharedGroup
 from tests.patience import PATIENCE_S
 
 torch.set_num_threads(1)  # in the processes of a party, too

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from stratagem.worker.exchange import mesh_exchange
-from stratagem.worker.exchange.all_reduce.tree_all_reduce import Hop, Tree, plan_tree
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets, plan_step
+from stratagem.worker.exchange.all_reduce import Hop, Tree, plan_tree
+from stratagem.worker.exchange.layout import ShardOwners, num_sets, plan_step
 from tests.worker.exchange.cases import SMALL, Case, CountingLink, sums_of
 from tests.worker.mesh.engines import links_of
 

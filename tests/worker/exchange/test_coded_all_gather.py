@@ -7,7 +7,7 @@ import pytest
 from stratagem.common.numerics.shards import assign_shards
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import ExchangeError, GradientBuckets, mesh_exchange
-from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES
+from stratagem.worker.exchange.layout import BUCKET_BYTES
 from stratagem.worker.mesh import Link
 from tests.common.compression.support import CODECS
 from tests.jobs import job, user_data

@@ -12,12 +12,11 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import CompressionSpec, JobSpec, with_fields
 from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.worker.engine import Trainer
-from stratagem.worker.engine.numerics import mixed_precision
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
-from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from stratagem.worker.exchange.compressor import Compressor
+from stratagem.worker.exchange.layout import BUCKET_BYTES, ShardOwners
+from stratagem.worker.exchange.transports import SoloTransport
+from stratagem.worker.numerics import precision
 from tests.common.compression.support import CODECS
 from tests.every_pair import every_value
 from tests.jobs import job, user_model
@@ -67,7 +66,7 @@ def test_equals_the_compressed_loop_to_the_bit(
 @pytest.mark.parametrize("name", ["ternary", "low_rank"])
 def test_residuals_follow_the_scale_of_the_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two good steps double it, until gradients overflow; a step that does is left out."""
-    monkeypatch.setattr(mixed_precision, "_GROWTH_INTERVAL_STEPS", 2)
+    monkeypatch.setattr(precision, "_GROWTH_INTERVAL_STEPS", 2)
     execution = {"precision": "Mixed", "amp_dtype": "float16"}
     spec = compressed(CODECS[name], execution=execution, steps=20)
     trainer = trainer_of(spec)

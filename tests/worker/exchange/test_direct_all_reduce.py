@@ -14,7 +14,7 @@ from torch import nn
 
 from stratagem.common.base.errors import StaleError
 from stratagem.worker.exchange import ExchangeError, GradientReducer, mesh_exchange
-from stratagem.worker.exchange.all_reduce import all_reduce_schedule
+from stratagem.worker.exchange import all_reduce as all_reduce_schedule
 from stratagem.worker.mesh import form_gloo
 from tests.every_pair import every_pair
 from tests.patience import AT_ONCE_S, PATIENCE_S

@@ -12,8 +12,7 @@ from torch import Tensor
 from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 from stratagem.common.tensors.stream import SENT, over
-from stratagem.worker.exchange import ExchangeError, GossipExchange
-from stratagem.worker.exchange.buckets import flat_tensors
+from stratagem.worker.exchange import ExchangeError, GossipExchange, layout
 from tests.every_pair import every_value
 from tests.patience import PATIENCE_S
 from tests.worker.exchange.cases import CountingLink, raw
@@ -30,7 +29,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...] = ODD
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     """In turn."""
-    bucket_bytes: int = flat_tensors.FLAT_BYTES
+    bucket_bytes: int = layout.FLAT_BYTES
 
     def tensors(self, node: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(node)
@@ -116,7 +115,7 @@ CASES = [
 def test_every_node_has_the_bits_of_the_plain_product(
     case: Case, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_tensors, "FLAT_BYTES", case.bucket_bytes)
+    monkeypatch.setattr(layout, "FLAT_BYTES", case.bucket_bytes)
     bits, totals, _ = play(case, size)
     total = 0.0
     for node in range(1, case.num_nodes):

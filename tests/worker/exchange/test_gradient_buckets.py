@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
-from stratagem.worker.exchange.buckets.bucket_layout import (
+from stratagem.worker.exchange.layout import (
+    BLOCK,
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     BucketLayout,
+    ShardOwners,
     plan_layout,
 )
-from stratagem.worker.exchange.buckets.gradient_norm import BLOCK
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from stratagem.worker.exchange.buckets.slice_owners import divide_slices
+from stratagem.worker.exchange.slice_owners import divide_slices
+from stratagem.worker.exchange.transports import SoloTransport
 from tests.worker.exchange.cases import Case, buckets_of, no_scalars, one_step
 
 

@@ -21,10 +21,10 @@ from stratagem.worker.exchange import (
     ExchangeError,
     GradientBuckets,
     ServerTransport,
+    parameter_server,
     server_exchange,
 )
-from stratagem.worker.exchange.parameter_server import server_transport
-from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
+from stratagem.worker.exchange.gradient_streams import GradientPort
 from tests.common.compression.support import CODECS
 from tests.jobs import job
 from tests.patience import PATIENCE_S
@@ -104,7 +104,7 @@ async def test_sums_through_the_coordinator_have_the_bits_of_the_tree(
 ) -> None:
     """Partial sums are read when they have reached the host."""
     device = LateDevice()
-    monkeypatch.setattr(server_transport, "to_host", device.to_host)
+    monkeypatch.setattr(parameter_server, "to_host", device.to_host)
     with members(case, size) as (transports, steps):
         for transport in transports:
             await transport.partials(7, transport.num_buckets - 1)

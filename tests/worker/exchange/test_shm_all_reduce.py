@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from stratagem.worker.exchange import ExchangeError
-from stratagem.worker.mesh import shm_buffers
-from stratagem.worker.mesh.backend_agreement import MeshOffer
-from stratagem.worker.mesh.same_host import SharedListener, host_identity
-from stratagem.worker.mesh.shm_buffers import SharedGroup, form_shared
-from stratagem.worker.mesh.shm_segments import UnshareableError, allocate
+from stratagem.worker.mesh import shm
+from stratagem.worker.mesh.choice import MeshOffer
+from stratagem.worker.mesh.shm import (
+    SharedGroup,
+    SharedListener,
+    UnshareableError,
+    allocate,
+    form_shared,
+    host_identity,
+)
 from tests.patience import PATIENCE_S
 from tests.worker.mesh.engines import links_of
 from tests.worker.mesh.party import listeners_at
@@ -113,7 +118,7 @@ def test_all_members_are_told_that_one_cannot_allocate(monkeypatch: pytest.Monke
             raise OSError("no memory")
         return allocate(size_bytes)
 
-    monkeypatch.setattr(shm_buffers, "allocate", full)
+    monkeypatch.setattr(shm, "allocate", full)
 
     def share(group: SharedGroup) -> str:
         with pytest.raises(UnshareableError) as caught:

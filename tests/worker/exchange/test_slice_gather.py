@@ -6,15 +6,9 @@ from typing import cast
 import pytest
 import torch
 
-from stratagem.worker.exchange.all_reduce.slice_gather import (
-    Gathering,
-    GatherRun,
-    LinkSlices,
-    num_gather_tags,
-)
-from stratagem.worker.exchange.buckets.kept_sums import keep_sums
-from stratagem.worker.exchange.buckets.slice_owners import divide_slices
-from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport
+from stratagem.worker.exchange.slice_owners import divide_slices, keep_sums
+from stratagem.worker.exchange.slices import Gathering, GatherRun, LinkSlices, num_gather_tags
+from stratagem.worker.exchange.transfer_thread import MeshTransport
 from stratagem.worker.mesh import Link
 from tests.worker.exchange.cases import Case
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
-from stratagem.worker.host import client_state_store
-from stratagem.worker.host.client_state_store import ClientStateStore
+from stratagem.worker.host import client_states
+from stratagem.worker.host.client_states import ClientStateStore
 
 RUN = "run-1"
 
@@ -75,7 +75,7 @@ def test_a_run_that_is_no_name_and_a_folder_that_takes_nothing_are_said(
 
 
 def test_the_run_written_longest_ago_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_state_store, "MAX_RUNS", 2)
+    monkeypatch.setattr(client_states, "MAX_RUNS", 2)
     store = store_in(tmp_path)
     for number, run in enumerate(("first", "second")):
         store.save(run, 0, 1, state(1.0))

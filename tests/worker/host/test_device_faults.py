@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import UserCodeError
-from stratagem.worker.host.device_faults import DeviceFault, DeviceHealth, device_fault, told_fault
+from stratagem.worker.host.exit_record import DeviceFault, DeviceHealth, device_fault, told_fault
 
 ASSERTION = "CUDA error: device-side assert triggered"
 pytestmark = pytest.mark.core

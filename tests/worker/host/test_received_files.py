@@ -16,9 +16,9 @@ from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import worker_pb2
-from stratagem.worker.host import worker_blob_cache as module
-from stratagem.worker.host.worker_blob_cache import ReceivedBlobs, _OnDisk
-from stratagem.worker.service.session_table import Sessions
+from stratagem.worker.host import blobs as module
+from stratagem.worker.host.blobs import ReceivedBlobs, _OnDisk
+from stratagem.worker.service.sessions import Sessions
 from tests.common.tensors.chunk_messages import iter_chunks
 
 OTHER = """

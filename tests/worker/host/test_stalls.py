@@ -19,7 +19,7 @@ LIBRARY = "/opt/python/lib/python3.11"
 LOCK = StackFrame("threading", f"{LIBRARY}/threading.py", 320, "wait")
 TORCH = StackFrame("torch.nn", f"{LIBRARY}/site-packages/torch/nn/linear.py", 125, "forward")
 MODEL = StackFrame("my.models", "/home/me/my/models.py", 41, "forward")
-PLAN = "worker.plans.train_plan"
+PLAN = "worker.plans.train"
 
 
 def ours(*names: str) -> list[StackFrame]:
@@ -28,14 +28,14 @@ def ours(*names: str) -> list[StackFrame]:
     return [StackFrame(module, file, 7, "run") for module, file in files]
 
 
-ENGINE = ours("worker.engine.step.forward_backward")
-SHARED = ours("worker.exchange.all_reduce.shm_all_reduce", "worker.exchange.reducer")
-LINK = ours("worker.mesh.mailbox", "worker.exchange.buckets.transfer_thread")
-STAGE = ours("worker.mesh.mailbox", "worker.pipeline.peer_transport", "worker.pipeline.rank_pass")
-SERVER = ours("worker.exchange.parameter_server.server_transport", "worker.exchange.reducer")
-MEETING = ours("worker.session.plan_control", "worker.party.join_rendezvous", "worker.party.join")
-BLOB = ours("worker.session.plan_control", "worker.session.context")
-READERS = ours("worker.data.reader.reader_pool", "worker.data.datasets")
+ENGINE = ours("worker.engine.forward_backward")
+SHARED = ours("worker.exchange.shm_all_reduce", "worker.exchange.reducer")
+LINK = ours("worker.mesh.mailbox", "worker.exchange.transfer_thread")
+STAGE = ours("worker.mesh.mailbox", "worker.pipeline.messages", "worker.pipeline.rank_pass")
+SERVER = ours("worker.exchange.parameter_server", "worker.exchange.reducer")
+MEETING = ours("worker.session.control", "worker.party.rendezvous", "worker.party.join")
+BLOB = ours("worker.session.control", "worker.session.context")
+READERS = ours("worker.data.readers", "worker.data.datasets")
 
 
 @pytest.mark.parametrize(

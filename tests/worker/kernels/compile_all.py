@@ -12,7 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from stratagem.worker.kernels import triton_launch, triton_programs
+from stratagem.worker.kernels import triton as triton_launch
+from stratagem.worker.kernels import triton as triton_programs
 
 assert not torch.cuda.is_initialized()
 

@@ -7,7 +7,7 @@ there is no GPU; whether they compile is asked by `test_compile`.
 import pytest
 import torch
 
-from stratagem.worker.kernels.kernel_ops import Backend
+from stratagem.worker.kernels.ops import Backend
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -22,6 +22,6 @@ def fused(device: torch.device) -> Backend:
     with pytest.MonkeyPatch.context() as patch:
         if device.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")  # read when the programs are defined
-        from stratagem.worker.kernels import triton_launch as fused
+        from stratagem.worker.kernels import triton as fused
 
         return fused

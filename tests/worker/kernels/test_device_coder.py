@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import CompressionSpec
 from stratagem.common.numerics.shards import Node
-from stratagem.worker.exchange.buckets.bucket_layout import plan_layout
-from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
-from stratagem.worker.exchange.coded.codec_groups import Portion
-from stratagem.worker.exchange.coded.coded_all_gather import Summing
-from stratagem.worker.exchange.coded.device_coder import DeviceCoder
-from stratagem.worker.exchange.coded.gradient_coder import HostCoder, coder_of
-from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.coded_gather import Summing
+from stratagem.worker.exchange.coders import DeviceCoder, HostCoder, coder_of
+from stratagem.worker.exchange.compressor import Compressor, Portion
+from stratagem.worker.exchange.layout import plan_layout
+from stratagem.worker.exchange.transports import StepScalars, num_scalars
 from tests.common.compression.support import CODECS, ODD, codec_of
 
 HAS_GPU = torch.cuda.is_available()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stratagem.common.numerics.shards import pairwise_sum
 from stratagem.worker import kernels
-from stratagem.worker.kernels import torch_kernels
-from stratagem.worker.kernels.kernel_ops import Backend, backend
+from stratagem.worker.kernels import torch as torch_kernels
+from stratagem.worker.kernels.ops import Backend, backend
 from tests.every_pair import every_value
 from tests.worker.kernels import oracle
 

@@ -14,10 +14,9 @@ from typing import Any
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.mesh import Link, form_gloo
-from stratagem.worker.mesh.grpc_backend import GrpcLink, form_grpc
-from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
-from stratagem.worker.mesh.same_host import SharedListener, connect
-from stratagem.worker.mesh.shm_buffers import SharedGroup, form_shared
+from stratagem.worker.mesh.grpc import GrpcLink, form_grpc
+from stratagem.worker.mesh.peers import Group, PeerHub, PeerServicer
+from stratagem.worker.mesh.shm import SharedGroup, SharedListener, connect, form_shared
 from stratagem.worker.mesh.shm_messages import SlotLink
 from tests.patience import PATIENCE_S
 from tests.worker.mesh.party import rendezvous_over

@@ -10,8 +10,8 @@ from typing import Any
 
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import peer_pb2_grpc
-from stratagem.worker.mesh.grpc_backend import GrpcLink, form_grpc
-from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
+from stratagem.worker.mesh.grpc import GrpcLink, form_grpc
+from stratagem.worker.mesh.peers import Group, PeerHub, PeerServicer
 from tests.patience import PATIENCE_S
 from tests.worker.mesh.engines import meeting
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stratagem.worker.mesh.device_staging import HostCopy
+from stratagem.worker.mesh.staging import HostCopy
 
 
 class LateDevice:

@@ -3,7 +3,7 @@
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.mesh.backend_choice import EngineOffer, Offer, choose, decode, encode
+from stratagem.worker.mesh.choice import EngineOffer, Offer, choose, decode, encode
 from stratagem.worker.mesh.link import ExchangeError
 
 

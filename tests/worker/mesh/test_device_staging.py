@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, plan_step
-from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport, Turn
-from stratagem.worker.mesh.device_staging import HostCopy, SideStream, host_room, to_host
+from stratagem.worker.exchange.layout import ShardOwners, plan_step
+from stratagem.worker.exchange.transfer_thread import MeshTransport, Turn
+from stratagem.worker.mesh.staging import HostCopy, SideStream, host_room, to_host
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 

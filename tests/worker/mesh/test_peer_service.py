@@ -19,11 +19,11 @@ from stratagem.common.rpc.channel import open_channel
 from stratagem.common.tensors.manifest import Purpose, to_proto
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import peer_pb2, peer_pb2_grpc, types_pb2
-from stratagem.worker.mesh import grpc_backend as mesh_grpc
-from stratagem.worker.mesh.grpc_backend import form_grpc
+from stratagem.worker.mesh import grpc as mesh_grpc
+from stratagem.worker.mesh.grpc import form_grpc
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.mailbox import Route
-from stratagem.worker.mesh.peer_service import PeerHub
+from stratagem.worker.mesh.peers import PeerHub
 from tests.common.tensors.chunk_messages import iter_chunks
 from tests.every_pair import every_value
 from tests.patience import AT_ONCE_S, PATIENCE_S

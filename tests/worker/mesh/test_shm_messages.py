@@ -13,8 +13,8 @@ from torch import Tensor
 from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.mesh import shm_messages
+from stratagem.worker.mesh.shm import UnshareableError
 from stratagem.worker.mesh.shm_messages import SlotLink
-from stratagem.worker.mesh.shm_segments import UnshareableError
 from tests.patience import PATIENCE_S
 from tests.worker.mesh.engines import slot_links
 

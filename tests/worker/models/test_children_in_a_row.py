@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.models.children_in_a_row import RULE, children_in_a_row
+from stratagem.worker.models.graph import RULE, children_in_a_row
 
 
 class Two(nn.Module):

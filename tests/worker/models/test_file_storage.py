@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import LimitError
-from stratagem.worker.models.file_storage import SMALLEST_BYTES, FileStorage
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import SMALLEST_BYTES, FileStorage, build_model
 from tests.jobs import job
 from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from stratagem.common.job.nested import WITHOUT_PARAMETERS
-from stratagem.worker.models.graph_model import MODULES
+from stratagem.worker.models.build import MODULES
 
 CALLS: tuple[tuple[Any, ...], ...] = (
     *((), (1,), (2,), (1, 2), (1, 2, 1), (1, 2, 2), (0.5,), (0.1, 20), (1, (2, 1)), (2, 1)),

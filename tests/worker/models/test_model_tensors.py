@@ -11,14 +11,13 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT, KEEPS_DTYPES
 from stratagem.worker.engine import Trainer
-from stratagem.worker.engine.step.step_report import Tally
-from stratagem.worker.engine.trainers.federated_client import ClientRunner
-from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.reducer import solo_exchange
-from stratagem.worker.exchange.single_member import SingleMemberReducer
-from stratagem.worker.host.device_faults import device_fault
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_tensors import ModelForm
+from stratagem.worker.engine.reports import Tally
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.reducer import SingleMemberReducer, solo_exchange
+from stratagem.worker.federated.client_trainer import ClientRunner
+from stratagem.worker.host.exit_record import device_fault
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import ModelForm
 from tests.cluster.jobs import data_parallel, federated
 from tests.jobs import SGD, job, user_model
 from tests.odd_kinds import BUILT, EXACT, TRAINED, Kind

@@ -9,8 +9,7 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import GraphSpec
-from stratagem.worker.models.graph_model import graph_module
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.build import build_model, graph_module
 from tests.jobs import job
 from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, model_of, train, trainer_of
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
-from stratagem.worker.engine.step.forward_backward import Start
-from stratagem.worker.models.stochastic_modules import runs_only_known_code
+from stratagem.worker.engine.forward_backward import Start
+from stratagem.worker.models.program import runs_only_known_code
 from tests.jobs import job
 from tests.worker.engine.support import train, trainer_of
 

@@ -13,14 +13,14 @@ from stratagem.common.job import JobSpec
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.coordinator_pb2 import HeldSlices, RendezvousMember
 from stratagem.worker.engine import Tally, Trainer, build_sliced_trainer
-from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
+from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.exchange import ExchangeError
-from stratagem.worker.party import mirrored_state
-from stratagem.worker.party.mirrored_state import agree_on_slices, held_slices
-from stratagem.worker.party.state_survival import survival_of
+from stratagem.worker.party import state
+from stratagem.worker.party.state import agree_on_slices, held_slices
+from stratagem.worker.party.survival import survival_of
 from stratagem.worker.session.context import ExecutionContext, SessionState
-from stratagem.worker.session.kept_slices import State
-from stratagem.worker.session.plan_control import MemberView
+from stratagem.worker.session.control import MemberView
+from stratagem.worker.session.states import State
 from tests.jobs import user_data
 from tests.patience import PATIENCE_S
 from tests.worker.engine.sliced_party import (
@@ -100,8 +100,8 @@ def meet(
             raise ExchangeError("the members have changed")
         return by_name[address].offered.result(PATIENCE_S)
 
-    monkeypatch.setattr(mirrored_state, "offer", offer)
-    monkeypatch.setattr(mirrored_state, "pull_live", pull_live)
+    monkeypatch.setattr(state, "offer", offer)
+    monkeypatch.setattr(state, "pull_live", pull_live)
     said = [each.said() for each in members]
     with ThreadPoolExecutor(len(members)) as pool:
         ranks = range(len(members))
@@ -221,11 +221,11 @@ def test_a_step_that_was_finished_late_counts_once_when_all_have_divided_without
     assert survival.holders == {1, 2}
     taken: list[object] = []
     sums = SimpleNamespace(take=lambda _work, trainer: taken.append(trainer))
-    monkeypatch.setattr(mirrored_state, "pull_live", lambda *_: ({}, {}))
-    monkeypatch.setattr(mirrored_state, "load", lambda *_: "the trainer")
-    monkeypatch.setattr(mirrored_state, "take_sums", lambda *_: sums)
+    monkeypatch.setattr(state, "pull_live", lambda *_: ({}, {}))
+    monkeypatch.setattr(state, "load", lambda *_: "the trainer")
+    monkeypatch.setattr(state, "take_sums", lambda *_: sums)
     holding = SimpleNamespace(trainer=None, late=["the report of step 5"])
     work, view = (cast("Any", SimpleNamespace(holding=holding, rank=0)) for _ in range(2))
-    mirrored_state._gathered(work, view, members, survival, StateShare(0, 3, True, True))
+    state._gathered(work, view, members, survival, StateShare(0, 3, True, True))
     assert taken == ["the trainer"]
     assert holding.late == []

@@ -4,7 +4,7 @@ import pytest
 
 from stratagem.common.base.errors import SoleCopyLostError
 from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMember
-from stratagem.worker.party.state_survival import Survival, survival_of
+from stratagem.worker.party.survival import Survival, survival_of
 
 
 def member(

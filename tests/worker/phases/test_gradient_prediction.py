@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.job.schedules import PhasesSpec, PredictorSpec
-from stratagem.worker.phases.gradient_extrapolation import coefficients
-from stratagem.worker.phases.gradient_prediction import GradientHistory, quality
-from stratagem.worker.phases.phase_schedule import Quality
+from stratagem.worker.phases.prediction import GradientHistory, coefficients, quality
+from stratagem.worker.phases.schedule import Quality
 from tests.worker.phases.bowl import sgd_steps, steps_to_converge
 
 pytestmark = pytest.mark.core

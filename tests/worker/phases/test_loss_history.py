@@ -5,7 +5,7 @@ import random
 import pytest
 
 from stratagem.common.numerics.rules import FIRST
-from stratagem.worker.phases.loss_history import LossHistory
+from stratagem.worker.phases.schedule import LossHistory
 
 pytestmark = pytest.mark.core
 

@@ -10,20 +10,23 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job.schedules import PhasesSpec
 from stratagem.common.numerics.rules import CURRENT, FIRST
-from stratagem.worker.phases import phase_schedule
-from stratagem.worker.phases.loss_history import LossHistory
-from stratagem.worker.phases.phase_adaptation import Lengths, adapted, after_failed_check
-from stratagem.worker.phases.phase_schedule import (
+from stratagem.worker.phases import schedule
+from stratagem.worker.phases.schedule import (
+    Lengths,
+    LossHistory,
     PhaseError,
     Quality,
     State,
     TrainingPhase,
+    adapted,
+    after_failed_check,
     begin,
+    dump_state,
     end,
     initial,
+    load_state,
 )
-from stratagem.worker.phases.phase_schedule_json import dump_state, load_state
-from stratagem.worker.phases.phase_statistics import Seconds, news_of, statistics_of, trends_of
+from stratagem.worker.phases.training import Seconds, news_of, statistics_of, trends_of
 
 pytestmark = pytest.mark.core
 
@@ -48,7 +51,7 @@ def step(state: State, spec: PhasesSpec, check: Quality = GOOD, loss: float = 1.
     state = begin(state, spec)
     if state.phase is P:
         return end(state, spec)
-    is_due = phase_schedule.check_due(state) or phase_schedule.back_test_due(state, spec)
+    is_due = schedule.check_due(state) or schedule.back_test_due(state, spec)
     return end(state, spec, loss, (check,) if is_due else ())
 
 
@@ -187,10 +190,10 @@ def test_the_horizon_of_the_back_test_leaves_room_for_a_line() -> None:
         state, due = initial(spec), []
         for index in range(full):
             opened = begin(state, spec)
-            if phase_schedule.forecast_due(opened, spec):
+            if schedule.forecast_due(opened, spec):
                 due.append(index)
             state = step(state, spec)
-        assert phase_schedule.horizon(opened, spec) == expected
+        assert schedule.horizon(opened, spec) == expected
         assert due == [full - 1 - expected]
 
 
@@ -269,7 +272,7 @@ def test_no_gradient_is_predicted_while_the_loss_rises_slowly(
         state = begin(state, spec, numerics)
         phases.append(state.phase)
         loss = None if state.phase is P else 1.0 + 0.01 * number
-        is_due = phase_schedule.check_due(state) or phase_schedule.back_test_due(state, spec)
+        is_due = schedule.check_due(state) or schedule.back_test_due(state, spec)
         state = end(state, spec, loss, good if is_due else (), numerics)
     assert phases[8] is P
     assert phases[35] is phase

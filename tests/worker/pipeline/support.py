@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.data.sources import DataSources
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
+from stratagem.worker.pipeline.build import RankEndpoint, StageAssignment, build_stage_runner
+from stratagem.worker.pipeline.messages import (
+    Address,
+    LocalPost,
+    LocalTransport,
+    Message,
+    StageTransport,
+)
 from stratagem.worker.pipeline.rank_trainer import StageRunner
-from stratagem.worker.pipeline.stage_message import Address, Message
-from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport, StageTransport
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job, user_data
 from tests.patience import PATIENCE_S

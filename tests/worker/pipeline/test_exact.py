@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.pipeline.schedules import SCHEDULES
-from stratagem.worker.pipeline.build_stages import StageAssignment
+from stratagem.worker.pipeline.build import StageAssignment
 from tests.every_pair import every_pair, every_value
 from tests.jobs import user_data, user_model
 from tests.patience import PATIENCE_S

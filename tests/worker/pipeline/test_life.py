@@ -14,11 +14,10 @@ from stratagem.common.numerics.shards import Node, tree_sum
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.exchange import GradientBuckets, StepScalars, solo_exchange
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.pipeline.build_stages import StageAssignment
+from stratagem.worker.pipeline.agreement import StageExchange, StageGradients
+from stratagem.worker.pipeline.build import StageAssignment, SumOverReplicas
+from stratagem.worker.pipeline.messages import LocalPost, LocalTransport
 from stratagem.worker.pipeline.rank_trainer import StageRunner
-from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
-from stratagem.worker.pipeline.stage_exchange import StageExchange, StageGradients
-from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
 from tests.jobs import LOSSES, user_data, user_model
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop

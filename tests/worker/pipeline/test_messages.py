@@ -21,17 +21,19 @@ from stratagem.common.base.errors import (
 from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.activation_store import ActivationStore
-from stratagem.worker.pipeline.build_stages import StageAssignment
-from stratagem.worker.pipeline.peer_transport import PeerTransport
-from stratagem.worker.pipeline.stage_message import (
+from stratagem.worker.pipeline.build import StageAssignment
+from stratagem.worker.pipeline.messages import (
     Address,
+    LocalPost,
+    LocalTransport,
     Message,
+    PeerTransport,
+    StageTransport,
     pack,
     put_together,
     take_apart,
     unpack,
 )
-from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport, StageTransport
 from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop

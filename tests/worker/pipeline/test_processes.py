@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.mesh.same_host import SharedListener, connect
+from stratagem.worker.mesh.shm import SharedListener, connect
 from stratagem.worker.mesh.shm_messages import SlotLink
-from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
-from stratagem.worker.pipeline.peer_transport import PeerTransport
+from stratagem.worker.pipeline.build import RankEndpoint, StageAssignment, build_stage_runner
+from stratagem.worker.pipeline.messages import PeerTransport
 from tests.every_pair import every_value
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop

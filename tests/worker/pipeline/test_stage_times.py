@@ -9,12 +9,11 @@ import torch
 
 from stratagem.common.history.recording import NONE, StageReport
 from stratagem.common.pipeline.schedules import EAGER_FROM, Action, TaskKind, has_eager, suited
-from stratagem.worker.host.clock_number import clock_number
-from stratagem.worker.pipeline.build_stages import StageAssignment
-from stratagem.worker.pipeline.hop_measurement import Hops, Meter, measure_hops
-from stratagem.worker.pipeline.stage_message import Address, Message
-from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
-from stratagem.worker.pipeline.timing.stage_times import StageTimes
+from stratagem.worker.host.clock import clock_number
+from stratagem.worker.pipeline.build import StageAssignment
+from stratagem.worker.pipeline.messages import Address, LocalPost, LocalTransport, Message
+from stratagem.worker.pipeline.schedule import Hops, Meter, measure_hops
+from stratagem.worker.pipeline.times import StageTimes
 from tests.reference.loops import sharded_loop
 from tests.worker.pipeline.graphs import BRANCHES, SKIPS
 from tests.worker.pipeline.support import ALLOWED, Party, cut, deep_job

@@ -9,8 +9,8 @@ import torch
 
 import stratagem
 from stratagem.common.base.errors import UserCodeError
-from stratagem.worker.host.device_faults import DeviceHealth
-from stratagem.worker.plans.plan_errors import typed_errors
+from stratagem.worker.host.exit_record import DeviceHealth
+from stratagem.worker.plans.execution import typed_errors
 
 WORK: Any = SimpleNamespace(
     host=SimpleNamespace(health=DeviceHealth()), holding=SimpleNamespace(activity="training")

@@ -9,7 +9,7 @@ import pytest
 from stratagem.common.job import JobSpec, OptimizerSpec, with_fields
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import build_trainer
-from stratagem.worker.plans.structural_fields import go_on, layout_of, structural
+from stratagem.worker.plans.build import go_on, layout_of, structural
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job, user_model

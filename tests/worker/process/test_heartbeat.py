@@ -17,8 +17,9 @@ from stratagem.v1.coordinator_pb2_grpc import (
     CoordinatorServiceServicer,
     add_CoordinatorServiceServicer_to_server,
 )
-from stratagem.worker.host.coordinator_clock import CoordinatorClock
-from stratagem.worker.process import heartbeat, heartbeat_stream
+from stratagem.worker.host.clock import CoordinatorClock
+from stratagem.worker.process import heartbeat
+from stratagem.worker.process import heartbeat as heartbeat_stream
 from stratagem.worker.process.heartbeat import Agent, Identity
 from tests.patience import PATIENCE_S
 

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from stratagem.common.process.cpu_threads import VARIABLES, available_cores
-from stratagem.worker.process import placed_settings
-from stratagem.worker.process.worker_settings import from_command_line
+from stratagem.worker.process import settings as placed_settings
+from stratagem.worker.process.settings import from_command_line
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "f3a1",

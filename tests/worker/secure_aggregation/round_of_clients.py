@@ -7,9 +7,8 @@ from typing import Any
 
 from stratagem.common.job import JobSpec
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.secure_aggregation.secret_store import SecretStore
-from stratagem.worker.secure_aggregation.secure_rounds import SecureRounds
-from stratagem.worker.secure_aggregation.signing import WorkerSigner
+from stratagem.worker.federated.secure_rounds import SecureRounds
+from stratagem.worker.federated.secure_secrets import SecretStore, WorkerSigner
 from tests.jobs import job
 
 SEED = b"\5" * 32

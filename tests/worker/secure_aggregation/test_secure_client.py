@@ -13,7 +13,7 @@ from stratagem.common.base.errors import InvalidInputError, KeysLostError, Refus
 from stratagem.common.base.ids import Party
 from stratagem.common.secure.secrets import SecureRound
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.secure_aggregation.masked_update import masked_update
+from stratagem.worker.federated.secure_client import masked_update
 from tests.worker.secure_aggregation.round_of_clients import (
     SEED,
     RoundOfClients,

@@ -23,8 +23,8 @@ from stratagem.common.identity import certificates
 from stratagem.common.identity.callers import RevokedFile, add_revoked
 from stratagem.common.identity.certificates import Authority, make_authority
 from stratagem.common.identity.tls import Role, TlsFiles
-from stratagem.worker.secure_aggregation.signing import SignedIdentity, WorkerSigner, is_signed_by
-from stratagem.worker.site.site_file import PeerPins
+from stratagem.worker.federated.secure_secrets import SignedIdentity, WorkerSigner, is_signed_by
+from stratagem.worker.site.file import PeerPins
 from tests.worker.secure_aggregation.round_of_clients import RoundOfClients, secure_job, worker
 
 ALL = (0, 1, 2, 3)

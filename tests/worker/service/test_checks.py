@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.plans.built_job_checks import check_built
+from stratagem.worker.plans.build import check_built
 from tests.jobs import job
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.common.process.process import MISTAKEN, PREEMPTED
 from stratagem.common.rpc.channel import open_channel
-from stratagem.worker.process.shutdown import REPEAT_S, Stop
+from stratagem.worker.process.main import REPEAT_S, Stop
 from tests.jobs import user_model
 from tests.repository import ROOT
 from tests.userland.acting_models import NO_GATE

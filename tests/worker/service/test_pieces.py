@@ -23,21 +23,22 @@ from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.host.torch_thread import TorchThread
-from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
-from stratagem.worker.process.worker_settings import from_command_line
-from stratagem.worker.service.fence import FenceGuard
-from stratagem.worker.session.outbox import MAX_LOG_LINES, Outbox
-from stratagem.worker.session.plan_control import (
+from stratagem.worker.host.blobs import ReceivedBlobs
+from stratagem.worker.host.clock import TorchThread
+from stratagem.worker.process.settings import from_command_line
+from stratagem.worker.service.sessions import FenceGuard
+from stratagem.worker.session.control import (
     ABORTED,
     DRAINED,
+    MAX_LOG_LINES,
     AwaitView,
     Control,
     MemberView,
+    Outbox,
     PlanStopped,
     ViewChanged,
 )
-from stratagem.worker.session.session_states import StateStore, freeze
+from stratagem.worker.session.states import StateStore, freeze
 from tests.common.tensors.chunk_messages import iter_chunks
 
 FENCES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from("ab")))

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from stratagem.common.rpc.channel import PLAINTEXT
 from stratagem.common.tensors.leaves import StateFolder
-from stratagem.worker.service.worker_diagnosis import say_mismatch, surroundings
+from stratagem.worker.service.diagnosis import say_mismatch, surroundings
 
 
 @pytest.mark.parametrize(

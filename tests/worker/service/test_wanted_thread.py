@@ -12,9 +12,8 @@ from typing import Any, cast
 import pytest
 
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.host.stalls import StallLimits
-from stratagem.worker.host.thread_activity import Activity
-from stratagem.worker.plans.plan_execution import PlanExecution
+from stratagem.worker.host.stalls import Activity, StallLimits
+from stratagem.worker.plans.execution import PlanExecution
 from stratagem.worker.service.watchdog import Watchdog, write_stacks_in
 
 LIMITS = StallLimits(report_s=60.0, grace_s=30.0, compile_s=900.0)

@@ -13,8 +13,8 @@ from stratagem.common.rpc.tensor_transfer import serve_get
 from stratagem.common.tensors.leaves import StateFolder
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1 import worker_pb2_grpc
-from stratagem.worker.session.joined_leaves import sent_pieces
-from stratagem.worker.session.session_states import Frozen
+from stratagem.worker.session.leaves import sent_pieces
+from stratagem.worker.session.states import Frozen
 
 
 def empty_folder(path: Path) -> StateFolder:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.worker.session.finite_state import diverged, parameters_of
+from stratagem.worker.session.finite import diverged, parameters_of
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 INF, NAN = float("inf"), float("nan")

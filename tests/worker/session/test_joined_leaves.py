@@ -18,9 +18,14 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.rpc.channel import PLAINTEXT
 from stratagem.common.tensors.leaves import LEAF_BYTES, StateFolder
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.session.joined_leaves import LeafPieces, check_leaves, sent_pieces
-from stratagem.worker.session.session_states import Frozen, freeze
-from stratagem.worker.session.written_leaves import check_request, written_leaves
+from stratagem.worker.session.leaves import (
+    LeafPieces,
+    check_leaves,
+    check_request,
+    sent_pieces,
+    written_leaves,
+)
+from stratagem.worker.session.states import Frozen, freeze
 from tests.worker.session.piece_server import empty_folder, serving
 
 UPLOAD = f"{7:010}-{'a' * 16}"

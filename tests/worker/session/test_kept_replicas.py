@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import NotFoundError, SoleCopyLostError
 from stratagem.common.tensors.files import blob_digest, file_digest
-from stratagem.worker.session.kept_replicas import MAX_RUNS, KeptReplicas
+from stratagem.worker.session.replicas import MAX_RUNS, KeptReplicas
 
 RUN = "run-1"
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.tensors.leaves import leaves_of, pieces_of
-from stratagem.worker.session import known_leaves
-from stratagem.worker.session.known_leaves import KnownLeaves, hashed
-from stratagem.worker.session.session_states import Frozen, StateStore, freeze
+from stratagem.worker.session import states as known_leaves
+from stratagem.worker.session.states import Frozen, KnownLeaves, StateStore, freeze, hashed
 
 Change = Callable[[Tensor], object]
 

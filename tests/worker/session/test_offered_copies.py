@@ -8,10 +8,10 @@ from stratagem.common.tensors.local_files import copy_of, opened_copy, readable_
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.stream import sent
 from stratagem.v1 import types_pb2, worker_pb2
-from stratagem.worker.service.session_table import Session, Sessions, key_from
-from stratagem.worker.service.worker_service import WorkerServicer
+from stratagem.worker.service.service import WorkerServicer
+from stratagem.worker.service.sessions import Session, Sessions, key_from
 from stratagem.worker.session.context import RunCache
-from stratagem.worker.session.session_states import Frozen, StateStore, freeze
+from stratagem.worker.session.states import Frozen, StateStore, freeze
 
 REF = types_pb2.SessionRef(run_id="r-1", party="clients/3")
 

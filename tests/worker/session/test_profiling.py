@@ -13,7 +13,7 @@ from stratagem.coordinator.observe import profiles
 from stratagem.coordinator.observe.profile_recording import Recording
 from stratagem.coordinator.observe.profiles import Profiles, joined
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.host.coordinator_clock import CoordinatorClock
+from stratagem.worker.host.clock import CoordinatorClock
 from stratagem.worker.session import profiling
 from stratagem.worker.session.profiling import compacted
 

@@ -24,12 +24,11 @@ from stratagem.common.rpc.signed_objects import SignedObjects
 from stratagem.common.tensors.leaves import leaves_of, list_bytes, pieces_of
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, from_proto
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.host import signed_stream
-from stratagem.worker.host.signed_states import fetch_state, received_list
-from stratagem.worker.host.signed_stream import SignedStream
-from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
-from stratagem.worker.session.session_states import Frozen, freeze
-from stratagem.worker.session.signed_leaves import NUM_ATTEMPTS, put_leaves
+from stratagem.worker.host import states
+from stratagem.worker.host.blobs import ReceivedBlobs
+from stratagem.worker.host.states import SignedStream, fetch_state, received_list
+from stratagem.worker.session.leaves import NUM_ATTEMPTS, put_leaves
+from stratagem.worker.session.states import Frozen, freeze
 
 IDLE_S = 30.0
 SHORT_S = 0.1
@@ -173,7 +172,7 @@ async def test_what_is_refused_is_asked_for_again_and_not_for_ever() -> None:
 
 
 async def test_many_leaves_are_asked_for_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signed_stream, "MAX_ASKED", 3)
+    monkeypatch.setattr(states, "MAX_ASKED", 3)
     signer = Signer(pb.PutLeavesRequest)
     stream = SignedStream(signer.requests(), pb.PutLeavesResponse, IDLE_S)
 

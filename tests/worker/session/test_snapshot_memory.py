@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import NotFoundError
-from stratagem.worker.engine.step.state_format import copied
-from stratagem.worker.session.session_states import StateStore, freeze
+from stratagem.worker.engine.state_format import copied
+from stratagem.worker.session.states import StateStore, freeze
 from tests.worker.engine.support import assert_same_bits
 
 

@@ -23,10 +23,10 @@ from stratagem.common.tensors.leaves import (
 )
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, from_proto
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.host.direct_states import DirectStates
-from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
-from stratagem.worker.session.session_states import Frozen, freeze
-from stratagem.worker.session.written_leaves import check_folder, check_request, written_leaves
+from stratagem.worker.host.blobs import ReceivedBlobs
+from stratagem.worker.host.states import DirectStates
+from stratagem.worker.session.leaves import check_folder, check_request, written_leaves
+from stratagem.worker.session.states import Frozen, freeze
 from tests.worker.session.piece_server import empty_folder
 
 UPLOAD = f"{7:010}-{'a' * 16}"

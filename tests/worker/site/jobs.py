@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.common.job import JobSpec
-from stratagem.worker.site.site_file import SiteFile, read_site
+from stratagem.worker.site.file import SiteFile, read_site
 from tests.jobs import job
 
 DIGEST = "a" * 64

@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.identity.audit import check_lines
-from stratagem.worker.site.audit_file import AuditFile
+from stratagem.worker.site.audit import AuditFile
 
 pytestmark = pytest.mark.core
 

@@ -10,10 +10,9 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, UnfitModelError
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.models.model_fit import checks_of_the_model
-from stratagem.worker.plans.federated.client_state import check_personal
-from stratagem.worker.site.disclosure import Disclosure
-from stratagem.worker.site.error_place import CodePlaces
+from stratagem.worker.models.build import checks_of_the_model
+from stratagem.worker.plans.client_state import check_personal
+from stratagem.worker.site.disclosure import CodePlaces, Disclosure
 from tests.worker.site.jobs import offered
 
 SITE = Disclosure("anna", frozenset(), True, shares_logs=False, shares_messages=False)

@@ -8,8 +8,8 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.code.bundle import make_keys
 from stratagem.common.process.process import MISTAKEN
-from stratagem.worker.process import worker_main
-from stratagem.worker.site.site_file import read_site
+from stratagem.worker.process import main as worker_main
+from stratagem.worker.site.file import read_site
 from tests.repository import ROOT
 from tests.worker.site.jobs import ANY, PEERS, site_of
 

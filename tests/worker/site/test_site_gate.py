@@ -17,7 +17,7 @@ from stratagem.common.base.errors import (
 )
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.site.site_gate import SiteGate
+from stratagem.worker.site.gate import SiteGate
 from tests.worker.site.jobs import ANY, NIGHTS, offered, site_of
 
 pytestmark = pytest.mark.core

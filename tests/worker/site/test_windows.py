@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.site.windows import DAYS, opening, parse_window, told
+from stratagem.worker.site.file import DAYS, opening, parse_window, told
 
 pytestmark = pytest.mark.core
 

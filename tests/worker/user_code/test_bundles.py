@@ -14,11 +14,9 @@ from torch import nn
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, UserCodeError
 from stratagem.common.code.bundle import digest_of, make_keys, pack, sign
 from stratagem.common.job import CodeSpec
-from stratagem.worker.user_code import bundle_import
-from stratagem.worker.user_code.code_policy import CodePolicy
-from stratagem.worker.user_code.code_store import CodeStore
-from stratagem.worker.user_code.entrypoints import EntryPoints
-from stratagem.worker.user_code.job_code import UserCode
+from stratagem.worker.user_code import bundles as bundle_import
+from stratagem.worker.user_code.bundles import CodePolicy, CodeStore
+from stratagem.worker.user_code.entrypoints import EntryPoints, UserCode
 from tests.jobs import job
 
 FIRST = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.worker.user_code import changed_modules as changes
+from stratagem.worker.user_code import watching as changes
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 NAMES = ("changing_task", "changing_helper", "changing_other")

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     leave_on(signal.SIGTERM, signal.SIGUSR1, status=PREEMPTED if is_launched else 0)
 
     gc.disable()  # a sixth of the time of the import, and finds nothing
-    from stratagem.worker.process.worker_main import main
+    from stratagem.worker.process.main import main
 
     gc.enable()
     end(main(sys.argv[1:], _MALLOC, _WAITING))

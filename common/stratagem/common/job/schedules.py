@@ -1,7 +1,7 @@
 """The section `optimizer.schedule`: the factor by which the learning rate follows the steps, or an
 entry point that makes a scheduler of torch's kind.
 
-Checks itself; the curves are computed by the worker (`engine/optim/learning_rate.py`).
+Checks itself; the curves are computed by the worker (`engine/apply_step.py`).
 """
 
 from collections.abc import Iterator, Mapping

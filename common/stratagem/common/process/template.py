@@ -36,7 +36,7 @@ from stratagem.common.process.process import end
 PRELOADED: Final = (
     "stratagem.coordinator.process.main",
     "torch",
-    "stratagem.worker.process.worker_main",
+    "stratagem.worker.process.main",
 )
 """In this order: a coordinator needs no torch, and starts while that is imported."""
 READ_WHILE_LOADED: Final = (

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stratagem.worker.engine.privacy.clip_update import clipped_change
+from stratagem.worker.federated.row_privacy import clipped_change
 
 
 def norm_of(tensors: dict[str, Tensor]) -> float:

@@ -9,11 +9,11 @@ from torch import nn
 
 from stratagem.common.privacy import accountant
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.make_objective import make_objective
-from stratagem.worker.engine.privacy import row_gradients
-from stratagem.worker.engine.step.forward_backward import Passes
+from stratagem.worker.engine.forward_backward import Passes
+from stratagem.worker.federated import row_privacy
+from stratagem.worker.numerics.model import prepare
+from stratagem.worker.numerics.randomness import KeyedRandomness
+from stratagem.worker.objectives.step_function import make_objective
 from tests.worker.engine.client_rounds import federated
 from tests.worker.engine.support import ALLOWED, CPU
 
@@ -56,8 +56,8 @@ def test_clipped_sums_are_those_of_opacus(num_rows: int, norm: float) -> None:
         prepare(ours, spec, CPU, randomness),
     )
     params = {name: param.detach() for name, param in ours.named_parameters()}
-    found = row_gradients._row_gradients(passes, params)(params, x, y)
-    factors = row_gradients._factors(found, norm)
+    found = row_privacy._row_gradients(passes, params)(params, x, y)
+    factors = row_privacy._factors(found, norm)
     sgd = torch.optim.SGD(theirs.parameters(), lr=1.0)
     optimizer = opacus.optimizers.DPOptimizer(
         sgd, noise_multiplier=0.0, max_grad_norm=norm, expected_batch_size=1
@@ -66,7 +66,7 @@ def test_clipped_sums_are_those_of_opacus(num_rows: int, norm: float) -> None:
     optimizer.clip_and_accumulate()
     for name, param in theirs._module.named_parameters():
         torch.testing.assert_close(found[name], param.grad_sample, **CLOSE)  # type: ignore[arg-type]
-        total = row_gradients._shrunk(found[name], factors).sum(0).float()
+        total = row_privacy._shrunk(found[name], factors).sum(0).float()
         torch.testing.assert_close(total, param.summed_grad, **CLOSE)  # type: ignore[arg-type]
 
 

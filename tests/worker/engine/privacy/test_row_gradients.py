@@ -10,18 +10,14 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.privacy.noise import seeded_secret
-from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.data.row_datasets import BatchKeys
-from stratagem.worker.engine.privacy import row_gradients
-from stratagem.worker.engine.privacy.row_noise import RowNoise
-from stratagem.worker.engine.trainers.federated_client import (
-    ClientRound,
-    ClientRunner,
-    RoundSettings,
-)
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.data.rows import BatchKeys
+from stratagem.worker.data.sources import ClientShare, DataSources, load_data
+from stratagem.worker.federated import row_privacy
+from stratagem.worker.federated.client_trainer import ClientRound, ClientRunner, RoundSettings
+from stratagem.worker.federated.row_privacy import RowNoise
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import rows_dtype
 from tests.jobs import user_data
 from tests.reference.private_rows import private_steps
 from tests.worker.engine.client_rounds import federated
@@ -97,7 +93,7 @@ def test_a_round_is_that_of_the_loop_over_rows(case: str) -> None:
 
 def test_rows_a_few_at_a_time_are_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = trained(protected()).tensors
-    monkeypatch.setattr(row_gradients, "_MAX_ROWS", 3)
+    monkeypatch.setattr(row_privacy, "_MAX_ROWS", 3)
     for name, tensor in trained(protected()).tensors.items():
         torch.testing.assert_close(tensor, at_once[name], **CLOSE)  # type: ignore[arg-type]
 
@@ -105,8 +101,8 @@ def test_rows_a_few_at_a_time_are_the_same_rows(monkeypatch: pytest.MonkeyPatch)
 def test_rows_one_after_the_other_are_the_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for models that torch does not run for many rows at once."""
     at_once = trained(protected()).tensors
-    monkeypatch.setattr(row_gradients, "_ONE_BY_ONE", (torch.nn.Linear,))
-    monkeypatch.delattr(row_gradients, "vmap")
+    monkeypatch.setattr(row_privacy, "_ONE_BY_ONE", (torch.nn.Linear,))
+    monkeypatch.delattr(row_privacy, "vmap")
     for name, tensor in trained(protected()).tensors.items():
         torch.testing.assert_close(tensor, at_once[name], **CLOSE)  # type: ignore[arg-type]
 
@@ -162,7 +158,7 @@ def test_batch_norm_is_refused_by_name_once_the_model_is_built() -> None:
 )
 def test_parts_without_a_number_for_each_row_are_refused(part: Any, kind: str) -> None:
     with pytest.raises(ValueError, match=f"a batch of 3 rows has a part of {kind}; privacy"):
-        row_gradients._check_rows([torch.zeros(3), part], 3)
+        row_privacy._check_rows([torch.zeros(3), part], 3)
 
 
 def noise_of(names: tuple[str, ...] = ("round", "base"), **changes: Any) -> RowNoise:

@@ -8,7 +8,7 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.worker.plans.federated.client_state import check_personal, personal, shared
+from stratagem.worker.plans.client_state import check_personal, personal, shared
 from tests.worker.site.jobs import offered
 
 

@@ -5,13 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.engine.step.callbacks import Callbacks
-from stratagem.worker.engine.trainers.federated_client import (
-    ClientRound,
-    ClientRunner,
-    RoundSettings,
-)
-from stratagem.worker.plans.federated.control_variates import (
+from stratagem.worker.engine.callbacks import Callbacks
+from stratagem.worker.federated.client_trainer import ClientRound, ClientRunner, RoundSettings
+from stratagem.worker.plans.client_state import (
     check_control,
     control_begun,
     control_moved,

@@ -29,19 +29,17 @@ from stratagem.tools.check.tried_step import (
     try_step,
 )
 from stratagem.tools.planning.job_site import Site
-from stratagem.worker.data.data_sources import load_data
+from stratagem.worker.data.checks import check_same_rows, described_rows
 from stratagem.worker.data.datasets import Dataset, Gather, training_split
-from stratagem.worker.data.order.row_order import epoch_rows_of
-from stratagem.worker.data.order.sampler import BatchOrder
-from stratagem.worker.data.row_datasets import RowDataset
-from stratagem.worker.data.same_rows import check_same_rows, described_rows
-from stratagem.worker.data.stream_dataset import FetchedRows, StreamDataset
-from stratagem.worker.engine.privacy.row_checks import check_rows_apart
-from stratagem.worker.engine.step.state_format import conversions_of
-from stratagem.worker.models.model_builder import build_model, build_shapes
-from stratagem.worker.models.model_dtypes import converted_dtype, rows_dtype
-from stratagem.worker.plans.built_job_checks import check_built
-from stratagem.worker.plans.supported_settings import check_supported
+from stratagem.worker.data.order import BatchOrder, epoch_rows_of
+from stratagem.worker.data.rows import RowDataset
+from stratagem.worker.data.sources import load_data
+from stratagem.worker.data.streams import FetchedRows, StreamDataset
+from stratagem.worker.engine.state_format import conversions_of
+from stratagem.worker.federated.row_privacy import check_rows_apart
+from stratagem.worker.models.build import build_model, build_shapes
+from stratagem.worker.models.tensors import converted_dtype, rows_dtype
+from stratagem.worker.plans.build import check_built, check_supported
 from stratagem.worker.user_code.call_notes import text_of
 
 _DIVIDED: Final = "strategy.options.partition_state"

@@ -4,7 +4,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.shards import split_rows
 from stratagem.common.strategy import Federated
 from stratagem.tools.planning.job_site import Site
-from stratagem.worker.data.data_sources import ClientData
+from stratagem.worker.data.sources import ClientData
 
 
 def local_steps(job: JobSpec, strategy: Federated, site: Site, num_rows: int) -> str:

@@ -10,20 +10,20 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Local, partitions_parameters
 from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Dataset, Subset
-from stratagem.worker.engine.build_trainer import make_setup
-from stratagem.worker.engine.numerics.memory_modes import make_gather
-from stratagem.worker.engine.objectives.evaluator import EvaluationShare
-from stratagem.worker.engine.step.model_buffers import constant_buffers
-from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
-from stratagem.worker.engine.step.step_report import StepReport
-from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
-from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
-from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.engine.buffers import constant_buffers
+from stratagem.worker.engine.build import make_setup
+from stratagem.worker.engine.reports import StepReport
+from stratagem.worker.engine.round_trip import check_optimizer_of
+from stratagem.worker.engine.setup import Setup
+from stratagem.worker.engine.slices import StateShare
+from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.exchange import sliced_exchange
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.exchange.transports import SoloTransport
+from stratagem.worker.models.build import build_model
+from stratagem.worker.numerics.model import make_gather
+from stratagem.worker.objectives.evaluator import EvaluationShare
 
 _NUM_ROWS: Final = 2
 """Of the step that is tried."""

@@ -34,9 +34,9 @@ from stratagem.tools.doctor.worker_findings import local_findings
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from stratagem.worker.process.worker_security import WorkerSecurity
-from stratagem.worker.process.worker_settings import WorkerSettings, advertised, from_command_line
-from stratagem.worker.service.worker_diagnosis import probe, surroundings
+from stratagem.worker.process.host import WorkerSecurity
+from stratagem.worker.process.settings import WorkerSettings, advertised, from_command_line
+from stratagem.worker.service.diagnosis import probe, surroundings
 
 CALL_TIMEOUT_S: Final = 10.0
 

@@ -18,12 +18,11 @@ from stratagem.common.observe import findings
 from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.process.cpu_threads import available_cores
 from stratagem.v1 import types_pb2
-from stratagem.worker.engine.numerics.layer_support import obstacles
+from stratagem.worker.numerics.precision import obstacles
 from stratagem.worker.pipeline.activation_store import ActivationStore
-from stratagem.worker.process.capability import capability_of, device_of
-from stratagem.worker.process.worker_settings import WorkerSettings
-from stratagem.worker.site.site_data import absent_data
-from stratagem.worker.site.site_file import read_site
+from stratagem.worker.process.host import capability_of, device_of
+from stratagem.worker.process.settings import WorkerSettings
+from stratagem.worker.site.file import absent_data, read_site
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 _WILD: Final = frozenset("*?[")
@@ -81,7 +80,7 @@ def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Fi
 
 
 def _precision(name: str, device: torch.device) -> Finding:
-    """Jobs that need more are refused; see engine/numerics/layer_support.py."""
+    """Jobs that need more are refused; see numerics/precision.py."""
     missing = [f"{kind} as {numbers}" for numbers, kind, _ in obstacles(device)]
     found = "all kinds of layers can be trained in all precisions"
     if missing:

@@ -14,8 +14,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.fields import RETURNED
 from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.models.model_builder import build_model
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import rows_dtype
 
 _LABELS: Final = ("label", "labels")
 NUM_ROWS: Final = 3

@@ -5,14 +5,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from stratagem.worker.engine.numerics.model_blocks import layers_of
-from stratagem.worker.engine.trainers.gathered_blocks import divide_parameters
-from stratagem.worker.exchange.buckets.bucket_layout import (
-    LENT_BUCKET_BYTES,
-    BucketLayout,
-    plan_layout,
-)
-from stratagem.worker.exchange.buckets.lent_buckets import NUM_WINDOWS
+from stratagem.worker.engine.gathered_blocks import divide_parameters
+from stratagem.worker.exchange.buckets import NUM_WINDOWS
+from stratagem.worker.exchange.layout import LENT_BUCKET_BYTES, BucketLayout, plan_layout
+from stratagem.worker.numerics.model import layers_of
 
 _NUM_UNDER_WAY = 2
 """Buckets that backward is filling, or that wait for a window."""

@@ -15,8 +15,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.strategy.topology import graph_of
 from stratagem.tools.planning.codec_memory import codec_memory
-from stratagem.worker.exchange.buckets.flat_tensors import plan_buckets
-from stratagem.worker.exchange.gossip.gossip_averaging import SLICE_ELEMENTS, WINDOW
+from stratagem.worker.exchange.gossip import SLICE_ELEMENTS, WINDOW
+from stratagem.worker.exchange.layout import plan_buckets
 
 _DOUBLE: Final = 8
 _SCRATCH_BYTES: Final = 4 * SLICE_ELEMENTS * _DOUBLE

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset
-from stratagem.worker.data.stream_dataset import StreamDataset
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.data.streams import StreamDataset
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 

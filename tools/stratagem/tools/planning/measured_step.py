@@ -21,13 +21,13 @@ from stratagem.tools.planning.simulated_local_steps import (
 )
 from stratagem.tools.planning.simulated_step import NUM_STEPS, gradient_buckets, receive_buffers
 from stratagem.worker.data.datasets import Dataset
-from stratagem.worker.engine.build_trainer import make_setup
-from stratagem.worker.engine.numerics.memory_modes import make_gather
-from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.engine.build import make_setup
+from stratagem.worker.engine.trainer import Trainer
+from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.exchange.transports import SoloTransport
+from stratagem.worker.models.build import build_model
+from stratagem.worker.numerics.model import make_gather
 
 MAX_STEPS: Final = 32
 """Enough for a scale of the loss to come down."""

@@ -38,9 +38,9 @@ from stratagem.tools.planning.simulated_local_steps import ReplicasReading, play
 from stratagem.tools.planning.simulated_step import play_forward, play_training
 from stratagem.tools.planning.stage_memory import play_stages
 from stratagem.tools.planning.step_memory import StepMemory, memory_of, text_of, with_moment
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from stratagem.worker.plans.supported_settings import check_supported
-from stratagem.worker.session.session_states import NUM_SNAPSHOTS
+from stratagem.worker.exchange.layout import ShardOwners
+from stratagem.worker.plans.build import check_supported
+from stratagem.worker.session.states import NUM_SNAPSHOTS
 
 
 def estimate_memory(

@@ -4,8 +4,8 @@ sent, and copies of their updates that a coordinator on the same machine reads."
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, PopulationBased, Strategy
 from stratagem.common.tensors.local_files import MAX_COPY_BYTES
-from stratagem.worker.host.worker_blob_cache import MAX_FEDERATIONS, NUM_STATES
-from stratagem.worker.process.worker_settings import MAX_BLOB_MEMORY_BYTES
+from stratagem.worker.host.blobs import MAX_FEDERATIONS, NUM_STATES
+from stratagem.worker.process.settings import MAX_BLOB_MEMORY_BYTES
 
 
 def num_received(job: JobSpec, state_bytes: int) -> int:

@@ -33,7 +33,7 @@ from stratagem.tools.planning.resolve_parallelism import (
     choose,
 )
 from stratagem.tools.planning.step_memory import StepMemory, text_of
-from stratagem.worker.plans.supported_settings import check_supported
+from stratagem.worker.plans.build import check_supported
 
 _LOWER: Final = {
     "Full": ("Single", "Mixed", "Half"),

@@ -26,16 +26,15 @@ from stratagem.tools.planning.simulated_step import (
     load_rows,
     receive_buffers,
 )
-from stratagem.worker.engine import LocalStepsTrainer
-from stratagem.worker.engine.apart.outer_fragment import OUTER
-from stratagem.worker.engine.build_trainer import make_setup
-from stratagem.worker.engine.step import state_format
-from stratagem.worker.engine.trainers.trainer_setup import Setup
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets
-from stratagem.worker.exchange.fragments import FragmentExchange
+from stratagem.worker.engine import LocalStepsTrainer, state_format
+from stratagem.worker.engine.build import make_setup
+from stratagem.worker.engine.local_steps import OUTER
+from stratagem.worker.engine.setup import Setup
+from stratagem.worker.exchange.layout import ShardOwners, num_sets
 from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.models.model_builder import build_model, build_shapes
+from stratagem.worker.exchange.sliced_reducer import FragmentExchange
+from stratagem.worker.exchange.transports import SoloTransport
+from stratagem.worker.models.build import build_model, build_shapes
 
 NUM_ROUNDS: Final = 2
 

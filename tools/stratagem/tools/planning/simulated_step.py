@@ -23,21 +23,19 @@ from stratagem.tools.planning.full_slices import FullSavings, full_savings, lent
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
-from stratagem.worker.data.row_datasets import BatchKeys
-from stratagem.worker.data.stream_dataset import StreamDataset
-from stratagem.worker.engine.build_trainer import make_setup
-from stratagem.worker.engine.objectives.make_objective import make_objective
-from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
-from stratagem.worker.exchange.all_reduce.all_reduce_schedule import cut_pieces, prepare
-from stratagem.worker.exchange.all_reduce.direct_all_reduce import WINDOW
-from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
-from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets, plan_step
-from stratagem.worker.exchange.buckets.slice_owners import divide_slices
+from stratagem.worker.data.rows import BatchKeys
+from stratagem.worker.data.streams import StreamDataset
+from stratagem.worker.engine.build import make_setup
+from stratagem.worker.engine.trainer import Trainer
+from stratagem.worker.exchange.all_reduce import WINDOW, cut_pieces, prepare
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.layout import BucketLayout, ShardOwners, num_sets, plan_step
 from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.models.model_builder import build_shapes
-from stratagem.worker.models.model_dtypes import rows_dtype
+from stratagem.worker.exchange.slice_owners import divide_slices
+from stratagem.worker.exchange.transports import SoloTransport
+from stratagem.worker.models.build import build_shapes
+from stratagem.worker.models.tensors import rows_dtype
+from stratagem.worker.objectives.step_function import make_objective
 
 CUBLAS_BYTES: Final = 8_519_680
 """torch's default workspace for matrix products on CUDA, 4 times as much from Hopper on."""

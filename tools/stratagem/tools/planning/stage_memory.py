@@ -22,11 +22,10 @@ from stratagem.common.strategy.choices import AUTO
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.tools.planning.simulated_step import Reading, gather_shapes, play_training
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from stratagem.worker.models.graph_model import node_modules
-from stratagem.worker.models.model_builder import build_shapes
-from stratagem.worker.models.model_nodes import program_of
-from stratagem.worker.models.run_program import Slots, run_calls
+from stratagem.worker.exchange.layout import ShardOwners
+from stratagem.worker.models.build import build_shapes, node_modules
+from stratagem.worker.models.nodes import program_of
+from stratagem.worker.models.program import Slots, run_calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,9 @@ from stratagem.tools.planning.recommend_settings import recommend
 from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, alone, resolve
 from stratagem.tools.planning.step_memory import StepMemory, text_of
 from stratagem.tools.questions.present_place import place_of_thread
-from stratagem.worker.data.data_sources import DataSources
-from stratagem.worker.host.thread_activity import per_thread
-from stratagem.worker.user_code.code_store import CodeStore
+from stratagem.worker.data.sources import DataSources
+from stratagem.worker.host.stalls import per_thread
+from stratagem.worker.user_code.bundles import CodeStore
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 DEVICES: Final = ("cpu", "cuda")

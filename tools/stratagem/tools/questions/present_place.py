@@ -4,7 +4,7 @@ import sys
 import traceback
 
 from stratagem.worker.host.stalls import StackFrame, cause_of
-from stratagem.worker.user_code.bundle_import import plain_path
+from stratagem.worker.user_code.bundles import plain_path
 
 
 def place_of_thread(ident: int) -> str:

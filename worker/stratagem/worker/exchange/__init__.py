@@ -6,19 +6,19 @@ coordinator (server). `GossipExchange` adds nothing up for all: it averages para
 neighbours.
 """
 
-from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.step_scalars import StepScalars
-from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
-from stratagem.worker.exchange.parameter_server.server_transport import ServerTransport
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.gossip import GossipExchange
+from stratagem.worker.exchange.parameter_server import ServerTransport
 from stratagem.worker.exchange.reducer import (
     GradientReducer,
     Reducer,
+    SingleMemberReducer,
     mesh_exchange,
     server_exchange,
     solo_exchange,
 )
-from stratagem.worker.exchange.single_member import SingleMemberReducer
 from stratagem.worker.exchange.sliced_reducer import sliced_exchange
+from stratagem.worker.exchange.transports import StepScalars
 from stratagem.worker.mesh.link import ExchangeError
 
 __all__ = [

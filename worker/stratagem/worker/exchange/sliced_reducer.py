@@ -1,24 +1,24 @@
 """Makes the exchange of a member whose sums stay with the owners of slices, over any engine."""
 
-from stratagem.worker.exchange.all_reduce.block_rounds import LinkParameters
-from stratagem.worker.exchange.all_reduce.direct_all_reduce import DirectMethod
-from stratagem.worker.exchange.all_reduce.shm_all_reduce import SharedTransport
-from stratagem.worker.exchange.all_reduce.slice_gather import LinkSlices, num_gather_tags
-from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.held_blocks import HeldBlocks
-from stratagem.worker.exchange.buckets.kept_sums import keep_sums
-from stratagem.worker.exchange.buckets.lent_buckets import LentBuckets
-from stratagem.worker.exchange.buckets.parameter_transport import LoneParameters
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
-from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport
-from stratagem.worker.exchange.fragments import FragmentLink
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from stratagem.worker.exchange.all_reduce import DirectMethod
+from stratagem.worker.exchange.blocks import LinkParameters
+from stratagem.worker.exchange.buckets import GradientBuckets, LentBuckets
+from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.exchange.slice_exchange import SliceExchange
-from stratagem.worker.mesh.device_staging import SideStream
-from stratagem.worker.mesh.link import Link
-from stratagem.worker.mesh.shm_buffers import SharedGroup
+from stratagem.worker.exchange.shm_all_reduce import SharedTransport
+from stratagem.worker.exchange.slice_owners import HeldBlocks, SliceOwners, keep_sums
+from stratagem.worker.exchange.slices import LinkSlices, SliceExchange, num_gather_tags
+from stratagem.worker.exchange.transfer_thread import MAX_TAG, MeshTransport
+from stratagem.worker.exchange.transports import LoneParameters, SoloTransport
+from stratagem.worker.mesh.link import Link, PendingTransfer
+from stratagem.worker.mesh.shm import SharedGroup
+from stratagem.worker.mesh.staging import SideStream
+
+# ---- sliced reducer ----
 
 
 def sliced_exchange(
@@ -71,3 +71,71 @@ def sliced_exchange(
     over = LinkSlices(transport, link, buckets, owners, is_mirrored=is_mirrored, kept=kept)
     slices = SliceExchange(buckets, owners, party.rank, over, is_mirrored=is_mirrored, kept=kept)
     return GradientReducer(buckets, party, transport, slices=slices, parameters=parameters)
+
+
+# ---- fragments ----
+#
+# The exchange of replicas that are joined fragment by fragment: a reducer for each fragment.
+#
+# Of all fragments one at most is under way on a member. Reducers go over one link, each with tags
+# of its own, as a member may have begun the next fragment while another one still ends this one.
+
+
+class FragmentLink:
+    """A fragment's share of a link, which is closed with the first of its shares."""
+
+    def __init__(self, link: Link, fragment: int, num_fragments: int) -> None:
+        self._link, self._fragment, self._num_fragments = link, fragment, num_fragments
+        self.rank, self.size, self.name, self.in_order = (
+            link.rank,
+            link.size,
+            link.name,
+            link.in_order,
+        )
+
+    def send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
+        """Sends under the fragment's own tag."""
+        return self._link.send(peer, self._tag(tag), tensor)
+
+    def recv(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
+        """Receives under the fragment's own tag."""
+        return self._link.recv(peer, self._tag(tag), tensor)
+
+    def _tag(self, tag: int) -> int:
+        return tag % (MAX_TAG // self._num_fragments) * self._num_fragments + self._fragment
+
+    def cut(self) -> None:
+        """Makes every wait of all fragments fail."""
+        self._link.cut()
+
+    def close(self) -> None:
+        """Frees the link when the last fragment is closed, so that nothing writes any more."""
+        if self._fragment == self._num_fragments - 1:
+            self._link.close()
+
+
+class FragmentExchange:
+    """The reducers of all fragments, in order."""
+
+    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
+        self.reducers = tuple(reducers)
+
+    @property
+    def name(self) -> str:
+        """The engine, for people."""
+        return self.reducers[0].name
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if it goes through memory that members of a host share."""
+        return self.reducers[0].shares_memory
+
+    def cut(self) -> None:
+        """Makes what is under way raise; from any thread."""
+        for reducer in self.reducers:
+            reducer.cut()
+
+    def close(self) -> None:
+        """Frees everything."""
+        for reducer in self.reducers:
+            reducer.close()

@@ -5,7 +5,7 @@ torch reference for all others; both give the same bits. Formulas are in
 docs/explanation/kernels.md. Must not know gradients, members or codecs.
 """
 
-from stratagem.worker.kernels.kernel_ops import (
+from stratagem.worker.kernels.ops import (
     dot,
     quantise_deterministic,
     quantise_stochastic,

@@ -5,10 +5,9 @@ implements `SharedGroup`: memory, barrier, cut. What the tensors mean, in which 
 and which processes belong to the party is decided above.
 """
 
-from stratagem.worker.mesh.gloo_backend import form_gloo
-from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer, Rendezvous
-from stratagem.worker.mesh.link_forming import Forming
-from stratagem.worker.mesh.shm_buffers import SharedGroup
+from stratagem.worker.mesh.link import ExchangeError, Forming, Link, PendingTransfer, Rendezvous
+from stratagem.worker.mesh.shm import SharedGroup
+from stratagem.worker.mesh.torch_links import form_gloo
 
 __all__ = [
     "ExchangeError",

@@ -18,8 +18,8 @@ from stratagem.common.base.errors import InvalidInputError, LimitError, Unavaila
 from stratagem.common.tensors.manifest import Purpose, TensorSpec
 from stratagem.common.tensors.stream import ChunkWriter, Data
 from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
-from stratagem.worker.mesh.device_staging import host_room
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.mesh.staging import host_room
 
 MAX_EARLY_BYTES: Final = 256 * 2**20
 

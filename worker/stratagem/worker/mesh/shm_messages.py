@@ -25,8 +25,7 @@ from stratagem.common.base.errors import IntegrityError, StratagemError
 from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.mailbox import MAX_EARLY_BYTES, Mailbox, Route
-from stratagem.worker.mesh.same_host import shut_down
-from stratagem.worker.mesh.shm_segments import UnshareableError, allocate, map_segment
+from stratagem.worker.mesh.shm import UnshareableError, allocate, map_segment, shut_down
 
 MAX_SLOT_BYTES: Final = 256 * 2**20
 """All slots of one direction between two members together; one message may always pass alone."""

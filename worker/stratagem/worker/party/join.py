@@ -5,19 +5,34 @@ newest state and an exchange for the view. Runs in the torch thread; calls go th
 loop. Must not know how a step is computed.
 """
 
+from collections.abc import Mapping, Sequence
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import (
+    DataParallel,
+    Decentralized,
     all_reduce_of,
     local_steps_of,
     num_fragments_of,
     partitions_parameters,
 )
+from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import Joined, LocalStepsTrainer, Trainer
-from stratagem.worker.engine.apart.outer_fragment import OuterFragment
+from stratagem.worker.engine import (
+    GossipTrainer,
+    Joined,
+    LocalStepsTrainer,
+    Trainer,
+    build_gossip_trainer,
+    build_local_steps_trainer,
+)
+from stratagem.worker.engine.local_steps import OuterFragment
 from stratagem.worker.exchange import (
     ExchangeError,
+    GossipExchange,
     GradientReducer,
     Reducer,
     SingleMemberReducer,
@@ -25,18 +40,23 @@ from stratagem.worker.exchange import (
     sliced_exchange,
     solo_exchange,
 )
-from stratagem.worker.exchange.fragments import FragmentExchange, FragmentLink
+from stratagem.worker.exchange.sliced_reducer import FragmentExchange, FragmentLink
 from stratagem.worker.mesh import Forming, Link, SharedGroup
-from stratagem.worker.mesh.peer_service import Group
-from stratagem.worker.party.common_state import agree_on_state, share_of
-from stratagem.worker.party.connect_members import closing_on_failure, exchange_over, form_link
-from stratagem.worker.party.join_gossip import join_nodes
-from stratagem.worker.party.join_local_steps import hold_replicas
+from stratagem.worker.mesh.peers import Group
 from stratagem.worker.party.join_pipeline import join_stages
-from stratagem.worker.party.join_rendezvous import Members, meet, suspect
-from stratagem.worker.party.mirrored_state import held_slices
+from stratagem.worker.party.rendezvous import (
+    Members,
+    closing_on_failure,
+    exchange_over,
+    form_link,
+    meet,
+    suspect,
+)
+from stratagem.worker.party.state import agree_on_state, held_slices, share_of
 from stratagem.worker.session.context import ExecutionContext
-from stratagem.worker.session.plan_control import MemberView
+from stratagem.worker.session.control import MemberView
+
+# ---- join ----
 
 
 def join(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
@@ -213,3 +233,113 @@ def _bucket_exchange(
             ]
         )
     return exchange_over(work, summed.buckets, link, plan.num_shards, compressor)
+
+
+# ---- join gossip ----
+#
+# Joining a party that gossips: every member loads the nodes that it owns.
+#
+# What a member holds is the only copy, so members cannot copy from each other: either all hold
+# their nodes at the same step, or all of them load the base. Runs in the torch thread.
+
+
+def join_nodes(
+    work: ExecutionContext,
+    plan: pb.TrainPlan,
+    view: MemberView,
+    members: Sequence[coordinator_pb2.RendezvousMember],
+    link: Link | None,
+) -> Joined:
+    """Return this member's nodes and the exchange of this view, which takes the link over."""
+    weights = mixing_weights(work.job, plan.num_shards)
+    steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
+    is_common = len(steps) == 1 and None not in steps
+    holding = work.holding
+    if not (is_common and isinstance(holding.trainer, GossipTrainer)):
+        holding.trainer = _load_node(work, plan.base, view.me.shards, weights)
+    exchange = GossipExchange(
+        link,
+        view.rank,
+        [member.shards for member in view.members],
+        weights,
+        deadline_s=work.exchange_timeout_s,
+        public=holding.trainer.public,
+    )
+    return Joined(holding.trainer, exchange)
+
+
+def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]:
+    """Return the weights of each node's neighbours and itself, by the job's topology and seed."""
+    strategy = job.strategy
+    aggregation = strategy.aggregation if isinstance(strategy, DataParallel) else None
+    if not isinstance(aggregation, Decentralized):
+        raise InvalidInputError.at("strategy.aggregation.method", "is not Decentralized")
+    try:
+        return metropolis_hastings(graph_of(aggregation.topology, num_nodes, job.seed))
+    except ValueError as error:
+        raise InvalidInputError.at("strategy.aggregation.topology", str(error)) from error
+
+
+def _load_node(
+    work: ExecutionContext, base: pb.StateRef, nodes: range, weights: Sequence[Mapping[int, float]]
+) -> GossipTrainer:
+    work.holding.drop()
+    tensors, metadata = work.base_state(base)
+    failpoint("worker.gossip.loaded")
+    trainer = build_gossip_trainer(
+        work.job,
+        work.entrypoints,
+        nodes,
+        device=work.host.device,
+        sources=work.sources(),
+        weights=weights,
+        numerics=work.numerics,
+    )
+    work.warn(trainer.notes)
+    trainer.load_state(tensors, metadata)
+    work.holding.begin_sums(work.segment)
+    return trainer
+
+
+# ---- join local steps ----
+#
+# Joining a party whose replicas take local steps: every member loads the replicas that it owns.
+#
+# What a member holds of them is the only copy, so members cannot copy from each other: either all
+# hold their replicas at the same step, or all of them load the base. Runs in the torch thread.
+
+
+def hold_replicas(
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, members: Members
+) -> LocalStepsTrainer:
+    """Return the trainer of this member's replicas, at the step of all the others'."""
+    steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
+    is_common = len(steps) == 1 and None not in steps
+    held = work.holding.trainer
+    if is_common and isinstance(held, LocalStepsTrainer):
+        return held
+    return _load_outer_base(work, plan, view.me.shards)
+
+
+def _load_outer_base(
+    work: ExecutionContext, plan: pb.TrainPlan, replicas: range
+) -> LocalStepsTrainer:
+    work.holding.drop()
+    tensors, metadata = work.base_state(plan.base)
+    if plan.kept:
+        own, numbers = work.host.kept.load(work.key.run_id, plan.base.segment, plan.kept)
+        tensors, metadata = {**tensors, **own}, {**metadata, **numbers}
+    failpoint("worker.replicas.loaded")
+    trainer = build_local_steps_trainer(
+        work.job,
+        work.entrypoints,
+        replicas,
+        device=work.host.device,
+        sources=work.sources(),
+        numerics=work.numerics,
+    )
+    work.warn(trainer.notes)
+    trainer.load_state(tensors, metadata)
+    work.holding.trainer = trainer
+    work.holding.begin_sums(work.segment)
+    return trainer

@@ -26,25 +26,28 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Joined
 from stratagem.worker.exchange import GradientBuckets, server_exchange, solo_exchange
 from stratagem.worker.mesh import Forming
-from stratagem.worker.mesh.backend_agreement import form_messages
+from stratagem.worker.mesh.choice import form_messages
 from stratagem.worker.mesh.link import MessageLink
-from stratagem.worker.mesh.peer_service import Group
-from stratagem.worker.party.connect_members import (
+from stratagem.worker.mesh.peers import Group
+from stratagem.worker.party.rendezvous import (
     closing_on_failure,
     exchange_over,
     form_link,
     form_timeout_s,
+    meet,
     place_of,
 )
-from stratagem.worker.party.join_rendezvous import meet
-from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
-from stratagem.worker.pipeline.peer_transport import PeerTransport
+from stratagem.worker.pipeline.agreement import StageExchange
+from stratagem.worker.pipeline.build import (
+    RankEndpoint,
+    StageAssignment,
+    SumOverReplicas,
+    build_stage_runner,
+)
+from stratagem.worker.pipeline.messages import LocalPost, LocalTransport, PeerTransport
 from stratagem.worker.pipeline.rank_trainer import StageRunner
-from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
-from stratagem.worker.pipeline.stage_exchange import StageExchange
-from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
 from stratagem.worker.session.context import ExecutionContext
-from stratagem.worker.session.plan_control import MemberView
+from stratagem.worker.session.control import MemberView
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 `PhaseTraining` is what a trainer uses; `phase_schedule` is the pure state machine inside it.
 """
 
-from stratagem.worker.phases.phase_schedule import PhaseError, TrainingPhase
-from stratagem.worker.phases.phase_training import PREFIX, PhaseTraining
-from stratagem.worker.phases.step_timer import PassTimer
+from stratagem.worker.phases.schedule import PhaseError, TrainingPhase
+from stratagem.worker.phases.training import PREFIX, PassTimer, PhaseTraining
 
 __all__ = ["PREFIX", "PassTimer", "PhaseError", "PhaseTraining", "TrainingPhase"]

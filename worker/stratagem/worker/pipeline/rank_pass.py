@@ -16,10 +16,9 @@ from stratagem.common.model.stages import Boundary, StagePlan
 from stratagem.common.pipeline.schedules import Action, TaskKind, base_of, control_tag, tag_of
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.pipeline.messages import Address, Message, StageTransport
 from stratagem.worker.pipeline.stage import Kept, StagePart
-from stratagem.worker.pipeline.stage_message import Address, Message
-from stratagem.worker.pipeline.stage_transport import StageTransport
-from stratagem.worker.pipeline.timing.stage_times import StageTimes
+from stratagem.worker.pipeline.times import StageTimes
 from stratagem.worker.user_code.entrypoints import user_code
 
 

@@ -7,47 +7,77 @@ have said that their gradients are finite. Must not know gRPC and the coordinato
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from stratagem.common.job import JobSpec
 from stratagem.common.numerics.keys import Key
 from stratagem.common.numerics.shards import split_rows
-from stratagem.common.pipeline.schedules import TaskKind
+from stratagem.common.pipeline.schedules import TaskKind, forward_only
 from stratagem.common.process.failpoints import failpoint
-from stratagem.worker.data.datasets import Coming
-from stratagem.worker.data.order.sampler import BatchOrder
-from stratagem.worker.data.row_datasets import BatchKeys
-from stratagem.worker.engine.objectives.evaluator import (
-    Begins,
-    EvaluationPart,
-    EvaluationShare,
-    Evaluator,
+from stratagem.worker.data.datasets import Coming, Dataset
+from stratagem.worker.data.order import BatchOrder, EpochRows
+from stratagem.worker.data.rows import BatchKeys
+from stratagem.worker.engine import state_format as state
+from stratagem.worker.engine.apply_step import (
+    ReportedRates,
+    StepPolicy,
+    StepSummary,
+    apply_step,
+    learning_rate_factor,
 )
-from stratagem.worker.engine.optim.finite_gradients import StepSummary
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
-from stratagem.worker.engine.optim.optimizers import make_optimizer
-from stratagem.worker.engine.optim.reported_rates import ReportedRates
-from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
-from stratagem.worker.engine.optim.weight_average import AVERAGE, average_of, evaluated
-from stratagem.worker.engine.step import state_format as state
-from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
-from stratagem.worker.engine.step.callbacks import Callbacks
-from stratagem.worker.engine.step.forward_backward import Counted
-from stratagem.worker.engine.step.model_buffers import Buffers, constant_buffers
-from stratagem.worker.engine.step.state_format import NOTHING
-from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer, wish_of
-from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally, end_of
-from stratagem.worker.engine.trainers.trainer_state import State
-from stratagem.worker.exchange.buckets.step_scalars import END, StepScalars, num_scalars
-from stratagem.worker.pipeline.forward_only import evaluate
-from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass
-from stratagem.worker.pipeline.rank_setup import RunnerSetup
-from stratagem.worker.pipeline.schedule_choice import Schedules
-from stratagem.worker.pipeline.stage_exchange import StageExchange, StageGradients, only_shard
-from stratagem.worker.pipeline.step_agreement import Agreement
-from stratagem.worker.pipeline.timing.stage_times import StageTimes
+from stratagem.worker.engine.buffers import Buffers, constant_buffers
+from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer, wish_of
+from stratagem.worker.engine.forward_backward import Counted
+from stratagem.worker.engine.optimizers import AVERAGE, average_of, evaluated, make_optimizer
+from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally, end_of
+from stratagem.worker.engine.shadow_schedule import shadow_schedule
+from stratagem.worker.engine.state import State
+from stratagem.worker.engine.state_format import NOTHING
+from stratagem.worker.exchange.transports import END, StepScalars, num_scalars
+from stratagem.worker.models.nodes import Trained
+from stratagem.worker.numerics.model import ModelExecution
+from stratagem.worker.objectives.evaluator import Begins, EvaluationPart, EvaluationShare, Evaluator
+from stratagem.worker.pipeline.agreement import Agreement, StageExchange, StageGradients, only_shard
+from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass, StageChannel
+from stratagem.worker.pipeline.schedule import Schedules
+from stratagem.worker.pipeline.stage import StagePart
+from stratagem.worker.pipeline.times import StageTimes
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+# ---- rank setup ----
+#
+# The parts of a rank of a pipeline, as its training step and its evaluation take them.
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSetup:
+    """The parts that a runner is made of. `model` holds this rank's nodes only, under their full
+    names."""
+
+    job: JobSpec
+    model: nn.Module
+    trained: list[Trained]
+    """All trainable parameters of the whole model, in its order, with all their copies."""
+    parts: Mapping[int, StagePart]
+    lane: StageChannel
+    data: Mapping[str, Dataset]
+    evaluator: Evaluator
+    micro_batch_size: int | None
+    schedule: str
+    execution: ModelExecution
+    numerics: int
+    """Which rules decide the bits; see stratagem.common.numerics.rules."""
+    entrypoints: EntryPoints
+    callbacks: Callbacks
+    epoch_rows: EpochRows | None
+    """The order of the training rows; they are shuffled unless set."""
+
+
+# ---- rank trainer ----
 
 
 class StageRunner:
@@ -387,3 +417,49 @@ class StageRunner:
         self._buffers.restore()
         for weight in self._setup.trained:
             weight.forget()
+
+
+# ---- forward only ----
+#
+# Evaluation of a rank of a pipeline: forward only, batch behind batch.
+
+_WINDOW_PER_STAGE: Final = 2
+
+
+def evaluate(
+    setup: RunnerSetup, number: int, split: str, begins: Begins | None
+) -> list[EvaluationPart]:
+    """Returns the sums per batch on the rank of the last stage; nothing on the others. number: of
+    the pass."""
+    evaluator, lane = setup.evaluator, setup.lane
+    count, num_begun = evaluator.num_batches(split), 0
+    parts: list[EvaluationPart] = []
+
+    def begin(batch: int) -> None:
+        nonlocal num_begun
+        if begins is not None and batch >= num_begun:  # not again for further stages here
+            begins(batch, count - batch)
+            num_begun = batch + 1
+        evaluator.begin(split, batch)
+
+    def measure(output: Any, y: Any, num_rows: int, batch: int) -> None:
+        parts.append(evaluator.measure(split, batch, output, y, num_rows))
+
+    reading = [part for part in setup.parts.values() if part.reads_input or part.is_last]
+    evaluator.expect((split, batch) for batch in range(count) for _ in reading)
+    setup.model.eval()
+    work = PassCallbacks(
+        f"evaluating {split}", begin, lambda batch: evaluator.load(split, batch), measure
+    )
+    one_pass = RankPass(lane, setup.parts, number, count)
+    try:
+        lane.transport.begin(number, one_pass.awaited())
+        actions = forward_only(lane.rank_of, count)[lane.rank] if count else ()
+        one_pass.forward_only(actions, work, _WINDOW_PER_STAGE * len(lane.rank_of))
+        lane.transport.end(lane.timeout_s)
+    except BaseException:
+        lane.transport.cut()
+        raise
+    finally:
+        evaluator.randomness.end()
+    return parts

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.model.program import ModelInput, leaves
 from stratagem.common.model.stages import Boundary, StagePlan
-from stratagem.worker.engine.numerics.activation_checkpointing import grouped
-from stratagem.worker.engine.numerics.mixed_precision import single
-from stratagem.worker.engine.step.autograd_errors import raise_with_names
-from stratagem.worker.models.model_tensors import refuse_sparse_gradients
-from stratagem.worker.models.run_program import Slots, add_uses, evaluate, run_calls
-from stratagem.worker.pipeline.stage_message import Message, put_together, take_apart
+from stratagem.worker.engine.forward_backward import raise_with_names
+from stratagem.worker.models.program import Slots, add_uses, evaluate, run_calls
+from stratagem.worker.models.tensors import refuse_sparse_gradients
+from stratagem.worker.numerics.checkpointing import grouped
+from stratagem.worker.numerics.precision import single
+from stratagem.worker.pipeline.messages import Message, put_together, take_apart
 from stratagem.worker.user_code.call_notes import noted
 
 Place: TypeAlias = tuple[str, int, int]

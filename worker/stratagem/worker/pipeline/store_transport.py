@@ -23,7 +23,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError, Unav
 from stratagem.common.tensors.stream import RECEIVED, SENT, over
 from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.pipeline.stage_message import Address, Message, pack, unpack
+from stratagem.worker.pipeline.messages import Address, Message, pack, unpack
 
 FIRST_POLL_S: Final = 0.001
 LAST_POLL_S: Final = 0.05

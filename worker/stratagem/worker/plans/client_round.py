@@ -3,41 +3,175 @@
 Run in the torch thread.
 """
 
+import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
+import torch
 from torch import Tensor
 
-from stratagem.common.base.errors import RefusedBySiteError
+from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError
 from stratagem.common.base.ids import Party
+from stratagem.common.compression import FloatArray, NonFiniteError
+from stratagem.common.compression.table import PAYLOAD, update_codec, update_key
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.privacy import accountant
+from stratagem.common.privacy.noise import SecretLostError, fingerprint_of, seeded_secret
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.schema.json import JSON
 from stratagem.common.secure.secrets import SecureRound
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.local_files import MAX_COPY_BYTES, copy_of, is_near
 from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose, to_proto
 from stratagem.common.tensors.stream import sent
+from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine.privacy.clip_update import clipped_change
-from stratagem.worker.engine.trainers.federated_client import (
-    ClientRound,
-    ClientRunner,
-    RoundSettings,
+from stratagem.worker.federated.client_trainer import ClientRound, ClientRunner, RoundSettings
+from stratagem.worker.federated.row_privacy import RowCosts, RowNoise, check_budget, clipped_change
+from stratagem.worker.federated.secure_client import masked_update
+from stratagem.worker.mesh.staging import to_host
+from stratagem.worker.plans.client_state import (
+    RoundStart,
+    correction,
+    is_controlled,
+    keep,
+    kept_state,
+    own_model,
 )
-from stratagem.worker.plans.client_history import ClientHistory
-from stratagem.worker.plans.federated.client_state import RoundStart, keep, kept_state, own_model
-from stratagem.worker.plans.federated.client_update_codec import coded_update
-from stratagem.worker.plans.federated.control_variates import correction, is_controlled
-from stratagem.worker.plans.federated.row_round import RowRound, begin_rows
-from stratagem.worker.secure_aggregation.masked_update import masked_update
+from stratagem.worker.plans.history import ClientHistory
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.profiling import StepRecorder
-from stratagem.worker.session.session_states import Frozen, freeze
-from stratagem.worker.session.work_statistics import ClientSteps
+from stratagem.worker.session.states import ClientSteps, Frozen, freeze
+
+# ---- client update codec ----
+#
+# A client's update as its coded difference to the global state; see common.compression.update.
+
+
+def coded_update(
+    job: JobSpec,
+    done: ClientRound,
+    base: Mapping[str, Tensor],
+    round_num: int,
+    client: int,
+    numerics: int = CURRENT,
+) -> tuple[Frozen, dict[str, int]] | None:
+    """Return the update for the wire, and what that saves (see TrainResult.traffic).
+
+    None where it is not finite: it is then sent as it is, so that the coordinator rejects it as it
+    rejects any.
+    """
+    assert job.compression is not None
+    whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
+    coded = [
+        spec for spec in whole.stored() if spec.name in done.trained and spec.dtype == "float32"
+    ]
+    codec, names = update_codec(job, coded, numerics)
+    trained, before = _flats(done.tensors, names), _flats(base, names)
+    moves = [x - y for x, y in zip(trained, before, strict=True)]
+    try:
+        payload, _ = codec.encode(moves, codec.initial_state(), update_key(job, round_num, client))
+    except NonFiniteError:
+        return None
+    others = {spec.name: done.tensors[spec.name] for spec in whole.stored()}
+    for name in names:
+        del others[name]
+    others[PAYLOAD] = torch.from_numpy(payload)
+    manifest, buffers = manifest_of(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in others.items()},
+        Purpose.UPDATE,
+        weight=float(done.num_samples),
+        metadata={"round": str(round_num), "client": str(client)},
+    )
+    traffic = {"sent_bytes": manifest.total_bytes, "uncompressed_bytes": whole.total_bytes}
+    return Frozen(replace(manifest, codec=job.compression.codec), buffers), traffic
+
+
+def _flats(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[FloatArray]:
+    copies = [to_host(tensors[name].detach().reshape(-1)) for name in names]
+    return [copy.wait().numpy() for copy in copies]  # all were under way before one is read
+
+
+# ---- row round ----
+#
+# A client's round whose rows are protected: its noise, what it costs, and what is told of it.
+
+
+@dataclass(frozen=True, slots=True)
+class RowRound:
+    """What the rows of a client get in a round, and what they pay."""
+
+    noise: RowNoise
+    epsilon: float
+    next_epsilon: float
+    fingerprint: str
+
+    @property
+    def costs(self) -> Mapping[str, JSON]:
+        """What the audit of a site says of the round."""
+        return {"epsilon": self.epsilon, "noise": self.noise.digest_of_names}
+
+    def result(self, done: ClientRound) -> pb.ClientRoundResult:
+        """Return what is told of the round: nothing that its rows decide."""
+        return pb.ClientRoundResult(
+            num_samples=done.num_samples,
+            num_steps=done.num_steps,
+            is_loss_withheld=True,
+            spent=pb.RowsSpent(
+                epsilon=self.epsilon,
+                next_epsilon=self.next_epsilon,
+                fingerprint=self.fingerprint,
+                accountant=accountant.accountant_version(),
+            ),
+        )
+
+
+def begin_rows(work: ExecutionContext, plan: pb.ClientRoundPlan, num_rows: int) -> RowRound:
+    """Return the noise of a round that the client's budget allows. Raises BudgetSpentError where it
+    does not, RefusedBySiteError without the secret of the rounds before, and InvalidInputError for
+    a plan that says nothing of them."""
+    spec = work.job.privacy
+    assert spec is not None
+    if not plan.HasField("rows"):
+        text = "is missing, and the job protects rows (privacy.unit)"
+        raise InvalidInputError.at("client_round.rows", text)
+    noise, fingerprint = _noise(work, plan)
+    costs, num_before = RowCosts.of(work.job, num_rows), plan.rows.num_rounds
+    if work.admission is not None:  # a site counts by itself what has left it
+        num_before = max(num_before, len(work.admission.noises - {noise.digest_of_names}))
+    epsilon = check_budget(costs, spec.target.epsilon, num_before)
+    return RowRound(noise, epsilon, costs.epsilon_after(num_before + 2), fingerprint)
+
+
+def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, str]:
+    """Return the noise of a round, and the fingerprint of the secret that it comes from."""
+    own, client = plan.rows, str(plan.client)
+    spec = work.job.privacy
+    assert spec is not None
+    if spec.noise == "seeded":
+        of_round = (str(work.segment), client)
+        return RowNoise(seeded_secret(work.job.seed), of_round, is_seeded=True), ""
+    secret, fingerprint = own.secret, own.fingerprint
+    if work.job.data.worker_local is not None:  # whatever the coordinator sends: rows are here
+        try:
+            secret = work.host.privacy_secret.get(own.fingerprint)
+        except (SecretLostError, InvalidInputError) as error:
+            raise RefusedBySiteError(f"{work.host.worker_id}: {error}") from None
+        fingerprint = fingerprint_of(secret)
+    elif not secret:
+        raise InvalidInputError.at("client_round.rows.secret", "is missing")
+    job = hashlib.sha256(work.request.job_json.encode()).hexdigest()
+    sizes = f"{plan.num_clients} {plan.local_epochs} {plan.num_lr_reductions}"
+    names = (work.key.run_id, own.name, plan.base.digest, job, sizes, client)
+    return RowNoise(secret, names), fingerprint
+
+
+# ---- client round ----
 
 NUM_UPDATES: Final = 1
 """A worker may play many clients, so each keeps its latest update only."""

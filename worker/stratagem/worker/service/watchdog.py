@@ -32,10 +32,10 @@ from stratagem.worker.host.stalls import (
     is_compiling,
     is_due_again,
 )
-from stratagem.worker.plans.plan_execution import PlanExecution
-from stratagem.worker.service.session_table import Sessions
+from stratagem.worker.plans.execution import PlanExecution
+from stratagem.worker.service.sessions import Sessions
 from stratagem.worker.session.context import Host
-from stratagem.worker.user_code.bundle_import import plain_path
+from stratagem.worker.user_code.bundles import plain_path
 
 log = structlog.get_logger(__name__)
 

@@ -25,9 +25,8 @@ from stratagem.common.privacy.noise import PrivacySecret
 from stratagem.common.rpc.signed_objects import SignedObjects
 from stratagem.common.strategy import local_steps_of
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.data.data_sources import DataSources
-from stratagem.worker.data.reader.reader_pool import ReaderPool
-from stratagem.worker.data.reader.worker_readers import WorkerReaders
+from stratagem.worker.data.readers import ReaderPool, WorkerReaders
+from stratagem.worker.data.sources import DataSources
 from stratagem.worker.engine import (
     Exchange,
     Inference,
@@ -40,36 +39,28 @@ from stratagem.worker.engine import (
     build_sliced_trainer,
     build_trainer,
 )
-from stratagem.worker.engine.step.state_format import state_metadata
-from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
-from stratagem.worker.engine.trainers.federated_client import ClientRunner
-from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
-from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
-from stratagem.worker.host.client_state_store import ClientStateStore
-from stratagem.worker.host.coordinator_clock import CoordinatorClock
-from stratagem.worker.host.device_faults import DeviceHealth
-from stratagem.worker.host.direct_states import DirectStates
-from stratagem.worker.host.exit_record import LastWords
-from stratagem.worker.host.torch_thread import TorchThread
-from stratagem.worker.host.worker_blob_cache import Blob, ReceivedBlobs
-from stratagem.worker.mesh.backend_agreement import MeshOffer
-from stratagem.worker.mesh.peer_service import PeerHub
+from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer
+from stratagem.worker.engine.slices import StateShare
+from stratagem.worker.engine.state_format import state_metadata
+from stratagem.worker.exchange.gradient_streams import GradientPort
+from stratagem.worker.federated.client_trainer import ClientRunner
+from stratagem.worker.federated.secure_rounds import SecureRounds
+from stratagem.worker.federated.secure_secrets import SecretStore, WorkerSigner
+from stratagem.worker.host.blobs import Blob, ReceivedBlobs
+from stratagem.worker.host.client_states import ClientStateStore
+from stratagem.worker.host.clock import CoordinatorClock, TorchThread
+from stratagem.worker.host.exit_record import DeviceHealth, LastWords
+from stratagem.worker.host.states import DirectStates
+from stratagem.worker.mesh.choice import MeshOffer
+from stratagem.worker.mesh.peers import PeerHub
 from stratagem.worker.pipeline.activation_store import ActivationStore
-from stratagem.worker.secure_aggregation.secret_store import SecretStore
-from stratagem.worker.secure_aggregation.secure_rounds import SecureRounds
-from stratagem.worker.secure_aggregation.signing import WorkerSigner
-from stratagem.worker.session.finite_state import Masks
-from stratagem.worker.session.kept_replicas import KeptReplicas
-from stratagem.worker.session.kept_slices import KeptSlices
-from stratagem.worker.session.outbox import Outbox
-from stratagem.worker.session.plan_control import Control
-from stratagem.worker.session.session_states import StateStore
-from stratagem.worker.session.work_statistics import WorkStats
-from stratagem.worker.site.site_admission import SiteAdmission
-from stratagem.worker.site.site_gate import SiteGate
-from stratagem.worker.user_code.changed_modules import changed_modules
-from stratagem.worker.user_code.entrypoints import EntryPoints
-from stratagem.worker.user_code.job_code import SiteCode, UserCode
+from stratagem.worker.session.control import Control, Outbox
+from stratagem.worker.session.finite import Masks
+from stratagem.worker.session.replicas import KeptReplicas
+from stratagem.worker.session.states import KeptSlices, StateStore, WorkStats
+from stratagem.worker.site.gate import SiteAdmission, SiteGate
+from stratagem.worker.user_code.entrypoints import EntryPoints, SiteCode, UserCode
+from stratagem.worker.user_code.watching import changed_modules
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub

@@ -17,8 +17,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.derived import entry_points_by_field
 from stratagem.common.secure.sharing import is_complete, shares_needed
 from stratagem.common.strategy import All, Federated, Random
-from stratagem.worker.site.site_file import AcceptRule, SiteFile
-from stratagem.worker.site.windows import opening, parse_window, told
+from stratagem.worker.site.file import AcceptRule, SiteFile, opening, parse_window, told
 
 PLANS: Final = ("build", "client_round", "evaluate", "measure_sums")
 """What a site is asked for by the coordinator of a federation; nothing else is carried out."""

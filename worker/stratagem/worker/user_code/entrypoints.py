@@ -11,14 +11,16 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import torch
+from packaging.requirements import Requirement
 
 import stratagem
 from stratagem.common.base.errors import (
@@ -30,10 +32,14 @@ from stratagem.common.base.errors import (
     leaves,
     told,
 )
+from stratagem.common.job import JobSpec
 from stratagem.common.schema.json import suggest, thawed
-from stratagem.worker.host.thread_activity import per_thread
-from stratagem.worker.user_code import bundle_import
-from stratagem.worker.user_code.changed_modules import see_modules
+from stratagem.worker.host.stalls import per_thread
+from stratagem.worker.user_code import bundles
+from stratagem.worker.user_code.bundles import CodePolicy, CodeStore
+from stratagem.worker.user_code.watching import see_modules
+
+# ---- entrypoints ----
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -95,7 +101,7 @@ class EntryPoints:
         with user_code(f"importing {module_name}"):
             try:
                 if self._brings(module_name):
-                    return bundle_import.import_module(self.code, module_name)
+                    return bundles.import_module(self.code, module_name)
                 module = importlib.import_module(module_name)
                 see_modules(self.import_paths)
                 return module
@@ -107,7 +113,7 @@ class EntryPoints:
                 raise
 
     def _brings(self, module_name: str) -> bool:
-        return self.code != "" and bundle_import.has_module(self.code, module_name)
+        return self.code != "" and bundles.has_module(self.code, module_name)
 
     def _looked_in(self) -> str:
         places = [*(["the job's code"] if self.code else []), *map(str, self.import_paths)]
@@ -249,7 +255,7 @@ def _keep_users_part(told_trace: traceback.TracebackException) -> None:
     users = [frame for frame in others if is_users(frame.filename)]
     for frame in users:
         _ = frame.line  # read from where the file is, before that is left out
-        frame.filename = bundle_import.plain_path(frame.filename)
+        frame.filename = bundles.plain_path(frame.filename)
     told_trace.stack = traceback.StackSummary.from_list(
         users or [frame for frame in others if not frame.filename.startswith(_MODULE_CALLS)]
     )
@@ -264,3 +270,72 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith((*stratagem.__path__, "<frozen")) or filename.endswith(
         ("contextlib.py", "importlib/__init__.py")
     )
+
+
+# ---- job code ----
+#
+# The one way from a job to the functions that it names, whether installed or brought along.
+#
+# Asks the operator's policy before anything of a bundle is fetched, unpacked or imported, and
+# whether what the job requires is installed here.
+
+
+@dataclass(frozen=True, slots=True)
+class SiteCode:
+    """What the file of a site has admitted of a job: its bundle, if it has one, and patterns of
+    installed entry points."""
+
+    site: str
+    entrypoints: tuple[str, ...]
+
+
+class UserCode:
+    """What the user's code may be on this worker: installed entry points, and bundles."""
+
+    def __init__(self, installed: EntryPoints, policy: CodePolicy, bundles: CodeStore) -> None:
+        self._installed, self._policy, self.bundles = installed, policy, bundles
+
+    def entry_points_of(
+        self,
+        job: JobSpec,
+        run_id: str,
+        fetch: Callable[[str], bytes],
+        allowed: SiteCode | None = None,
+    ) -> EntryPoints:
+        """Return what resolves all entry points of a job; its bundle is here then.
+
+        fetch: gives the archive of a digest. allowed: what a site's file has admitted, in place of
+        the operator's list and policy. Raises InvalidInputError where the policy of this
+        worker refuses the bundle, or what the job requires is not installed.
+        """
+        check_requirements(job)
+        installed = self._installed
+        if allowed is not None:
+            installed = replace(installed, allow=allowed.entrypoints, site=allowed.site)
+        if job.code is None or job.code.digest is None:
+            return installed
+        if allowed is None:
+            self._policy.admit(job.code)
+        digest = job.code.digest
+        self.bundles.take(digest, run_id, lambda: fetch(digest))
+        return replace(installed, code=digest)
+
+
+def check_requirements(job: JobSpec) -> None:
+    """Raise InvalidInputError, naming all that lack, unless what the job requires is installed."""
+    lacking = [text for text in map(_lack, job.requires or ()) if text]
+    if lacking:
+        text = f"this worker lacks {', '.join(lacking)}: install that in the image of the workers"
+        raise InvalidInputError.at("requires", text)
+
+
+def _lack(text: str) -> str:
+    requirement = Requirement(text)
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return ""
+    try:
+        installed = version(requirement.name)
+    except PackageNotFoundError:
+        return text
+    fits = requirement.specifier.contains(installed, prereleases=True)
+    return "" if fits else f"{text} (has {installed})"

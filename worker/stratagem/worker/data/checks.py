@@ -1,0 +1,304 @@
+"""Checks that a row is a function of its number and its key: fetched twice, it is the same.
+
+Compares bytes that are taken at once, as a data set may hand out what it changes later. Must not
+know jobs.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.schema.json import check_json, dump_json
+from stratagem.worker.data.datasets import Dataset, TensorDataset, at_the_base, map_tensors
+from stratagem.worker.data.rows import BatchKeys, RowDataset, generators_kept, seed_generators
+from stratagem.worker.data.stream_reader import StreamSource, opened, state_of
+from stratagem.worker.data.streams import FetchedRows
+from stratagem.worker.user_code.entrypoints import user_code
+
+# ---- purity check ----
+
+_KEYS = BatchKeys(("row", "check"))
+
+
+def check_purity(dataset: RowDataset) -> None:
+    """Fetches two rows twice, each with the other between; raises InvalidInputError naming the row
+    and the leaf that differ."""
+    last = dataset.num_rows - 1
+    numbers = list(dict.fromkeys((0, last))) if last >= 0 else []
+    with generators_kept():
+        first, second = ({n: _fetched(dataset, n) for n in numbers} for _ in range(2))
+    for number in numbers:
+        found, again = first[number], second[number]
+        differing = [leaf for leaf in found | again if found.get(leaf) != again.get(leaf)]
+        if differing:
+            raise InvalidInputError.at(
+                f"data.{dataset.split}",
+                f"row {number} is not the same when it is fetched again: {differing[0]} differs; "
+                "draw from random, numpy.random or torch's default generator, which are seeded "
+                "for each row, or set execution.deterministic: false",
+            )
+
+
+def _fetched(dataset: RowDataset, number: int) -> dict[str, str]:
+    """Returns a fingerprint of each leaf of a row, by its path."""
+    return dict(leaves_of(dataset.row(number, _KEYS)))
+
+
+def leaves_of(value: Any) -> Iterator[tuple[str, str]]:
+    """Yields (path, fingerprint) of each leaf of a row."""
+    for path, leaf in values_of(value):
+        yield path, fingerprint(leaf)
+
+
+def values_of(value: Any, path: str = "the row") -> Iterator[tuple[str, Any]]:
+    """Yields (path, value) of each leaf of a row."""
+    match value:
+        case Mapping():
+            for key, inner in value.items():
+                yield from values_of(inner, f"{path}[{key!r}]")
+        case tuple() | list():
+            for place, inner in enumerate(value):
+                yield from values_of(inner, f"{path}[{place}]")
+        case _:
+            yield path, value
+
+
+def fingerprint(value: Any) -> str:
+    """Returns the type of a leaf and, where it shows its value, a digest of that."""
+    return f"{type(value).__name__} {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    """Returns what is compared of a leaf; nothing of an object that does not show its value."""
+    match value:
+        case Tensor():
+            plain = value.detach().cpu().contiguous()
+            data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+            return f"{plain.dtype} {tuple(plain.shape)} {_digest(data)}"
+        case np.ndarray():
+            return f"{value.dtype} {value.shape} {_digest(value.tobytes())}"
+        case bool() | int() | float() | complex() | str() | bytes() | None | np.generic():
+            return repr(value)
+        case _:
+            to_bytes = getattr(value, "tobytes", None)  # images have it
+            return _digest(to_bytes()) if callable(to_bytes) else ""
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+# ---- same rows ----
+#
+# Describes a few rows of each split, so that those of another process, or of another call of the
+# function that makes them, can be compared with them.
+#
+# Floating-point values are rounded to three digits: what a data function computes from all rows,
+# such as a mean, has other last bits on other processors. Streams, data sets with a `take` of their
+# own and the rows of single clients are left out. Must not know workers.
+
+MAX_CHARS: Final = 8192
+"""Of a description, which is journaled; of longer ones nothing is compared."""
+_SAME_KEYS: Final = BatchKeys(("row", "same"))
+_NUM_VALUES: Final = 4
+"""Of each floating-point tensor of a row, from all over it."""
+_CELLS: Final = 10
+"""Bits to which these values are rounded, of the largest of them."""
+_SMALLEST: Final = 1e-6
+"""Of the largest of them, as it is counted: what should be 0 has other last bits, too."""
+_ROUNDINGS: Final = ((1.0, 0.37), (math.sqrt(2.0), 0.81))
+"""(factor of the largest value, part of a cell): what lies at the edge of a cell in one of them
+does not in the other one."""
+
+_Row = dict[str, list[str]]
+"""By leaf a digest, or the kind of a tensor and a digest for each way to round, of which one is
+enough."""
+
+
+class _Description(BaseModel):
+    of: str
+    splits: dict[str, dict[str, _Row]]
+
+
+def described_rows(job: JobSpec, data: Mapping[str, Dataset]) -> str:
+    """Returns some rows of each split as JSON; "" where they need not be the same elsewhere, or
+    cannot be described briefly."""
+    if job.data.entrypoint is None or not job.execution.deterministic:
+        return ""
+    splits = {split: dict(_rows_of(dataset)) for split, dataset in data.items()}
+    text = _Description(of=_source_of(job), splits=splits).model_dump_json()
+    return text if len(text) <= MAX_CHARS else ""
+
+
+def check_same_rows(job: JobSpec, data: Mapping[str, Dataset], known: str, where: str) -> None:
+    """Compares rows with those that `described_rows` has described elsewhere, of the same function.
+
+    where: completes "is not the same". Raises InvalidInputError naming the row and what differs.
+    """
+    described = described_rows(job, data) if known else ""
+    if not described:
+        return
+    before, now = _read(known), _read(described)
+    if before.of != now.of:
+        return
+    for split, rows in before.splits.items():
+        for number, row in rows.items():
+            again = now.splits.get(split, {}).get(number)
+            if again is not None and (differing := _differing(row, again)):
+                raise _differs(split, number, differing, where)
+
+
+def _read(text: str) -> _Description:
+    """Returns a description that another process has made; an empty one of a text that is none."""
+    try:
+        return _Description.model_validate_json(text)
+    except ValidationError:
+        return _Description(of="", splits={})
+
+
+def _differs(split: str, number: str, leaf: str, where: str) -> InvalidInputError:
+    return InvalidInputError.at(
+        f"data.{split}",
+        f"row {number} is not the same {where}: {leaf} differs; data.entrypoint must give the same "
+        "rows on each worker and in each call: seed the generators that it makes, as in "
+        "numpy.random.default_rng(0), or draw from random, numpy.random or torch's default "
+        "generator, which are seeded before the call; execution.deterministic: false allows it",
+    )
+
+
+def _source_of(job: JobSpec) -> str:
+    """Returns a digest of all that decides which rows a data function makes."""
+    code = None if job.code is None else job.code.digest
+    source = {"seed": job.seed, "code": code, "entrypoint": job.data.entrypoint}
+    whole = {**source, "kwargs": check_json(job.data.kwargs)}
+    return hashlib.sha256(dump_json(whole).encode()).hexdigest()[:16]
+
+
+def _rows_of(dataset: Dataset) -> Iterator[tuple[str, _Row]]:
+    base, _ = at_the_base(dataset, torch.arange(0))
+    if isinstance(base, RowDataset):
+        for number in _numbers(base.num_rows, 2):
+            with generators_kept():
+                yield str(number), _described(base.row(number, _SAME_KEYS))
+    elif isinstance(base, FetchedRows):
+        yield from ((str(number), _described(row)) for number, row in enumerate(base.rows))
+    elif isinstance(base, TensorDataset):
+        for number in _numbers(base.num_rows, 3):
+            row = (_row(base.x, number), _row(base.y, number))
+            yield str(number), _described(row)
+
+
+def _row(value: Any, number: int) -> Any:
+    return map_tensors(value, lambda tensor: tensor[number])
+
+
+def _numbers(num_rows: int, wanted: int) -> list[int]:
+    """Returns the first row, the last one, and some between them, without repetition."""
+    spread = (place * (num_rows - 1) // (wanted - 1) for place in range(wanted))
+    return list(dict.fromkeys(spread)) if num_rows else []
+
+
+def _described(row: Any) -> _Row:
+    return {path: _leaf(value) for path, value in values_of(row)}
+
+
+def _leaf(value: Any) -> list[str]:
+    tensor = torch.from_numpy(np.asarray(value)) if isinstance(value, np.ndarray) else value
+    if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+        return [fingerprint(value)]
+    flat = tensor.detach().reshape(-1)
+    places = torch.tensor(_numbers(len(flat), _NUM_VALUES), dtype=torch.int64, device=flat.device)
+    found = flat.index_select(0, places).double().tolist()
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return [kind, *(_rounded(found, *rounding) for rounding in _ROUNDINGS)]
+
+
+def _rounded(values: list[float], factor: float, offset: float) -> str:
+    """Returns a digest of rounded values: no value of the data stands in a description."""
+    largest = max([abs(x) for x in values if math.isfinite(x)] + [_SMALLEST])
+    exponent = math.frexp(largest * factor)[1] - _CELLS
+    size = math.ldexp(1.0, exponent)
+    cells = [math.floor(x / size + offset) if math.isfinite(x) else str(x) for x in values]
+    return hashlib.sha256(repr((exponent, cells)).encode()).hexdigest()[:16]
+
+
+def _differing(row: _Row, again: _Row) -> str:
+    """Returns the path of a leaf that differs; "" where none does."""
+    paths = (path for path in row | again if not _alike(row.get(path, []), again.get(path, [])))
+    return next(paths, "")
+
+
+def _alike(one: list[str], other: list[str]) -> bool:
+    same = [x == y for x, y in zip(one, other, strict=False)]
+    return len(one) == len(other) and all(same[:1]) and (len(one) == 1 or any(same[1:]))
+
+
+# ---- stream checks ----
+#
+# Checks of a source that read its first rows: that they are the same when they are read again, and
+# that a state of the source leads to exactly the rows that come next.
+
+_NUM_ROWS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Fingerprints of the leaves of some rows, and the source's state after the first of them."""
+
+    rows: list[dict[str, str]]
+    state: str | None
+
+
+def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
+    """Reads the first rows of shard 0 several times; returns whether its states may be used.
+
+    is_pure: raises InvalidInputError naming the row and the leaf that differ.
+    """
+    with generators_kept(), user_code(f"reading the first rows of data.{split}"):
+        first, again = (_read_streams(opened(source, 0, 0, None), 0) for _ in range(2))
+        if is_pure:
+            _compare(first.rows, again.rows, split)
+        if first.state is None:
+            return False
+        went_on = _read_streams(opened(source, 0, 0, first.state), 1)
+        return went_on.rows == first.rows[1:] and _begins_anew(source, first)
+
+
+def _begins_anew(source: StreamSource, first: _Read) -> bool:
+    """Returns whether a source that has gone on from a state begins at its first row again."""
+    return _read_streams(opened(source, 0, 0, None), 0).rows == first.rows
+
+
+def _read_streams(rows: Iterable[object], first: int) -> _Read:
+    """Reads rows from number `first` on."""
+    iterator, found = iter(rows), []
+    state = None
+    for row in range(first, _NUM_ROWS):
+        seed_generators(row)
+        leaves = (dict(leaves_of(each)) for each in islice(iterator, 1))
+        found.append(next(leaves, {}))
+        state = state_of(rows) if row == 0 else state
+    return _Read(found, state)
+
+
+def _compare(first: list[dict[str, str]], again: list[dict[str, str]], split: str) -> None:
+    for row, (one, other) in enumerate(zip(first, again, strict=True)):
+        differing = [leaf for leaf in one | other if one.get(leaf) != other.get(leaf)]
+        if differing:
+            raise InvalidInputError.at(
+                f"data.{split}",
+                f"row {row} of a stream is not the same when it is read again: {differing[0]} "
+                "differs; iter() must begin anew whenever it is called, and rows may draw from "
+                "random, numpy.random or torch's default generator, which are seeded for each; or "
+                "set execution.deterministic: false",
+            )

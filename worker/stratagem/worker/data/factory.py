@@ -1,0 +1,98 @@
+"""Calls the function of the user's that returns a job's data, alike wherever it is called.
+
+The generators are seeded before the call: workers, and the processes that read rows for them, must
+get the same rows. Must not know clients, steps and processes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.job.training_rules import against_streams, says_stream
+from stratagem.common.numerics.keys import mix
+from stratagem.common.schema.document import refuse
+from stratagem.common.strategy import Federated
+from stratagem.worker.data.checks import check_stream
+from stratagem.worker.data.datasets import Dataset, as_dataset
+from stratagem.worker.data.rows import generators_kept, seed_generators
+from stratagem.worker.data.streams import StreamDataset, StreamedSplit
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+# ---- data factory ----
+
+
+@dataclass(frozen=True, slots=True)
+class DataFunction:
+    """The part of a job's section `data` that makes data sets: entry points, and keywords."""
+
+    entrypoint: str
+    kwargs: Mapping[str, Any]
+    collate: str | None
+
+
+def made_data(
+    function: DataFunction,
+    entrypoints: EntryPoints,
+    given: Mapping[str, int],
+    seed: int | None,
+) -> dict[str, Dataset]:
+    """Returns the data sets by split. given: what the function gets beside the job's keywords, such
+    as a client's number. seed: None leaves the generators as they are."""
+    factory = entrypoints.bind(function.entrypoint, function.kwargs, "data")
+    with generators_kept(), user_code("loading data"):
+        if seed is not None:
+            seed_generators(mix(seed, "data", *given.values()))
+        value = factory(**given)
+    if not isinstance(value, Mapping):
+        raise InvalidInputError.at(
+            "data.entrypoint",
+            f'"{function.entrypoint}" must return a dict {{split: data set}}, '
+            f"not a {type(value).__name__}",
+        )
+    collate = function.collate and entrypoints.resolve(function.collate, "data.collate")
+    return {
+        str(split): as_dataset(rows, str(split), collate or None, given)
+        for split, rows in value.items()
+    }
+
+
+# ---- make stream ----
+#
+# Makes the streams of a job out of what its data function returns, and refuses those that cannot
+# be used as the job says.
+
+_TRAIN = "train"
+
+
+def stream_of(made: StreamedSplit, job: JobSpec) -> StreamDataset:
+    """Returns the streams that a job reads of a split."""
+    is_trained_on = made.split == _TRAIN and not job.only_evaluates
+    has_states = is_trained_on and check_stream(
+        made.source, made.split, is_pure=job.execution.deterministic
+    )
+    streams = StreamDataset(made.source, made.split, made.collate, job, has_states)
+    if is_trained_on and not isinstance(job.strategy, Federated):
+        streams.check_layout()
+    return streams
+
+
+def check_streams(job: JobSpec, streams: Sequence[str]) -> None:
+    """Refuses what cannot go with the splits that are streams. Those that a job does not use may
+    be."""
+    if job.evaluation is not None and job.evaluation.split in streams:
+        raise InvalidInputError.at(
+            "evaluation.split",
+            f"'{job.evaluation.split}' is a stream of rows, and what is evaluated must have a "
+            "len(); let data.entrypoint return a list of them, such as list(islice(rows, 1000))",
+        )
+    if job.only_evaluates:
+        return
+    if _TRAIN in streams:
+        refuse(list(against_streams(job)))
+    elif says_stream(job):
+        name = "streams" if job.data.streams is not None else "shuffle_rows"
+        raise InvalidInputError.at(
+            f"data.{name}", "belongs to rows that come as a stream, but data.train has a len()"
+        )

@@ -1,0 +1,253 @@
+"""Selects and shuffles the rows of each step's batch, as a pure function of the step.
+
+The position in the data derives from the number of applied steps alone, so it needs no state of
+its own and a resumed run continues exactly. Must not know data sets.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.keys import mix
+from stratagem.worker.data.datasets import Dataset, TensorDataset
+from stratagem.worker.data.rows import RowDataset, generators_kept, seed_generators
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+# ---- sampler ----
+
+_BLOCK: Final = 256
+"""Batches that are cut off the order at once; one by one it would be 8 µs of each step."""
+_NUM_KEPT: Final = 2
+"""Blocks and orders: batches are read ahead while steps are still in the block before."""
+
+
+EpochRows = Callable[[int], Tensor | list[Tensor]]
+"""The rows of an epoch in order, or its batches."""
+
+
+class BatchOrder:
+    """Batches of `num_rows` rows, reshuffled in each epoch from seed + epoch.
+
+    epoch_rows: another order; each epoch of it must have as many batches as the first.
+    """
+
+    def __init__(
+        self, num_rows: int, batch_size: int, seed: int, epoch_rows: EpochRows | None = None
+    ) -> None:
+        if num_rows < 1:
+            raise InvalidInputError.at("data.train", "has no rows")
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.steps_per_epoch = math.ceil(num_rows / batch_size)
+        self._epoch_rows = epoch_rows or (lambda epoch: epoch_order(num_rows, seed + epoch))
+        self._orders: OrderedDict[int, Tensor | list[Tensor]] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], Sequence[Tensor]] = OrderedDict()
+        if epoch_rows is not None:
+            self.steps_per_epoch = max(1, self._num_batches(epoch_rows(0)))
+
+    def batch(self, step: int) -> tuple[int, Tensor]:
+        """Returns (epoch, indices) of the batch that comes after `step` applied steps."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        number, place = divmod(position, _BLOCK)
+        batches = self._blocks.get((epoch, number))
+        if batches is None:
+            batches = self._blocks[epoch, number] = self._cut(epoch, number)
+            if len(self._blocks) > _NUM_KEPT:
+                self._blocks.popitem(last=False)
+        return epoch, batches[place]
+
+    def _cut(self, epoch: int, number: int) -> Sequence[Tensor]:
+        """Makes the batches of one block."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = self._epoch_rows(epoch)
+            if self._num_batches(order) != self.steps_per_epoch:
+                raise InvalidInputError.at(
+                    "data.order",
+                    f"gives {self._num_batches(order)} batches for epoch {epoch} and "
+                    f"{self.steps_per_epoch} for epoch 0; all epochs must have as many",
+                )
+            self._orders[epoch] = order
+            if len(self._orders) > _NUM_KEPT:
+                self._orders.popitem(last=False)
+        if isinstance(order, list):
+            return order[number * _BLOCK : (number + 1) * _BLOCK]
+        rows = _BLOCK * self.batch_size
+        return torch.split(order[number * rows : (number + 1) * rows], self.batch_size)
+
+    def _num_batches(self, order: Tensor | list[Tensor]) -> int:
+        return len(order) if isinstance(order, list) else math.ceil(len(order) / self.batch_size)
+
+
+class StreamOrder:
+    """Batches of rows of a stream, which are numbered on and on: they have no epochs in common."""
+
+    steps_per_epoch: Final = 1
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def batch(self, step: int) -> tuple[int, Tensor]:
+        """Returns (0, numbers) of the rows of the batch that comes after `step` applied steps."""
+        return 0, torch.arange(step * self.batch_size, (step + 1) * self.batch_size)
+
+
+def epoch_order(num_rows: int, seed: int) -> Tensor:
+    """Returns the order of all rows in one epoch: a permutation of their indices."""
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- row order ----
+#
+# The orders in which an epoch may pass the training rows, each a pure function of the epoch.
+#
+# An order is the numbers of rows, or a list of batches of them. Must not know batches' sizes in
+# use, steps and shards.
+
+MAX_WEIGHTED_ROWS: Final = 1 << 24
+"""What torch.multinomial can choose from."""
+_WINDOW: Final = 100
+"""Batches, unless the job says otherwise."""
+
+
+def epoch_rows_of(
+    job: JobSpec, data: Mapping[str, Dataset], entrypoints: EntryPoints
+) -> EpochRows | None:
+    """Returns the order that a job asks for; None where rows are shuffled."""
+    spec = job.data.order
+    if spec is None or spec.by == "shuffle" or "train" not in data or job.only_evaluates:
+        return None
+    dataset = data["train"]
+    num_rows = len(dataset)
+    if spec.by == "sequential":
+        return lambda _: torch.arange(num_rows)
+    if spec.weights is not None:
+        weights = _numbers(dataset, entrypoints, spec.weights, "weights")
+        return partial(_weighted, weights, spec.num_rows or num_rows, job.seed, dataset)
+    if spec.lengths is not None:
+        lengths = _numbers(dataset, entrypoints, spec.lengths, "lengths")
+        return partial(_bucketed, lengths, spec.window or _WINDOW, job.batch_size, job.seed)
+    assert spec.entrypoint is not None
+    function = entrypoints.resolve(spec.entrypoint, "data.order.entrypoint")
+    return partial(_users, function, dataset, job)
+
+
+def _weighted(weights: Tensor, num_drawn: int, seed: int, dataset: Dataset, epoch: int) -> Tensor:
+    """Rows drawn with replacement, by weight."""
+    generator = torch.Generator().manual_seed(seed + epoch)
+    drawn = torch.multinomial(weights, num_drawn, replacement=True, generator=generator)
+    return _numbered(drawn, dataset)
+
+
+def _numbered(rows: Tensor, dataset: Dataset) -> Tensor:
+    """Adds to each row that came before in the epoch how often, times the number of rows, where
+    rows are fetched one by one: it then draws other random numbers."""
+    if not isinstance(dataset, RowDataset):
+        return rows
+    ordered, places = torch.sort(rows, stable=True)
+    occurrences = torch.empty_like(rows)
+    occurrences[places] = torch.arange(len(rows)) - torch.searchsorted(ordered, ordered)
+    return rows + len(dataset) * occurrences
+
+
+def _bucketed(lengths: Tensor, window: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
+    """Batches of rows of similar length: shuffled rows, sorted in windows of so many batches, cut,
+    and the batches shuffled."""
+    generator = torch.Generator().manual_seed(seed + epoch)
+    rows = torch.randperm(len(lengths), generator=generator)
+    batches: list[Tensor] = []
+    for part in torch.split(rows, window * batch_size):
+        by_length = part[torch.sort(lengths[part], stable=True).indices]
+        batches += torch.split(by_length, batch_size)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def _users(
+    function: Callable[..., Any], dataset: Dataset, job: JobSpec, epoch: int
+) -> Tensor | list[Tensor]:
+    """What the user's function makes of (data set, epoch), asked twice: it must be pure."""
+    first, again = (_asked(function, dataset, job.seed, epoch) for _ in range(2))
+    if first != again:
+        raise InvalidInputError.at(
+            "data.order.entrypoint",
+            f"gives another order for epoch {epoch} when it is asked again; draw from random, "
+            "numpy.random or torch's default generator, which are seeded for each epoch",
+        )
+    batches = [each if isinstance(each, list) else [each] for each in first]
+    sizes = [len(each) for each in batches]
+    rows = torch.tensor([row for each in batches for row in each], dtype=torch.int64)
+    num_rows, is_cut = len(dataset), any(isinstance(each, list) for each in first)
+    if bool(((rows < 0) | (rows >= num_rows)).any()):
+        raise InvalidInputError.at(
+            "data.order.entrypoint", f"names rows that are not in 0..{num_rows - 1}"
+        )
+    if is_cut and not all(1 <= size <= job.batch_size for size in sizes):
+        raise InvalidInputError.at(
+            "data.order.entrypoint",
+            f"gives batches of {min(sizes)} to {max(sizes)} rows; 1 to batch_size "
+            f"({job.batch_size}) are allowed",
+        )
+    numbered = _numbered(rows, dataset)
+    return list(torch.split(numbered, sizes)) if is_cut else numbered
+
+
+def _asked(
+    function: Callable[..., Any], dataset: Dataset, seed: int, epoch: int
+) -> list[int | list[int]]:
+    with generators_kept(), user_code(f"ordering the rows of epoch {epoch}"):
+        seed_generators(mix(seed, "order", epoch))
+        found = function(_as_given(dataset), epoch)
+        if isinstance(found, DistributedSampler):
+            raise InvalidInputError.at(
+                "data.order.entrypoint",
+                "gives a DistributedSampler; batches are cut into shards here, so give the order "
+                "of all rows",
+            )
+        if hasattr(found, "set_epoch"):
+            found.set_epoch(epoch)
+        return [_whole(each) for each in found]
+
+
+def _whole(value: Any) -> int | list[int]:
+    """A row's number, or a batch of them."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return [int(row) for row in value] if isinstance(value, Iterable) else int(value)
+
+
+def _numbers(dataset: Dataset, entrypoints: EntryPoints, name: str, key: str) -> Tensor:
+    """One number per row, of the user's function."""
+    function = entrypoints.resolve(name, f"data.order.{key}")
+    with user_code(f"computing data.order.{key}"):
+        found = torch.as_tensor(function(_as_given(dataset)), dtype=torch.float64).reshape(-1)
+    is_usable = bool((found.isfinite() & (found >= 0)).all()) and float(found.sum()) > 0
+    if len(found) != len(dataset) or not is_usable:
+        raise InvalidInputError.at(
+            f"data.order.{key}",
+            f"must give one number >= 0 for each of {len(dataset)} rows, not all 0; "
+            f"gave {len(found)}",
+        )
+    if key == "weights" and len(found) > MAX_WEIGHTED_ROWS:
+        raise InvalidInputError.at(
+            "data.order.by", f"weighted takes at most {MAX_WEIGHTED_ROWS} rows, not {len(found)}"
+        )
+    return found
+
+
+def _as_given(dataset: Dataset) -> Any:
+    """The data set as the user's function has returned it."""
+    match dataset:
+        case RowDataset():
+            return dataset.source
+        case TensorDataset():
+            return dataset.x, dataset.y
+        case _:
+            return dataset

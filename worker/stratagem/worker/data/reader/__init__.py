@@ -1,1 +1,0 @@
-"""Reader processes, which fetch rows and make batches of them ahead of their use."""

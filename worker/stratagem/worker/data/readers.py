@@ -1,0 +1,398 @@
+"""The readers of one data set: which of them reads what, how far ahead, and what if one dies.
+
+A batch is the same whoever reads it and however often, so nothing is lost with a reader: another
+takes its place and gets its orders; where there is none, the worker reads itself. Must not know
+steps, shards and models.
+"""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stratagem.common.base.errors import LimitError, StratagemError, UserCodeError
+from stratagem.common.job import JobSpec
+from stratagem.worker.data.factory import DataFunction
+from stratagem.worker.data.reader_batches import (
+    MappedSegments,
+    ReaderSetup,
+    error_of,
+    order_text,
+    rebuild,
+)
+from stratagem.worker.data.rows import ReadOrder, RowDataset
+from stratagem.worker.user_code import watching
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+# ---- reader process ----
+#
+# One reader as its worker sees it: a process, the connection to it, and the memory it writes to.
+#
+# Nothing here waits. Must not know which orders are worth giving.
+
+_MODULE: Final = "stratagem.worker.data.reader_loop"
+_ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_CHUNK_BYTES: Final = 1 << 16
+_MAX_FDS: Final = 8
+_PATIENCE_S: Final = 10.0
+"""With a process that has closed its connection, which is the last that it does."""
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8)
+
+
+class ReaderProcess:
+    """A process that reads rows. Used by one thread."""
+
+    def __init__(self, setup: ReaderSetup) -> None:
+        """Starts the process; it makes its data set by itself. Raises OSError."""
+        own, theirs = socket.socketpair()
+        with theirs:
+            try:
+                fd = theirs.fileno()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", _MODULE, str(fd), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[fd],
+                    env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
+                )
+            except BaseException:
+                own.close()
+                raise
+        self._connection = own
+        own.setblocking(False)
+        self._unsent = bytearray(setup.text(sys.path).encode() + b"\n")
+        self._received = bytearray()
+        self._fds: deque[int] = deque()
+        self._segments = MappedSegments()
+        self._freed: list[int] = []
+        self.is_dead = False
+
+    def fileno(self) -> int:
+        """Returns the descriptor to wait at."""
+        return self._connection.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """True while the process has not taken all that was said to it."""
+        return bool(self._unsent)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def order(self, ticket: int, order: ReadOrder) -> None:
+        """Gives an order; they are answered one after the other."""
+        freed = [self._freed.pop() for _ in range(len(self._freed))]
+        self._unsent += order_text(ticket, order, freed).encode() + b"\n"
+        self.send()
+
+    def send(self) -> None:
+        """Sends what the process takes at once."""
+        try:
+            while self._unsent and not self.is_dead:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # what it has said before may still be there
+            self._unsent.clear()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yields what has arrived; `is_dead` is set when there will be no more."""
+        while not self.is_dead:
+            try:
+                data, fds, _, _ = socket.recv_fds(
+                    self._connection, _CHUNK_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                break
+            except OSError:
+                data, fds = b"", []
+            self._fds.extend(fds)
+            self._received += data
+            self.is_dead = not data
+            *lines, rest = self._received.split(b"\n")
+            self._received = rest
+            yield from map(json.loads, lines)
+
+    def batch(self, message: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns (x, y) of an answer. The tensors are views of memory that is written again once
+        none of them is left; an answer must be passed here before the next one is."""
+        number, memory = message["segment"], _NOTHING
+        if number is not None:
+            memory = self._memory(number, is_new=message["is_new"])
+        made = [rebuild(tree, memory) for tree in message["trees"]]
+        return made[0], made[-1]
+
+    def end(self) -> str:
+        """Ends the process; returns how it has ended, if it had before."""
+        self._connection.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_S if self.is_dead else 0)
+        self.is_dead = True
+        self._process.kill()
+        code = self._process.wait()
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    def _memory(self, number: int, *, is_new: bool) -> Tensor:
+        if is_new:
+            self._segments.map(number, self._fds.popleft())
+        return self._segments.view(number, self._freed.append)
+
+
+# ---- reader pool ----
+
+PREFETCH: Final = 2
+"""Batches per reader, unless the job says otherwise."""
+MAX_DEATHS: Final = 3
+"""Of readers at one order: more are not tried."""
+_MAX_ROWS_NAMED: Final = 32
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """An order that was given."""
+
+    number: int
+    order: ReadOrder
+    outcome: tuple[Any, Any] | StratagemError | None = None
+    num_deaths: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    process: ReaderProcess
+    tickets: deque[_Ticket] = field(default_factory=deque)
+    """Those that are not answered, in order."""
+
+
+class ReaderPool:
+    """Some readers of equal data sets. Used by one thread."""
+
+    def __init__(
+        self,
+        setup: ReaderSetup,
+        num_readers: int,
+        prefetch: int = PREFETCH,
+        room_for: Callable[["ReaderPool"], int] | None = None,
+    ) -> None:
+        """prefetch: batches that each reader reads ahead. room_for: says how many processes this
+        pool may have now, whenever a batch is wanted."""
+        self._setup, self.num_readers = setup, num_readers
+        self._max_ahead, self._room_for = num_readers * prefetch, room_for
+        self._readers: list[_Reader] = []
+        self._coming: Iterator[ReadOrder] = iter(())
+        self._ahead: dict[ReadOrder, list[_Ticket]] = {}
+        self._earlier: dict[ReadOrder, list[_Ticket]] = {}  # ahead of what was expected before
+        self._num_given = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run."""
+        return [reader.process.pid for reader in self._readers]
+
+    def start(self) -> None:
+        """Starts the processes that do not run yet. They make their data sets by themselves."""
+        if len(self._readers) == self.num_readers:
+            return
+        number = self.num_readers if self._room_for is None else self._room_for(self)
+        while len(self._readers) < number:
+            self._readers.append(_Reader(self._process()))
+
+    def shrink(self, number: int) -> None:
+        """Ends all processes but so many, at least one; these get the orders of the others."""
+        while len(self._readers) > max(number, 1):
+            ended = self._readers.pop()
+            ended.process.end()
+            for ticket in ended.tickets:
+                self._hand(ticket)
+
+    def expect(self, coming: Iterator[ReadOrder]) -> None:
+        """Reads these batches ahead, instead of what was expected before."""
+        self._receive(must_wait=False)
+        self._earlier, self._ahead, self._coming = self._ahead, {}, coming
+        self._read_ahead()
+        self._earlier = {}
+
+    def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
+        """Returns (x, y) of an order, as `dataset.read` would; raises what that would raise."""
+        ticket = _taken(self._ahead, order) or self._give(order)
+        if ticket is None:
+            return dataset.read(order)
+        self._receive(must_wait=False)
+        self._read_ahead()
+        while ticket.outcome is None:
+            self._receive(must_wait=True)
+        if isinstance(ticket.outcome, StratagemError):
+            raise ticket.outcome
+        return ticket.outcome
+
+    def stop(self) -> None:
+        """Ends the processes. They are started again when a batch is wanted."""
+        for reader in self._readers:
+            reader.process.end()
+        self._readers, self._ahead, self._coming = [], {}, iter(())
+
+    def _process(self) -> ReaderProcess:
+        try:
+            return ReaderProcess(self._setup)
+        except OSError as error:
+            raise LimitError(f"data.readers: no process can be started: {error}") from error
+
+    def _read_ahead(self) -> None:
+        """Gives the readers as much to do as they may read ahead."""
+        num_ahead = sum(map(len, self._ahead.values()))
+        while num_ahead < self._max_ahead:
+            order = next(self._coming, None)
+            if order is None:
+                return
+            ticket = _taken(self._earlier, order) or self._give(order)
+            if ticket is None:
+                return
+            self._ahead.setdefault(order, []).append(ticket)
+            num_ahead += 1
+
+    def _give(self, order: ReadOrder) -> _Ticket | None:
+        """Gives an order to a reader; returns None where there is no room for one."""
+        self.start()
+        if not self._readers:
+            self._coming = iter(())  # nothing is read ahead before more is expected
+            return None
+        self._num_given += 1
+        ticket = _Ticket(self._num_given, order)
+        self._hand(ticket)
+        return ticket
+
+    def _hand(self, ticket: _Ticket) -> None:
+        """Gives an order to the reader that has the least to do."""
+        reader = min(self._readers, key=lambda each: len(each.tickets))
+        reader.tickets.append(ticket)
+        reader.process.order(ticket.number, ticket.order)
+
+    def _receive(self, *, must_wait: bool) -> None:
+        """Takes what has arrived."""
+        poll = select.poll()
+        by_fd = {reader.process.fileno(): reader for reader in self._readers}
+        for fd, reader in by_fd.items():
+            out = select.POLLOUT if reader.process.has_unsent else 0
+            poll.register(fd, select.POLLIN | out)
+        for fd, _ in poll.poll(None if must_wait else 0):
+            reader = by_fd[fd]
+            reader.process.send()
+            for message in reader.process.messages():
+                self._take(reader, message)
+            if reader.process.is_dead:
+                self._replace(reader)
+
+    def _take(self, reader: _Reader, message: dict[str, Any]) -> None:
+        if "line" in message:
+            watching.pass_on(*message["line"])
+            return
+        ticket = reader.tickets.popleft()
+        assert ticket.number == message["ticket"]
+        ticket.outcome = error_of(message) or reader.process.batch(message)
+
+    def _replace(self, reader: _Reader) -> None:
+        """Puts another process in the place of one that has ended."""
+        how, pid = reader.process.end(), reader.process.pid
+        watching.pass_on("WARNING", f"reader {pid} ended ({how}); another takes its place")
+        if reader.tickets:
+            first = reader.tickets[0]
+            first.num_deaths += 1
+            if first.num_deaths == MAX_DEATHS:
+                first.outcome = _fatal(first.order, how)
+                reader.tickets.popleft()
+        reader.process = self._process()
+        for ticket in reader.tickets:
+            reader.process.order(ticket.number, ticket.order)
+
+
+def _taken(tickets: dict[ReadOrder, list[_Ticket]], order: ReadOrder) -> _Ticket | None:
+    """Takes the first ticket of an order out of those."""
+    found = tickets.get(order)
+    if not found:
+        return None
+    ticket = found.pop(0)
+    if not found:
+        del tickets[order]
+    return ticket
+
+
+def _fatal(order: ReadOrder, how: str) -> UserCodeError:
+    numbers = [number % order.num_rows for number in order.numbers]
+    rows = ", ".join(map(str, numbers[:_MAX_ROWS_NAMED]))
+    more = f" and {len(numbers) - _MAX_ROWS_NAMED} more" if len(numbers) > _MAX_ROWS_NAMED else ""
+    return UserCodeError(
+        "ReaderEnded",
+        f"{MAX_DEATHS} processes ended ({how}) while they read one of these rows of "
+        f"data.{order.split}: {rows}{more}",
+        activity=f"reading rows of data.{order.split}",
+    )
+
+
+# ---- worker readers ----
+#
+# All readers of a worker: those of all runs that it has a part in, within the operator's limit.
+
+_Key = tuple[str, str, int, int]
+
+
+class WorkerReaders:
+    """The pools of readers by run and data. Used by one thread."""
+
+    def __init__(self, max_readers: int) -> None:
+        self._max_readers = max_readers
+        self._pools: OrderedDict[_Key, ReaderPool] = OrderedDict()
+
+    def of(self, run_id: str, job: JobSpec, entrypoints: EntryPoints) -> ReaderPool | None:
+        """Returns the readers of a job, which all parts of its run on this worker share; None where
+        rows are read without. They are started when they are first used."""
+        wanted = job.data.readers or 0
+        number = min(wanted, self._max_readers)
+        if not number:
+            return None
+        name, prefetch = job.data.entrypoint, job.data.prefetch or PREFETCH
+        assert name is not None  # else there are no readers
+        function = DataFunction(name, job.data.kwargs, job.data.collate)
+        setup = ReaderSetup(function, job.seed, entrypoints)
+        key = (run_id, setup.text(()), number, prefetch)
+        if key not in self._pools:
+            if number < wanted:
+                watching.pass_on(
+                    "WARNING",
+                    f"data.readers: the job asks for {wanted}, this worker allows {number} "
+                    "(--max-readers)",
+                )
+            self._pools[key] = ReaderPool(setup, number, prefetch, self._room_for)
+        return self._pools[key]
+
+    def close(self, run_id: str) -> None:
+        """Ends the readers of a run."""
+        for key in [key for key in self._pools if key[0] == run_id]:
+            self._pools.pop(key).stop()
+
+    def _room_for(self, coming: ReaderPool) -> int:
+        """Returns how many readers a pool may have now. Pools share them: one that comes later
+        takes from the one that has the most, and leaves it one at least. A pool for which there
+        is none reads without; ending the readers of others would be to start them again and
+        again, as all of them are at work in turn."""
+        others = [pool for pool in self._pools.values() if pool is not coming]
+        free = self._max_readers - sum(len(pool.pids) for pool in others)
+        while free < coming.num_readers and others:
+            largest = max(others, key=lambda pool: len(pool.pids))
+            if len(largest.pids) <= max(free, 0) + 1:
+                break
+            largest.shrink(len(largest.pids) - 1)
+            free += 1
+        return max(min(free, coming.num_readers), len(coming.pids))

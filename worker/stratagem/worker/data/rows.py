@@ -1,0 +1,280 @@
+"""Data sets whose rows are fetched one by one, as torch's `Dataset` is, and collated to batches.
+
+Owns what a row may draw at random: the generators are seeded for each row and each batch with keys
+of their own, so a row is the same whoever fetches it, in whichever batch. Must not know where a
+data set came from, nor which rows are wanted.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.keys import POSITIVE, Key, mix, mix_on
+from stratagem.worker.user_code.entrypoints import user_code
+
+# ---- row datasets ----
+
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of a list of rows."""
+
+_OTHERS_TAKE: Final = frozenset({"datasets"})
+"""Packages whose data sets have a `take` that means something else than ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKeys:
+    """The keys of what a batch draws at random while it is made."""
+
+    rows: Key = ("row",)
+    """Completed by the number of the row, and by how often it came before in the epoch."""
+    batch: Key = ()
+    """Of collating."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """All that a batch is made of, beside the job's data: whoever reads it makes the same."""
+
+    split: str
+    num_rows: int
+    """Of the split."""
+    given: tuple[tuple[str, int], ...]
+    """What the function that returns the data got beside the job's keywords."""
+    numbers: tuple[int, ...]
+    """Of rows, plus `num_rows` for each time that one came before in the epoch."""
+    keys: BatchKeys
+
+
+@dataclass(frozen=True, slots=True)
+class RowDataset:
+    """An object with `len()` and `[row]`, and the function that makes a batch of its rows."""
+
+    source: Any
+    split: str
+    num_rows: int
+    collate: Collate
+    given: tuple[tuple[str, int], ...] = ()
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def row(self, number: int, keys: BatchKeys, occurrence: int = 0) -> Any:
+        """Fetches one row, with the generators seeded for it; they are left as it left them."""
+        return self._row(number, mix(*keys.rows), occurrence)
+
+    def _row(self, number: int, key: int, occurrence: int) -> Any:
+        seed_generators(mix_on(key, number, occurrence))
+        with user_code(f"fetching row {number} of data.{self.split}"):
+            row = self.source[number]
+        # Of a memory map, rows may be read-only views, which torch warns of.
+        return np.array(row) if isinstance(row, np.ndarray) else row
+
+    def order(self, indices: Tensor, keys: BatchKeys) -> ReadOrder:
+        """Returns the order of these rows."""
+        return ReadOrder(self.split, self.num_rows, self.given, tuple(indices.tolist()), keys)
+
+    def read(self, order: ReadOrder) -> tuple[Any, Any]:
+        """Returns (x, y) of an order's rows; all generators stay as they were.
+
+        A batch of two things is input and target; any other one is both at once. Rows are computed
+        by one thread, whose bits do not depend on how many the worker has.
+        """
+        if len(self.source) != self.num_rows:
+            raise InvalidInputError.at(
+                f"data.{self.split}",
+                f"had {self.num_rows} rows when it was loaded and has {len(self.source)} now; "
+                "their number must stay",
+            )
+        with one_thread():
+            rows = rows_without_draws(self.source, [n % self.num_rows for n in order.numbers])
+            if rows is not None and draws_nothing(self.collate, rows):
+                return _collated(rows, self.collate, self.split)
+            with generators_kept():
+                if rows is None:
+                    rows = self._keyed_rows(order)
+                return collated(rows, self.collate, order.keys, self.split)
+
+    def _keyed_rows(self, order: ReadOrder) -> list[Any]:
+        """Fetches rows that may draw at random, each with a key of its own."""
+        key = mix(*order.keys.rows)
+        return [self._row(n % self.num_rows, key, n // self.num_rows) for n in order.numbers]
+
+    def take(self, indices: Tensor) -> tuple[Any, Any]:
+        """Returns what `read` does, for a use that has no key of its own."""
+        return self.read(self.order(indices, BatchKeys()))
+
+    def labels(self) -> Tensor:
+        """Returns the target of every row, for a partition by label."""
+        key = mix("row", "labels")
+        with generators_kept():
+            rows = (self._row(number, key, 0) for number in range(self.num_rows))
+            found = [row[1] if _is_pair(row) else None for row in rows]
+        if any(label is None for label in found):
+            raise InvalidInputError.at(
+                f"data.{self.split}", "has rows that are no pairs (input, label)"
+            )
+        return torch.as_tensor(found)
+
+
+def collated(rows: list[Any], collate: Collate, keys: BatchKeys, split: str) -> tuple[Any, Any]:
+    """Returns (x, y) of rows that have been fetched, with the generators seeded for the batch."""
+    seed_generators(mix("collate", *keys.batch))
+    return _collated(rows, collate, split)
+
+
+def _collated(rows: list[Any], collate: Collate, split: str) -> tuple[Any, Any]:
+    with user_code(f"collating rows of data.{split}"):
+        return _pair(collate(rows))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    return (batch[0], batch[1]) if _is_pair(batch) else (batch, batch)
+
+
+def refuse_loaders(value: object, split: str) -> None:
+    """Refuses what decides itself which rows come next."""
+    if isinstance(value, DataLoader):
+        raise InvalidInputError.at(
+            f"data.{split}",
+            "is a DataLoader; give its dataset: its collate_fn is data.collate, its batch_size "
+            "the job's",
+        )
+
+
+def has_foreign_take(value: object) -> bool:
+    """Returns whether an object's `take` is another function than that of our data sets."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    return isinstance(value, np.ndarray | Tensor) or bool(packages & _OTHERS_TAKE)
+
+
+def row_dataset(
+    value: Any, split: str, collate: Collate | None, given: Mapping[str, int]
+) -> RowDataset | None:
+    """Returns the data set of an object with `len()` and `[row]`; None for any other object."""
+    kind = type(value)
+    if isinstance(value, str | bytes | Mapping | tuple) or not hasattr(kind, "__getitem__"):
+        return None
+    if not hasattr(kind, "__len__"):
+        raise InvalidInputError.at(f"data.{split}", f"is a {kind.__name__}, which has no len()")
+    with user_code(f"asking for the number of rows of data.{split}"):
+        num_rows = len(value)
+    return RowDataset(value, split, num_rows, collate or default_collate, tuple(given.items()))
+
+
+# ---- known rows ----
+#
+# Rows of which it is known that nothing is drawn at random while they are fetched or collated.
+#
+# They are what lists, arrays and the plain data sets of torch hold: no code runs but theirs.
+# Whoever reads such rows need not seed the generators, which takes as long as fetching them. A row
+# of the user's own class may read a generator without a trace in its state, as
+# `torch.initial_seed()` does, so whether it has drawn cannot be seen afterwards.
+
+_ARRAYS: Final = frozenset({Tensor, np.ndarray, np.memmap})
+_LEAVES: Final = _ARRAYS | {int, float, bool, str, bytes, np.float32, np.float64, np.int64}
+_COLLATES: Final = dict(default_collate_fn_map)
+"""How `default_collate` makes a batch of each type, before anybody has changed it."""
+
+
+def rows_without_draws(source: Any, numbers: Sequence[int]) -> list[Any] | None:
+    """Returns these rows; None where fetching them may run code of the user's, or fails."""
+    if not _is_plain(source):
+        return None
+    try:
+        rows = [source[number] for number in numbers]
+    except Exception:  # whoever fetches them one by one says which it was
+        return None
+    # Of a memory map, rows may be read-only views, which torch warns of.
+    return [np.array(row) if isinstance(row, np.ndarray) else row for row in rows]
+
+
+def draws_nothing(collate: Callable[[list[Any]], Any], rows: list[Any]) -> bool:
+    """Returns whether a batch is made of these rows by torch's code alone."""
+    is_torchs = collate is default_collate and default_collate_fn_map == _COLLATES
+    return is_torchs and _are_values(rows)
+
+
+def _is_plain(source: Any) -> bool:
+    """Returns whether `source[number]` runs no code but Python's, numpy's and torch's. When in
+    doubt, False."""
+    kind = type(source)
+    if kind is TensorDataset:
+        return all(type(tensor) is Tensor for tensor in source.tensors)
+    if kind is Subset:
+        return type(source.indices) in (list, range) and _is_plain(source.dataset)
+    if kind is ConcatDataset:
+        return all(map(_is_plain, source.datasets))
+    return kind is list or kind in _ARRAYS
+
+
+def _are_values(values: list[Any]) -> bool:
+    """Returns whether there is nothing in these values but arrays, numbers and texts in dicts with
+    texts as keys, lists and tuples."""
+    nested = set(map(type, values)) - _LEAVES
+    if not nested:
+        return True
+    if not nested <= {dict, list, tuple}:
+        return False
+    dicts = [value for value in values if type(value) is dict] if dict in nested else []
+    others = [value for value in values if type(value) in (list, tuple)] if nested != {dict} else []
+    inner = chain(chain.from_iterable(map(dict.values, dicts)), chain.from_iterable(others))
+    keys: set[Any] = set().union(*dicts)
+    return all(type(key) is str for key in keys) and _are_values(list(inner))
+
+
+# ---- generators ----
+#
+# The generators that the user's code draws from: seeding them, and leaving them as they were.
+#
+# These are Python's, numpy's and torch's default generator on the CPU. Must not know what keys
+# mean.
+
+
+def seed_users_generators(key: int) -> None:
+    """Seeds Python's generator and numpy's, which only the user's code draws from. key: 64 bits."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
+def seed_generators(key: int) -> None:
+    """Seeds all of them."""
+    seed_users_generators(key)
+    torch.default_generator.manual_seed(key & POSITIVE)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restores all generators at the end of the context."""
+    python, numpy = random.getstate(), np.random.get_state()
+    of_torch = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(of_torch)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch compute with one thread inside the context, in the thread that enters it."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

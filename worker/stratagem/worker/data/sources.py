@@ -1,0 +1,449 @@
+"""Loads the data that a job names: an entry point, a file, tensors of the caller, local data.
+
+Owns what each kind of source may look like and, for federated jobs, which rows one client may use.
+Must not know batches, models or the network.
+"""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
+from stratagem.common.job import DataSpec, JobSpec, PartitionSpec
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.numerics.shards import split_rows
+from stratagem.common.strategy import Federated
+from stratagem.worker.data.checks import check_purity, check_same_rows, described_rows
+from stratagem.worker.data.datasets import Dataset, Readers, Subset, tensor_dataset
+from stratagem.worker.data.factory import DataFunction, check_streams, made_data, stream_of
+from stratagem.worker.data.rows import RowDataset
+from stratagem.worker.data.streams import StreamDataset, StreamedSplit
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+# ---- data sources ----
+
+LocalData = Callable[[int | None], Mapping[str, Dataset]]
+"""Loads data that are the worker's own, by split; gets the seed of the job, if it is to be used."""
+MAX_CLIENTS_KEPT: Final = 64
+"""Data sets of single clients that a worker keeps, where a factory makes them one by one."""
+SEEDED_FACTORIES: Final = 3
+"""The number of the rules since which generators are seeded before the entry point is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientShare:
+    """One client of a federated run."""
+
+    number: int
+    num_clients: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataSources:
+    """The data that operator and caller provide: local files and inline tensors, by name.
+
+    loaders: what loads local data that the site's own file defines. readers: the processes that
+    fetch rows which are read one by one; None without them.
+    """
+
+    worker_local: Mapping[str, str | Path] = field(default_factory=dict)
+    loaders: Mapping[str, LocalData] = field(default_factory=dict)
+    inline: Mapping[str, Tensor] | None = None
+    known_rows: str = ""
+    """What `described_rows` says of the worker that has built the model; "" where nobody does."""
+    roots: tuple[Path, ...] | None = None
+    """Folders below which `data.path` must be; None where the caller's own process reads it."""
+    readers: Readers | None = None
+
+
+def load_data(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    sources: DataSources,
+    client: ClientShare | None = None,
+    numerics: int = CURRENT,
+) -> dict[str, Dataset]:
+    """Returns the job's data sets by split; with a client, only what this client trains on.
+
+    numerics: version of the rules that decide the bits; see common.numerics.rules.
+    """
+    spec, partition = job.data, job.partition
+    if client is None and partition is not None and partition.client is not None:
+        client = ClientShare(partition.client, partition.num_clients or 1)
+    if spec.entrypoint is not None:
+        return _from_entrypoint(job, entrypoints, sources, client, numerics)
+    if spec.worker_local is not None:
+        # Local data is the client's own already.
+        if spec.worker_local in sources.loaders:
+            seed = job.seed if numerics >= SEEDED_FACTORIES else None
+            own = dict(sources.loaders[spec.worker_local](seed))
+            _check_kinds(job, own)
+            return own
+        return read_tensors(_local_path(spec.worker_local, sources), "data.worker_local")
+    if spec.inline is not None:
+        if sources.inline is None:
+            raise NotFoundError(f"the inline data {spec.inline} of the job is not on this worker")
+        splits = from_tensors(sources.inline)
+    else:
+        splits = from_tensors(_read(_job_path(spec, sources), "data.path"))
+    return _own_rows(job, splits, client)
+
+
+class ClientData:
+    """The data of any client of one job. What the clients share is loaded and divided once; what a
+    factory makes for each of them is kept for the clients that came last."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        entrypoints: EntryPoints,
+        sources: DataSources,
+        numerics: int = CURRENT,
+    ) -> None:
+        self._job, self._entrypoints, self._sources = job, entrypoints, sources
+        self._numerics = numerics
+        self._shared: dict[str, Dataset] | None = None
+        self._rows: dict[int, list[Tensor]] = {}  # by number of clients
+        self._own: OrderedDict[ClientShare, dict[str, Dataset]] = OrderedDict()
+
+    def of(self, client: ClientShare) -> dict[str, Dataset]:
+        """Returns the data sets that this client may use, by split."""
+        if self.is_made_per_client:
+            return self._made_for(client)
+        if self._shared is None:
+            self._shared = self._load(None)
+        if self._job.data.worker_local is not None or "train" not in self._shared:
+            return self._shared
+        train = self._shared["train"]
+        if isinstance(train, StreamDataset):
+            own = train.of_client(client.number, client.num_clients)
+            return {**self._shared, "train": own}
+        if client.num_clients not in self._rows:
+            self._rows[client.num_clients] = _divided(self._job, train, client.num_clients)
+        rows = self._rows[client.num_clients][client.number]
+        return {**self._shared, "train": Subset(train, rows)}
+
+    @cached_property
+    def is_made_per_client(self) -> bool:
+        """Whether the function that makes the data is told for which client."""
+        # Kept: to look the entry point up is a third of a round that trains next to nothing.
+        spec = self._job.data
+        if spec.entrypoint is None:
+            return False
+        factory = self._entrypoints.bind(spec.entrypoint, spec.kwargs, "data")
+        return bool(_client_arguments(factory, ClientShare(0, 1)))
+
+    def _made_for(self, client: ClientShare) -> dict[str, Dataset]:
+        if client not in self._own:
+            if len(self._own) >= MAX_CLIENTS_KEPT:
+                self._own.popitem(last=False)
+            self._own[client] = self._load(client)
+        self._own.move_to_end(client)
+        return self._own[client]
+
+    def _load(self, client: ClientShare | None) -> dict[str, Dataset]:
+        return load_data(self._job, self._entrypoints, self._sources, client, self._numerics)
+
+
+def _job_path(spec: DataSpec, sources: DataSources) -> Path:
+    """The file that a job names, where the operator lets jobs name files."""
+    if spec.path is None:
+        raise InvalidInputError.at("data", "names no source")
+    if sources.roots is None:
+        return Path(spec.path)
+    path = Path(spec.path).resolve()  # symbolic links lead nowhere else
+    if not any(path.is_relative_to(root) for root in sources.roots):
+        allowed = ", ".join(map(str, sources.roots)) or "none"
+        reason = f"{spec.path!r} is in no data folder of this worker (--data-root): "
+        raise InvalidInputError.at("data.path", reason + allowed)
+    return path
+
+
+def _from_entrypoint(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    sources: DataSources,
+    client: ClientShare | None,
+    numerics: int,
+) -> dict[str, Dataset]:
+    name = job.data.entrypoint
+    assert name is not None
+    factory = entrypoints.bind(name, job.data.kwargs, "data")
+    wanted = _client_arguments(factory, client)
+    function = DataFunction(name, job.data.kwargs, job.data.collate)
+    seed = job.seed if numerics >= SEEDED_FACTORIES else None
+    shares = _shares_of_clients(job, factory) if client is None else ()
+    splits = _with_rows(
+        lambda given: made_data(function, entrypoints, given, seed),
+        wanted,
+        shares,
+        is_evaluated=job.evaluation is not None,
+    )
+    splits = {
+        split: stream_of(dataset, job) if isinstance(dataset, StreamedSplit) else dataset
+        for split, dataset in splits.items()
+    }
+    _check_kinds(job, splits)
+    if wanted:
+        return splits
+    check_same_rows(job, splits, sources.known_rows, "as on the worker that has built the model")
+    return _own_rows(job, splits, client)
+
+
+def _shares_of_clients(job: JobSpec, factory: Callable[..., Any]) -> Iterable[dict[str, int]]:
+    """Returns what the factory is given for each client of a federation, in order; nothing where it
+    does not ask for clients."""
+    if not isinstance(job.strategy, Federated) or not _client_arguments(factory, ClientShare(0, 1)):
+        return ()
+    count = job.strategy.num_clients
+    return (_client_arguments(factory, ClientShare(number, count)) for number in range(count))
+
+
+def _with_rows(
+    made: Callable[[Mapping[str, int]], dict[str, Dataset]],
+    given: Mapping[str, int],
+    others: Iterable[Mapping[str, int]],
+    *,
+    is_evaluated: bool,
+) -> dict[str, Dataset]:
+    """Returns what is made for the arguments `given`, with the training rows of the first of
+    `others` that has any, where these have none: what one client lacks is no fault of the run's.
+
+    is_evaluated: the other splits are needed as they are made for `given`, so an error is raised.
+    """
+    splits, failure = dict[str, Dataset](), None
+    try:
+        splits = made(given)
+    except (UserCodeError, InvalidInputError) as error:
+        if is_evaluated:
+            raise
+        failure = error
+    if _has_rows(splits):
+        return splits
+    for other in others:
+        with suppress(UserCodeError, InvalidInputError):
+            own = made(other)
+            if _has_rows(own):
+                return {**own, **splits, "train": own["train"]}
+    if failure is not None:
+        raise failure
+    return splits
+
+
+def _has_rows(splits: Mapping[str, Dataset]) -> bool:
+    train = splits.get("train")
+    return train is not None and (isinstance(train, StreamedSplit) or len(train) > 0)
+
+
+def rows_to_compare(
+    job: JobSpec, entrypoints: EntryPoints, data: Mapping[str, Dataset], numerics: int
+) -> str:
+    """Returns what `described_rows` says of data that a worker has loaded; "" where they are made
+    for one client, or by a function before whose call nothing was seeded."""
+    name = job.data.entrypoint
+    if name is None or numerics < SEEDED_FACTORIES:
+        return ""
+    if _client_arguments(entrypoints.bind(name, job.data.kwargs, "data"), None):
+        return ""
+    return described_rows(job, data)
+
+
+def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
+    """Refuses settings that do not go with the kind of the data sets, and rows that change."""
+    streams = [split for split, dataset in splits.items() if isinstance(dataset, StreamDataset)]
+    check_streams(job, streams)
+    by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]
+    for key in ("collate", "readers"):
+        if getattr(job.data, key) and not by_row and not streams:
+            raise InvalidInputError.at(
+                f"data.{key}",
+                "belongs to data sets with len() and [row]; the entry point gives none",
+            )
+    if job.execution.memory == "Cached" and by_row:
+        raise InvalidInputError.at(
+            "execution.memory",
+            f"Cached reads each row once, but those of data.{by_row[0]} are fetched one by one "
+            "and may differ in each epoch; leave it out, or give a tuple (x, y) of tensors",
+        )
+    if job.execution.deterministic:
+        for dataset in splits.values():
+            if isinstance(dataset, RowDataset):
+                check_purity(dataset)
+
+
+def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -> dict[str, int]:
+    """The client's number and their count, for a factory that wants them.
+
+    Outside a client's round (building, evaluating) a factory keeps its own defaults; one without
+    defaults is asked for the data of client 0 of 1, and see `_with_rows`.
+    """
+    parameters = inspect.signature(factory).parameters
+    known = client or ClientShare(0, 1)
+    values = {"client_id": known.number, "num_clients": known.num_clients}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in parameters
+        and (client is not None or parameters[name].default is inspect.Parameter.empty)
+    }
+
+
+def _own_rows(
+    job: JobSpec, splits: dict[str, Dataset], client: ClientShare | None
+) -> dict[str, Dataset]:
+    """Cuts the training split down to the rows of one client."""
+    if client is None or "train" not in splits:
+        return splits
+    train = splits["train"]
+    if isinstance(train, StreamDataset):
+        return {**splits, "train": train.of_client(client.number, client.num_clients)}
+    rows = _divided(job, train, client.num_clients)
+    return {**splits, "train": Subset(train, rows[client.number])}
+
+
+def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
+    """Returns the rows of every client."""
+    labels = None
+    if job.partition is not None and job.partition.method != "contiguous":
+        with user_code("reading labels"):
+            labels = (
+                train.labels()
+                if isinstance(train, RowDataset)
+                else train.take(torch.arange(len(train)))[1]
+            )
+        labels = torch.as_tensor(labels) if labels is not None else None
+    partition = job.partition
+    seed = job.seed if partition is None or partition.seed is None else partition.seed
+    return client_rows(partition, labels, len(train), num_clients, seed)
+
+
+def _local_path(name: str, sources: DataSources) -> Path:
+    if name not in sources.worker_local:
+        known = ", ".join(sorted(sources.worker_local)) or "none"
+        raise NotFoundError(f'data.worker_local: this worker has no "{name}"; it has: {known}')
+    return Path(sources.worker_local[name])
+
+
+def read_tensors(path: Path, where: str) -> dict[str, Dataset]:
+    """Return the data sets of a file, by split. Raises InvalidInputError or NotFoundError, about
+    the field `where`."""
+    return from_tensors(_read(path, where))
+
+
+def _read(path: Path, where: str) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{where}: no file {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise InvalidInputError.at(where, f"{path} is not a safetensors file: {error}") from error
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Dataset]:
+    """Splits out of names: `train.x`, `train.y`; nested ones `train.x.<key>` become dicts."""
+    nested: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        split, _, rest = name.partition(".")
+        side, _, key = rest.partition(".")
+        if side not in ("x", "y"):
+            raise InvalidInputError.at("data", f'tensor "{name}" is not named <split>.x or .y')
+        sides = nested.setdefault(split, {})
+        if key:
+            sides.setdefault(side, {})[key] = tensor
+        else:
+            sides[side] = tensor
+    return {
+        split: tensor_dataset(sides.get("x"), sides.get("y"), split)
+        for split, sides in nested.items()
+    }
+
+
+# ---- client partition ----
+#
+# Splits the rows of one data set among federated clients, when the clients are simulated.
+#
+# Every method gives each row to exactly one client and depends on its arguments only. Must not know
+# data sets: it sees labels and counts.
+
+_LABELS_PER_CLIENT = 2
+
+Rows: TypeAlias = NDArray[np.int64]
+
+
+def contiguous(num_rows: int, num_clients: int) -> list[Tensor]:
+    """Consecutive pieces whose sizes differ by at most one."""
+    pieces = split_rows(num_rows, num_clients)
+    return [torch.arange(piece.start, piece.stop) for piece in pieces]
+
+
+def by_label(labels: Tensor, num_clients: int, labels_per_client: int, seed: int) -> list[Tensor]:
+    """Rows sorted by label, cut into equal pieces; each client gets `labels_per_client` of them."""
+    order = torch.sort(labels, stable=True).indices
+    pieces = split_rows(len(labels), num_clients * labels_per_client)
+    deal = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed)).tolist()
+    parts = []
+    for client in range(num_clients):
+        hand = deal[client * labels_per_client : (client + 1) * labels_per_client]
+        rows = [order[pieces[piece].start : pieces[piece].stop] for piece in hand]
+        parts.append(torch.cat(rows).sort().values)
+    return parts
+
+
+def dirichlet(labels: Tensor, num_clients: int, alpha: float, seed: int) -> list[Tensor]:
+    """The rows of each label split in proportions drawn from Dirichlet(alpha).
+
+    A client that would be left without rows takes one from the largest client.
+    """
+    generator = np.random.default_rng(seed)
+    values = labels.numpy()
+    parts: list[list[Rows]] = [[] for _ in range(num_clients)]
+    for label in np.unique(values):
+        rows = generator.permutation(np.flatnonzero(values == label))
+        shares = generator.dirichlet(np.full(num_clients, alpha))
+        cuts = np.rint(np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
+        for part, piece in zip(parts, np.split(rows, cuts), strict=True):
+            part.append(piece)
+    none = np.empty(0, np.int64)  # there may be no labels at all
+    merged = [np.sort(np.concatenate([none, *part])) for part in parts]
+    return [torch.from_numpy(rows) for rows in _without_empty(merged)]
+
+
+def _without_empty(parts: list[Rows]) -> list[Rows]:
+    for client, rows in enumerate(parts):
+        largest = max(range(len(parts)), key=lambda index: len(parts[index]))
+        if len(rows) == 0 and len(parts[largest]) > 1:
+            parts[client], parts[largest] = parts[largest][:1], parts[largest][1:]
+    return parts
+
+
+def client_rows(
+    partition: PartitionSpec | None,
+    labels: Tensor | None,
+    num_rows: int,
+    num_clients: int,
+    seed: int,
+) -> list[Tensor]:
+    """The rows of every client. `labels` may be None where the method needs none."""
+    if partition is None or partition.method == "contiguous":
+        return contiguous(num_rows, num_clients)
+    if labels is None or labels.dim() != 1 or labels.is_floating_point():
+        raise InvalidInputError.at(
+            "partition.method",
+            f'"{partition.method}" needs one integer label per row; "contiguous" does not',
+        )
+    if partition.method == "by_label":
+        per_client = partition.labels_per_client or _LABELS_PER_CLIENT
+        return by_label(labels, num_clients, per_client, seed)
+    return dirichlet(labels, num_clients, partition.alpha, seed)

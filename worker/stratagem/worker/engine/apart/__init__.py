@@ -1,1 +1,0 @@
-"""Models that train apart from each other: nodes that gossip, replicas that take local steps."""

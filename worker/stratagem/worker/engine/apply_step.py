@@ -1,0 +1,354 @@
+"""The end of a training step, once its gradients are reduced: the same for every kind of trainer.
+
+A step whose loss or gradients are not finite changes nothing but the scale of the loss; any other
+one becomes one update of the parameters. Must not know how gradients were made and reduced.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stratagem.common.base.errors import UserCodeError
+from stratagem.common.job import JobSpec, OptimizerSpec, ScheduleSpec
+from stratagem.common.strategy import Federated, FedYogi
+from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.optimizers import WeightAverage, clip, update
+from stratagem.worker.engine.shadow_schedule import ShadowSchedule
+from stratagem.worker.exchange.layout import parts_of, total_norm
+from stratagem.worker.numerics.model import ModelExecution
+from stratagem.worker.user_code.entrypoints import user_code
+
+# ---- finite gradients ----
+#
+# The check that the gradients of a step are finite numbers.
+#
+# Finding their norm is the one pass over the gradients: it is reported, and clipping uses it.
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """What all members know of a step before they apply it."""
+
+    loss: float
+    """Mean over `weight` rows or tokens."""
+    weight: float
+    norm: Tensor
+    """2-norm of the whole gradient, 0-d, before clipping."""
+    is_finite: bool
+    """Whether all elements of the gradients are finite."""
+
+
+def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
+    """Returns whether every element of the gradients, whose norm is `norm`, is finite.
+
+    The norm of finite gradients may overflow; only then are the elements looked at one by one.
+    """
+    return math.isfinite(norm.item()) or all(bool(torch.isfinite(grad).all()) for grad in grads)
+
+
+def after_hook(
+    summary: StepSummary, hook: Callable[[], None] | None, again: Callable[[], StepSummary]
+) -> StepSummary:
+    """Has a hook change the gradients of a step, if it is finite; returns the summary of what they
+    are then, which `again` makes."""
+    if hook is None or not (summary.is_finite and math.isfinite(summary.loss)):
+        return summary
+    hook()
+    return again()
+
+
+def summarize(
+    loss: float,
+    weight: float,
+    grads: Sequence[Tensor],
+    numerics: int,
+    norms: Sequence[Tensor] | None = None,
+) -> StepSummary:
+    """Summarizes a step with these gradients; norms: what `parts_of` says of them, if known."""
+    norm = total_norm(parts_of(grads, numerics) if norms is None else norms, numerics)
+    return StepSummary(loss, weight, norm, are_finite(norm, grads))
+
+
+# ---- learning rate ----
+#
+# Learning-rate schedules: the rate of each step as a pure function of the step, with no state.
+
+
+def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
+    """Returns the factor of all rates for the update that follows `step` applied ones, of
+    `num_steps` in all."""
+    if spec.schedule is None or spec.schedule.entrypoint is not None:
+        return 1.0
+    return schedule_factor(spec.schedule, step, num_steps)
+
+
+def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
+    """Returns the schedule's factor of the base rate; warm-up rises linearly and ends at 1.
+
+    Where torch.optim.lr_scheduler has the curve, the factor is that of its scheduler, except that
+    `linear` and `cosine` end at `final_lr_fraction` themselves.
+    """
+    if spec.name == "chain":
+        part, *others = spec.parts or ()
+        for following in others:
+            if part.steps is None or step < part.steps:
+                break
+            step, num_steps, part = step - part.steps, num_steps - part.steps, following
+        return schedule_factor(part, step, num_steps)
+    if step < spec.warmup_steps:
+        return (step + 1) / spec.warmup_steps
+    length = num_steps if spec.steps is None else spec.steps
+    return _curve(spec, step - spec.warmup_steps, max(1, length - spec.warmup_steps))
+
+
+def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
+    """Returns the factor at a step after the warm-up, of as many."""
+    final = spec.final_lr_fraction
+    progress = min(1.0, step / num_steps)
+    match spec.name:
+        case "constant" | "plateau":  # the rate that it multiplies is lowered between segments
+            return 1.0
+        case "linear":
+            return 1.0 - (1.0 - final) * progress
+        case "cosine":
+            return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "step":
+            return float(spec.gamma ** (step // (spec.step_size_steps or num_steps)))
+        case "multistep":
+            return float(spec.gamma ** bisect_right(spec.milestones or (), step))
+        case "exponential":
+            return float(spec.gamma**step)
+        case "polynomial":
+            return final + (1.0 - final) * float((1.0 - progress) ** (spec.power or 1.0))
+        case "restarts":
+            return _between(1.0, final, _share_of_period(spec, step))
+        case "onecycle":
+            return _one_cycle(spec, step, num_steps)
+        case _:
+            raise AssertionError(f"{spec.name} is no curve")
+
+
+def _share_of_period(spec: ScheduleSpec, step: int) -> float:
+    """Returns the share of the current period of `restarts` that is over."""
+    period = spec.period_steps or 1
+    factor = spec.period_factor or 1
+    if factor == 1:
+        return step % period / period
+    while step >= period:
+        step, period = step - period, period * factor
+    return step / period
+
+
+def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
+    """Returns the factor of Smith and Topin (2018): up to the base rate, then down to the end.
+
+    The peak is where torch's OneCycleLR has it: one step before the share of all steps.
+    """
+    share = 0.3 if spec.up_fraction is None else spec.up_fraction
+    start = 0.04 if spec.initial_lr_fraction is None else spec.initial_lr_fraction
+    peak, end = share * num_steps - 1.0, num_steps - 1.0
+    if step < peak:
+        return _between(start, 1.0, step / peak)
+    return _between(1.0, spec.final_lr_fraction, min(1.0, (step - peak) / max(1.0, end - peak)))
+
+
+def _between(start: float, end: float, share: float) -> float:
+    """Returns the half wave of a cosine that leads from start (share 0) to end (share 1)."""
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+def lower_learning_rates(
+    optimizer: torch.optim.Optimizer, spec: OptimizerSpec, num_reductions: int
+) -> None:
+    """Lowers the rates that the schedule multiplies to those after as many reductions of a plateau,
+    counted from the beginning of the training."""
+    if spec.plateau is None:
+        return
+    for group in optimizer.param_groups:
+        full = group.setdefault("full_lr", group["initial_lr"])
+        group["initial_lr"] = spec.plateau.reduced(full, num_reductions)
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Sets the rate of each group, from the next step on, to this factor of the one it was made
+    with."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+
+
+# ---- reported rates ----
+#
+# The learning rates of a step, by the names of their series: what all reports of a step show.
+#
+# `train.lr`; with groups `train.lr.<group>`, of which one is `default`; with turns
+# `train.lr.<turn>` and `train.lr.<turn>.<group>`. They follow from the job and the step alone, so
+# all members of a party say the same, also those that hold no parameter of a group.
+
+SERIES: Final = "train.lr"
+
+
+class ReportedRates:
+    """The rates of one optimizer's updates. Used by one thread.
+
+    Of an optimizer by entry point that makes groups of its own, it is the rate that the job gives.
+    """
+
+    def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
+        """spec: None where nothing is trained, which has no rates. turn: in which it is used."""
+        rules = () if spec is None else spec.rules()
+        groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
+        stem = f"{SERIES}.{turn}" if turn else SERIES
+        is_grouped = spec is not None and spec.groups
+        self._names = {group: f"{stem}.{group}" if is_grouped else stem for group in groups}
+        self._plateau = None if spec is None else spec.plateau
+        self._full = {self._names[group]: lr for group, lr in groups.items()}
+        self._current = self._full
+
+    def lower(self, num_reductions: int) -> None:
+        """Takes the rates after as many reductions of a plateau, from the next update on."""
+        if (plateau := self._plateau) is not None:
+            self._current = {
+                name: plateau.reduced(lr, num_reductions) for name, lr in self._full.items()
+            }
+
+    def of_update(self, factor: float, schedule: ShadowSchedule | None = None) -> dict[str, float]:
+        """Returns the rates of the update that comes next, by series.
+
+        factor: of our own schedule in this step. schedule: the user's, whose values count instead.
+        """
+        if schedule is not None:
+            rates = schedule.learning_rates()
+            return {name: rates[group] for group, name in self._names.items()}
+        return {name: lr * factor for name, lr in self._current.items()}
+
+
+# ---- apply step ----
+
+_SKIPPING: Final = "; accumulation.non_finite: skip_step leaves single such steps out"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """What the steps of one model change, and the settings by which they do."""
+
+    job: JobSpec
+    execution: ModelExecution
+    params: Sequence[Tensor]
+    """What the optimizer updates here."""
+    optimizer: torch.optim.Optimizer | None
+    """None where this process holds no parameters."""
+    buffers: Buffers | None
+    """Restored with a step that is skipped; None for steps without a forward pass."""
+    rates: ReportedRates
+    average: WeightAverage | None = None
+    """Takes in the parameters after each update."""
+    schedule: ShadowSchedule | None = None
+    """The user's; one of ours is in the factor of each step."""
+
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        self.rates.lower(num_reductions)
+        if self.optimizer is not None:
+            lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
+
+    def begin(self) -> None:
+        """Drops the gradients of an earlier step and remembers the buffers."""
+        self.drop_gradients()
+        if self.buffers is not None:
+            self.buffers.snapshot()
+
+    def undo(self) -> None:
+        """Drops the gradients and restores the buffers."""
+        self.drop_gradients()
+        if self.buffers is not None:
+            self.buffers.restore()
+
+    def drop_gradients(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+class Applied(NamedTuple):
+    """What became of a step, and the learning rates of its update, by series."""
+
+    is_applied: bool
+    learning_rates: Mapping[str, float]
+
+
+def apply_step(
+    summary: StepSummary,
+    policy: StepPolicy,
+    *,
+    lr_factor: float,
+    activity: str,
+    number: int | None = None,
+    correct: Callable[[Tensor], Tensor] | None = None,
+    share: Callable[[], bool] | None = None,
+) -> Applied:
+    """Makes one update with the gradients in `.grad`, unless loss or gradients are not finite: then
+    the step is skipped.
+
+    lr_factor: of all learning rates. activity and number (from 1): the step, for error messages.
+    correct: is given the norm of gradients that will be applied, may change them, and returns their
+    norm then. share: is called once the optimizer has updated what this member owns, and brings
+    what others have updated; False where that has not come yet, so that the average waits for it.
+    Raises UserCodeError for a step that is not finite and may not be skipped.
+    """
+    rates = policy.rates.of_update(lr_factor, policy.schedule)
+    scale, clip_norm = policy.execution.scale, policy.job.optimizer.clip_norm
+    what = _not_finite(summary, is_clipped=clip_norm is not None)
+    if what:
+        policy.undo()
+        if not (scale.absorbs(what) or policy.job.window.may_skip):
+            where, skipping = ("", "") if number is None else (f" at step {number}", _SKIPPING)
+            text = f"non-finite {what}{where}; {_cure(policy.job)}{skipping}"
+            raise UserCodeError("FloatingPointError", text, activity=activity)
+        return Applied(False, rates)
+    scale.keep()
+    norm = summary.norm if correct is None else correct(summary.norm)
+    if policy.optimizer is not None:
+        set_learning_rates(policy.optimizer, lr_factor)
+        if policy.schedule is not None:
+            policy.schedule.set_values(policy.optimizer)
+        clip(policy.params, clip_norm, norm)
+        with user_code(activity):
+            update(policy.optimizer)
+    is_whole = share is None or share()
+    if policy.schedule is not None:
+        policy.schedule.step()
+    if policy.average is not None and number is not None and is_whole:
+        policy.average.update(number)
+    if policy.execution.frees_gradients:
+        policy.drop_gradients()
+    return Applied(True, rates)
+
+
+def _cure(job: JobSpec) -> str:
+    """Return the words for what is to be lowered, first of all."""
+    strategy, server = job.strategy, ""
+    if isinstance(strategy, Federated):
+        if strategy.options.server_optimizer is not None:
+            server = "strategy.options.server_optimizer.learning_rate"
+        elif isinstance(strategy.aggregation, FedYogi):
+            server = "strategy.options.server_learning_rate"
+    rates = f"optimizer.lr (from round 2 on perhaps {server})" if server else "optimizer.lr"
+    return f"lower {rates}, or look at the data"
+
+
+def _not_finite(summary: StepSummary, *, is_clipped: bool) -> str:
+    """Returns the words for what is not finite; "" when all is well.
+
+    is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
+    """
+    if not math.isfinite(summary.loss):
+        return "loss" if summary.weight else "loss (nothing was counted)"
+    if not summary.is_finite:
+        return "gradient"
+    if is_clipped and not math.isfinite(summary.norm.item()):
+        return "gradient norm"
+    return ""

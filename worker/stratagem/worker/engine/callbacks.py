@@ -1,0 +1,334 @@
+"""The object of callbacks that a job names: which hooks it has, and the calls of them.
+
+Hooks are the user's code: what they raise ends the run as the user's error, with file and line.
+What they draw at random depends on the step alone. Knows no exchange and no coordinator.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError, Violation
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.keys import Key, mix
+from stratagem.common.schema.document import refuse
+from stratagem.common.schema.json import suggest
+from stratagem.common.strategy import (
+    DataParallel,
+    Decentralized,
+    Federated,
+    ModelParallel,
+    Strategy,
+    local_steps_of,
+    partitions_state,
+)
+from stratagem.worker.data.rows import generators_kept, seed_generators
+from stratagem.worker.engine.forward_backward import NUM_EXTRAS, means, packed, unpacked
+from stratagem.worker.exchange.transports import END
+from stratagem.worker.objectives.step_function import MAX_LOGGED, check_log_name
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+# ---- evaluation view ----
+#
+# What the user's on_evaluation sees of an evaluation, and what it may ask for.
+
+
+@dataclass(slots=True)
+class EvaluationView:
+    """One evaluation that is done, as numbers of the whole split. Nothing in it changes the run."""
+
+    step: int
+    """Steps behind the state that was evaluated; under Federated, rounds."""
+    split: str
+    metrics: Mapping[str, float]
+    """The loss and the metrics of the job, by name."""
+    logged: dict[str, float] = field(default_factory=dict)
+    wants_end: bool = False
+
+    def log(self, name: str, value: float) -> None:
+        """Makes a number the value of the series `evaluation.<name>` for what was evaluated."""
+        add_logged(self.logged, name, value)
+
+    def stop(self) -> None:
+        """Ends the training with the state that was evaluated."""
+        self.wants_end = True
+
+
+# ---- step view ----
+#
+# What the user's on_step sees of a step, and what it may ask for.
+
+
+@dataclass(slots=True)
+class StepView:
+    """One step that is done, as numbers. It holds no tensor, and nothing in it changes the run."""
+
+    step: int
+    """From 1."""
+    loss: float
+    weight: float
+    """Rows or tokens that the step learned from; 0 when it was left out."""
+    num_rows: int
+    grad_norm: float
+    """2-norm of the whole gradient before clipping."""
+    metrics: Mapping[str, float]
+    """Further numbers about the step."""
+    logged: dict[str, float] = field(default_factory=dict)
+    wants_end: bool = False
+
+    def log(self, name: str, value: float) -> None:
+        """Makes a number part of the series `train.<name>`, which has the latest one of each
+        segment."""
+        add_logged(self.logged, name, value)
+
+    def stop(self) -> None:
+        """Ends the training with this step, on all workers."""
+        self.wants_end = True
+
+
+def add_logged(logged: dict[str, float], name: str, value: float) -> None:
+    """Adds a number that the user's code logs of one view; raises ValueError unless it may."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; view.log takes finite numbers")
+    check_log_name(name)
+    if name not in logged and len(logged) == MAX_LOGGED:
+        raise ValueError(f"{name!r} is one name too many; view.log takes {MAX_LOGGED} at once")
+    logged[name] = number
+
+
+# ---- callbacks ----
+
+HOOKS: Final = ("on_build", "on_gradients", "on_step", "on_evaluation")
+_FIELD: Final = "callbacks"
+
+
+class Randomness(Protocol):
+    """What seeds all generators that the user's code draws from."""
+
+    def begin(self, *key: int | str) -> None:
+        """Begins what is named by the key."""
+
+    def end(self) -> None:
+        """Ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """The hooks of a job by name; none where the job names no callbacks. Used by one thread."""
+
+    seed: int
+    hooks: Mapping[str, Callable[..., object]]
+
+    @property
+    def takes_gradients(self) -> bool:
+        """True if there is a hook that may change the gradient of a step."""
+        return "on_gradients" in self.hooks
+
+    @property
+    def sees_steps(self) -> bool:
+        """True if there is a hook that is shown each step."""
+        return "on_step" in self.hooks
+
+    @property
+    def sees_evaluations(self) -> bool:
+        """True if there is a hook that is shown each evaluation."""
+        return "on_evaluation" in self.hooks
+
+    def saw_step(self, view: StepView) -> None:
+        """Calls on_step with a step that is done."""
+        with user_code(f"on_step of training step {view.step}"):
+            self.hooks["on_step"](view)
+
+    def saw_evaluation(self, view: EvaluationView) -> None:
+        """Calls on_evaluation with an evaluation that is done."""
+        with user_code(f"on_evaluation after step {view.step}"):
+            self.hooks["on_evaluation"](view)
+
+    def built(self, model: nn.Module) -> None:
+        """Calls on_build with a model that was just built; it may put hooks on its modules.
+
+        Raises InvalidInputError if the model's tensors are others afterwards.
+        """
+        if "on_build" not in self.hooks:
+            return
+        before = _layout(model)
+        with generators_kept(), user_code("on_build"):
+            seed_generators(mix(self.seed, "on_build"))
+            self.hooks["on_build"](model)
+        if changed := sorted({name for name, _ in before ^ _layout(model)}):
+            text = f"on_build changed the model's tensors {', '.join(changed)}; do it in model"
+            raise InvalidInputError.at(_FIELD, text)
+
+    def take_gradients(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        step: int,
+        key: Key,
+        randomness: Randomness,
+        activity: str,
+    ) -> None:
+        """Calls on_gradients with the gradient that is about to be applied, which it may change in
+        place: that of each parameter in `.grad`, where there is one.
+
+        step: from 1. key: names the step for random numbers.
+        """
+        gradients = {name: param.grad for name, param in named if param.grad is not None}
+        shapes = {name: (grad.shape, grad.dtype) for name, grad in gradients.items()}
+        randomness.begin("on_gradients", *key)
+        try:
+            with user_code(f"on_gradients of {activity}"):
+                self.hooks["on_gradients"](dict(gradients), step)
+        finally:
+            randomness.end()
+        for name, grad in gradients.items():
+            if (grad.shape, grad.dtype) != shapes[name]:
+                text = f"on_gradients changed the shape or type of the gradient of {name}"
+                raise UserCodeError("ValueError", text, activity=activity)
+
+
+NO_CALLBACKS: Final = Callbacks(0, {})
+
+
+def make_callbacks(job: JobSpec, entrypoints: EntryPoints) -> Callbacks:
+    """Makes the object of callbacks that a job names; it is called without arguments.
+
+    Raises InvalidInputError for hooks that do not exist or do not go with the job's strategy.
+    """
+    if job.callbacks is None:
+        return NO_CALLBACKS
+    factory = entrypoints.resolve(job.callbacks, _FIELD)
+    with user_code("making callbacks"):
+        made = factory()
+        found = {name: getattr(made, name) for name in dir(made) if name.startswith("on_")}
+    refuse([*_unusable(found), *_out_of_place(found, job)])
+    if not found:
+        text = f"{job.callbacks} makes a {type(made).__name__} without hooks; there are "
+        raise InvalidInputError.at(_FIELD, text + ", ".join(HOOKS))
+    return Callbacks(job.seed, found)
+
+
+def _unusable(found: Mapping[str, Any]) -> Iterator[Violation]:
+    for name, hook in found.items():
+        if name not in HOOKS:
+            text = f"{name} is no hook{suggest(name, HOOKS)}; there are {', '.join(HOOKS)}"
+            yield Violation(_FIELD, text)
+        elif not callable(hook):
+            yield Violation(_FIELD, f"{name} is a {type(hook).__name__}, which cannot be called")
+
+
+def _out_of_place(found: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]:
+    if job.only_evaluates:
+        for name in found:
+            if name in ("on_gradients", "on_step"):
+                text = f"{name} is never called: execution.gradient is None, so nothing is trained"
+                yield Violation(_FIELD, text)
+    if "on_evaluation" in found and (reason := _why_no_evaluations(job)):
+        yield Violation(_FIELD, f"on_evaluation {reason}")
+    if "on_gradients" in found:
+        for field, strategy in _levels(job.strategy, "strategy"):
+            if isinstance(strategy, ModelParallel):
+                text = (
+                    f"on_gradients cannot go with {field}.type ModelParallel: no stage holds the "
+                    "gradients of all parameters"
+                )
+                yield Violation(_FIELD, text)
+        if partitions_state(job.strategy):
+            text = (
+                "on_gradients cannot go with strategy.options.partition_state: no worker holds the "
+                "gradients of all parameters"
+            )
+            yield Violation(_FIELD, text)
+    if "on_step" in found:
+        for field, strategy in _levels(job.strategy, "strategy"):
+            if reason := _why_no_steps(strategy, field):
+                yield Violation(_FIELD, f"on_step cannot go with {reason}")
+
+
+def _why_no_evaluations(job: JobSpec) -> str:
+    if job.evaluation is None:
+        return "is never called: the job has no evaluation"
+    if job.data.worker_local is not None and isinstance(job.strategy, Federated):
+        text = "clients evaluate on rows of their own, and no worker has the numbers of all"
+        return f"cannot go with data.worker_local under strategy.type Federated: {text}"
+    return ""
+
+
+def _why_no_steps(strategy: Strategy, field: str) -> str:
+    match strategy:
+        case DataParallel(aggregation=Decentralized()):
+            return f"{field}.aggregation.method Decentralized: nodes have no step in common"
+        case DataParallel() if local_steps_of(strategy) is not None:
+            return f"{field}.options.local_steps: replicas have no step in common"
+        case _:
+            return ""
+
+
+def _levels(strategy: Strategy, field: str) -> Iterator[tuple[str, Strategy]]:
+    """Yields the strategy and all inside it, with their paths in the job."""
+    yield field, strategy
+    inner = getattr(getattr(strategy, "options", None), "inner", None)
+    if inner is not None:
+        yield from _levels(inner, f"{field}.options.inner")
+
+
+def _layout(model: nn.Module) -> set[tuple[str, object]]:
+    tensors: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    return {(name, (t.shape, t.dtype, t.requires_grad)) for name, t in tensors.items()}
+
+
+# ---- step answer ----
+#
+# What the user's on_step has said of a step: it travels with the sums of the next step.
+#
+# Only the member that owns the first shard calls on_step. All others learn with the next step what
+# it has logged, so that it is not lost with that member.
+
+_ONCE: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """What on_step has said of the latest step."""
+
+    logged: Mapping[str, float] = field(default_factory=dict)
+    wants_end: bool = False
+
+
+NO_ANSWER: Final = StepAnswer()
+
+
+def wish_of(answer: StepAnswer, *, stop: bool) -> float:
+    """Returns what a member adds to the sum of all wishes to stop: after this step, or before it as
+    on_step has asked."""
+    return float(stop) + (END if answer.wants_end else 0.0)
+
+
+class AnswerExtras:
+    """The part of a step's extras in which what was logged of the step before reaches all members;
+    it has no places where there is no on_step."""
+
+    def __init__(self, callbacks: Callbacks, first: int) -> None:
+        """first: its first place among the extras."""
+        self.num_extras = NUM_EXTRAS if callbacks.sees_steps else 0
+        self._first = first
+
+    def appended(self, extras: Tensor, shard: int, answer: StepAnswer) -> Tensor:
+        """Returns the extras of a shard with what was logged; the first shard alone has it."""
+        if not self.num_extras:
+            return extras
+        if shard or not answer.logged:
+            nothing = torch.zeros(self.num_extras, dtype=torch.float64)
+            return torch.cat([extras, nothing])
+        logged = {name: (value, _ONCE) for name, value in answer.logged.items()}
+        return torch.cat([extras, packed(logged)])
+
+    def taken(self, total: Tensor) -> dict[str, float]:
+        """Returns what was logged, of the sums of all extras."""
+        if not self.num_extras:
+            return {}
+        return means(unpacked(total[self._first : self._first + self.num_extras]))

@@ -1,0 +1,379 @@
+"""Forward and backward over rows of a data set: the one place where a model makes gradients.
+
+Trainer, gossip node and federated client differ in what they do with gradients, not in how they
+are made. Gradients of micro-batches are added to the parameters' `.grad` in order, in place: where
+that is part of a flat bucket, they add up there. Must not know shards, exchange and optimizer.
+"""
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from stratagem.common.base.errors import UserCodeError
+from stratagem.common.numerics.keys import Key
+from stratagem.worker.data.datasets import Coming, Dataset, Gather, TensorDataset
+from stratagem.worker.data.rows import BatchKeys
+from stratagem.worker.host.stalls import per_thread
+from stratagem.worker.models.tensors import refuse_sparse_gradients
+from stratagem.worker.numerics.model import ModelExecution
+from stratagem.worker.numerics.randomness import KeyedRandomness
+from stratagem.worker.objectives.objective import Logged, LossValue, Objective
+from stratagem.worker.objectives.step_function import MAX_LOGGED, MAX_NAME_CHARS
+from stratagem.worker.user_code.entrypoints import user_code
+
+# ---- backward pass ----
+#
+# The backward pass from a loss, begun with a given gradient.
+
+_ENGINE: Final = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def run_backward(root: Tensor, begin: Tensor | None) -> None:
+    """What `root.backward(begin)` does, and the same bits; both are 0-d.
+
+    For a gradient that it is given torch compares two shapes, with a library for symbolic ones: the
+    first time imports that for 0.4 s, in every process. What has no behaviour of its own for
+    torch's functions is handed to the engine as torch does it then.
+    """
+    if begin is None or _ENGINE is None or type(root) is not Tensor:
+        root.backward(begin)
+        return
+    _ENGINE((root,), (begin,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+# ---- autograd errors ----
+#
+# Adds the parameters' names to torch's error about a gradient that autograd refused.
+#
+# A user's own function may return a gradient of a wrong shape; torch names the function only.
+
+_REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at index (\d+)")
+
+
+def raise_with_names(
+    error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
+) -> NoReturn:
+    """Raises the error of a backward pass, with the names of the parameters if it is about their
+    gradients."""
+    named = list(named)
+    refuse_sparse_gradients(named)
+    names = _names_in(error, roots, named)
+    if not names:
+        raise error
+    words = f"parameter {names[0]}" if len(names) == 1 else f"parameters {', '.join(names)}"
+    text = f"{error}; it is on the way to the gradient of {words}"
+    raise RuntimeError(text) from error
+
+
+def _names_in(
+    error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
+) -> list[str]:
+    """Returns the names of the parameters whose gradient the error is about; none if it is about
+    something else."""
+    refused = _REFUSED.search(str(error))
+    if refused is None:
+        return []
+    name_of = {id(param): name for name, param in named}
+    starts = [
+        edges[index][0]
+        for node in _nodes(root.grad_fn for root in roots)
+        if node.name() == refused[1]
+        for edges, index in [(node.next_functions, int(refused[2]))]
+        if index < len(edges)
+    ]
+    # Of a function that is not given a parameter itself, those behind what it is given.
+    return [
+        name_of[id(node.variable)]
+        for node in _nodes(starts)
+        if id(getattr(node, "variable", None)) in name_of
+    ]
+
+
+def _nodes(starts: Iterable[Any]) -> list[Any]:
+    """All nodes of the graph behind these, each once."""
+    nodes: dict[int, Any] = {}
+    left = [node for node in starts if node is not None]
+    while left:
+        node = left.pop()
+        if id(node) not in nodes:
+            nodes[id(node)] = node
+            left += [after for after, _ in node.next_functions if after is not None]
+    return list(nodes.values())
+
+
+# ---- logged sums ----
+#
+# What a step function logs, as sums that are added up over shards together with the gradients.
+#
+# A member without rows knows no names, so they travel, too, as numbers, with a checksum by which
+# all know that all shards have the same ones. Must not know how a step is computed.
+
+LoggedSums = Mapping[str, tuple[float, float]]
+"""(Σ mean · weight, Σ weight) by name, in order of name."""
+
+_CHARS: Final = 4
+"""Characters to a float64: those of 2^21 shards add up exactly."""
+_PER_NAME: Final = -(-MAX_NAME_CHARS // _CHARS)
+_FIRST_NAME: Final = 2 + 2 * MAX_LOGGED
+NUM_EXTRAS: Final = _FIRST_NAME + _PER_NAME * MAX_LOGGED
+"""Float64 values that the sums of a shard are: how many shards log, checksums, sums, weights, and
+the names."""
+
+
+def added(sums: LoggedSums, more: LoggedSums) -> LoggedSums:
+    """Returns the sums of both, where a name that one lacks is zero."""
+    both = dict(sums)
+    for name, (total, weight) in more.items():
+        before, weight_before = both.get(name, (0.0, 0.0))
+        both[name] = (before + total, weight_before + weight)
+    return both
+
+
+def sums_of(values: Sequence[LossValue]) -> LoggedSums:
+    """Returns the sums over micro-batches, added up in order."""
+    sums: LoggedSums = {}
+    for value in values:
+        sums = added(sums, {each.name: _sum(each) for each in value.log})
+    return sums
+
+
+def _sum(logged: Logged) -> tuple[float, float]:
+    weight = logged.weight  # of nothing, the mean may be anything
+    return (float(logged.mean) * weight if weight else 0.0, weight)
+
+
+def means(sums: LoggedSums) -> dict[str, float]:
+    """Returns the weighted means, of those that have any weight."""
+    return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+
+def packed(sums: LoggedSums) -> Tensor:
+    """Returns the sums of a shard as `NUM_EXTRAS` float64 values; zeros where nothing is logged."""
+    names, values = tuple(sums), [0.0] * NUM_EXTRAS
+    if names:
+        values[:2] = [1.0, _checksum(names)]
+    for place, (name, (total, weight)) in enumerate(sums.items()):
+        values[2 + 2 * place : 4 + 2 * place] = [total, weight]
+        start = _FIRST_NAME + place * _PER_NAME
+        values[start : start + _PER_NAME] = _code(name)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def unpacked(total: Tensor, own: Sequence[str] | None = None) -> LoggedSums:
+    """Returns the sums over all shards, of the sum of what `packed` gave.
+
+    own: the names that shards of this member have, if it has any. Raises UserCodeError unless all
+    shards have the same names.
+    """
+    if isinstance(total, FakeTensor):
+        return {}  # a step that is played for an estimate has no values
+    count, checksums, *values = total.tolist()
+    if not count:
+        return {}
+    codes = [value / count for value in values[2 * MAX_LOGGED :]]
+    names = _decoded(codes) if own is None else tuple(own)
+    if checksums != count * _checksum(names):
+        here = ", ".join(own or ()) or "none"
+        text = "the log of the step must have the same names in each micro-batch; on this worker "
+        raise UserCodeError("ValueError", f"{text}they are {here}, and on others they differ")
+    return {name: (values[2 * place], values[2 * place + 1]) for place, name in enumerate(names)}
+
+
+def _code(name: str) -> list[float]:
+    text = name.encode().ljust(_PER_NAME * _CHARS, b"\0")
+    return [float(int.from_bytes(text[at : at + _CHARS])) for at in range(0, len(text), _CHARS)]
+
+
+def _decoded(codes: Sequence[float]) -> tuple[str, ...]:
+    texts = [
+        b"".join(int(code).to_bytes(_CHARS) for code in codes[start : start + _PER_NAME])
+        for start in range(0, len(codes), _PER_NAME)
+    ]
+    return tuple(name for text in texts if (name := text.rstrip(b"\0").decode(errors="replace")))
+
+
+def _checksum(names: tuple[str, ...]) -> float:
+    return float(zlib.crc32("\n".join(names).encode()))
+
+
+# ---- forward backward ----
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The loss over some rows: Σ mean loss · weight, and the weight, in rows or tokens."""
+
+    loss_sum: float
+    weight: float
+    logged: LoggedSums = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; the sum where nothing was counted, so that what is not finite stays so."""
+        return self.loss_sum / self.weight if self.weight else self.loss_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a data set, the words for errors in working on them, and the key that their
+    random numbers have in this epoch."""
+
+    dataset: Dataset
+    indices: Tensor
+    activity: str
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The micro-batches that one share of a step is computed in.
+
+    cuts: places in the rows, in order. key: names micro-batch number m of it; what is drawn at
+    random depends on that alone. before: called with m before micro-batch m; before_backward with
+    the weight so far between its forward and its backward pass.
+    """
+
+    cuts: Sequence[range]
+    key: Callable[[int], Key]
+    before: Callable[[int], None] = lambda _: None
+    before_backward: Callable[[float], None] = lambda _: None
+
+
+def part(rows: Tensor, cut: range) -> Tensor:
+    """rows[cut], which is often all of them: to look is quicker than to slice."""
+    return rows if len(cut) == rows.shape[0] else rows[cut.start : cut.stop]
+
+
+def micro_batches(rows: Rows, cuts: Sequence[range], key: Callable[[int], Key]) -> Iterator[Coming]:
+    """The micro-batches of some rows, as they will be read."""
+    for number, cut in enumerate(cuts):
+        yield rows.dataset, part(rows.indices, cut), BatchKeys(rows.key, key(number))
+
+
+@dataclass(slots=True)
+class Start:
+    """The gradient that backward begins with: a weight, which is mostly that of the step before."""
+
+    latest: Tensor | None = None
+    weight: float = 0.0
+    is_first: bool = True
+    """Whether no backward pass has begun with it."""
+
+    def of(self, mean: Tensor, weight: float) -> Tensor:
+        """0-d, like the mean loss."""
+        latest = self.latest
+        if (
+            latest is None
+            or weight != self.weight
+            or latest._version  # the user's backward wrote into it
+            or latest.dtype != mean.dtype
+            or latest.device != mean.device
+        ):
+            latest = self.latest = mean.new_full((), weight)
+            self.weight = weight
+        return latest
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A model with what it takes to compute its gradients. Used by one thread.
+
+    A window is one transaction: an error in any micro-batch ends it, and the owner of the
+    gradients drops them all. So does the end of a plan that nobody wants, between two of them.
+    """
+
+    model: nn.Module
+    objective: Objective
+    gather: Gather
+    randomness: KeyedRandomness
+    execution: ModelExecution
+    start: Start = field(default_factory=Start)
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The time of the forward and the backward pass of a micro-batch."""
+
+    def add_sums(self, rows: Rows, window: Window) -> Counted:
+        """Adds the gradient of mean · weight · scale of each micro-batch to `.grad`, in order."""
+        return self._run(rows, window, is_weighted=True)
+
+    def add_mean(self, rows: Rows, window: Window, *, must_divide: bool) -> Counted:
+        """Makes `.grad` (None before) the gradient of the mean over the whole window, or of the
+        sum. One micro-batch's mean is differentiated as it is; several are added up weighted and
+        divided once."""
+        is_weighted = len(window.cuts) > 1 or not must_divide
+        counted = self._run(rows, window, is_weighted=is_weighted)
+        if is_weighted and must_divide and counted.weight:
+            grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+            for grad in grads:
+                grad.div_(counted.weight)
+        self.execution.scale.unscale(self.model.parameters())
+        return counted
+
+    def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
+        is_users = self.objective.is_users or not isinstance(rows.dataset, TensorDataset)
+        values: list[LossValue] = []
+        weight, here = 0.0, per_thread.activity
+
+        def weigh(own: float) -> None:
+            nonlocal weight
+            weight += own
+            window.before_backward(weight)
+
+        for number, cut in enumerate(window.cuts):
+            if number:
+                here.check()
+            window.before(number)
+            key = window.key(number)
+            self.randomness.begin(*key, is_users=is_users)
+            own = replace(rows, indices=part(rows.indices, cut))
+            values.append(self._run_one(own, BatchKeys(rows.key, key), weigh, is_weighted))
+        # Read at the end, so that a device need not wait for us between micro-batches.
+        loss_sum = 0.0
+        for value in values:
+            loss_sum += value.mean.item() * value.weight
+        logged = sums_of(values) if self.objective.may_log else {}
+        return Counted(loss_sum, weight, logged)
+
+    def _run_one(
+        self,
+        rows: Rows,
+        keys: BatchKeys,
+        before_backward: Callable[[float], None],
+        is_weighted: bool,
+    ) -> LossValue:
+        """Forward and backward of one micro-batch; its loss, as plain numbers."""
+        x, y = self.gather(rows.dataset, rows.indices, rows.activity, keys)
+        with self.around():
+            return self._pass(rows, x, y, before_backward, is_weighted)
+
+    def _pass(
+        self,
+        rows: Rows,
+        x: Any,
+        y: Any,
+        before_backward: Callable[[float], None],
+        is_weighted: bool,
+    ) -> LossValue:
+        with user_code(rows.activity):
+            loss = self.objective(self.model, x, y, rows.indices.shape[0])
+        before_backward(float(loss.weight))
+        if loss.weight == 0 and not loss.mean.requires_grad:  # nothing was counted
+            return loss
+        with user_code(rows.activity):
+            root, mean = self.execution.scale.up(loss.mean), loss.mean
+            # The bits of the gradient of mean · weight, without the two products.
+            begin = self.start.of(mean, loss.weight) if is_weighted else None
+            try:
+                run_backward(root, begin)
+            except RuntimeError as error:
+                raise_with_names(error, [root], self.model.named_parameters())
+        if self.start.is_first:  # to look at each is not for every pass
+            refuse_sparse_gradients(list(self.model.named_parameters()))
+            self.start.is_first = False
+        return LossValue(loss.mean.detach(), float(loss.weight), loss.log)

@@ -1,0 +1,227 @@
+"""The models of one member that train apart from each other, each on its shard of every batch.
+
+Makes one local step of each; what joins them is their trainer's. Knows no gRPC, no members and no
+coordinator. Used by one thread.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.keys import Key
+from stratagem.common.numerics.shards import split_rows
+from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.data.datasets import Coming
+from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy, learning_rate_factor
+from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.forward_backward import (
+    LoggedSums,
+    Passes,
+    Rows,
+    Window,
+    added,
+    means,
+    micro_batches,
+)
+from stratagem.worker.engine.reports import PartReport
+from stratagem.worker.engine.setup import Setup, TrainingRows
+from stratagem.worker.engine.shadow_schedule import shadow_schedule
+from stratagem.worker.engine.state import TrainerState
+from stratagem.worker.engine.turns import LocalReport, LocalStep, StepTurn
+from stratagem.worker.numerics.model import prepare
+from stratagem.worker.numerics.randomness import KeyedRandomness
+
+# ---- local model ----
+#
+# One model that trains apart from the others: its optimizer, its sums, and its names.
+#
+# It is a node that gossips, or a replica that takes local steps. It has nothing in common with the
+# others of its member but the job; what joins it with those is its trainer's.
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class LocalSums:
+    """Sums of one model over steps."""
+
+    weight: float = 0.0
+    loss: float = 0.0
+    moved: float = 0.0
+    """Squared distance that mixing moved a node, added up."""
+    grad_norm: float = 0.0
+    """The largest before clipping, of those that are finite."""
+    num_skipped: int = 0
+    logged: LoggedSums = field(default_factory=dict)
+
+    def add(self, report: LocalReport) -> None:
+        """Account for a local step."""
+        if report.is_skipped:
+            self.num_skipped += 1
+            return
+        self.weight += report.counted.weight
+        self.loss += report.counted.loss_sum
+        self.logged = added(self.logged, report.counted.logged)
+        if math.isfinite(report.grad_norm):
+            self.grad_norm = max(self.grad_norm, report.grad_norm)
+
+
+@dataclass(slots=True)
+class LocalModel:
+    """One model, with nothing in common with the others but the job."""
+
+    model: nn.Module
+    params: list[tuple[str, nn.Parameter]]
+    saved: TrainerState
+    local_step: LocalStep
+    sums: LocalSums = field(default_factory=LocalSums)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are joined with those of others: all trainable parameters."""
+        return [param.detach() for _, param in self.params]
+
+
+def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalModel:
+    """Return what trains this model, for so many steps of the whole job."""
+    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = setup.optimizer_of(params)
+    randomness = KeyedRandomness(model, setup.gather.device)
+    execution = prepare(model, setup.job, setup.gather.device, randomness, setup.numerics)
+    passes = Passes(model, setup.objective, setup.gather, randomness, execution)
+    buffers = Buffers(model, setup.gather.device)
+    schedule = shadow_schedule(setup.job.optimizer, num_steps, setup.entrypoints)
+    policy = StepPolicy(
+        *(setup.job, execution, [p for _, p in params], optimizer, buffers),
+        rates=ReportedRates(setup.job.optimizer),
+        schedule=schedule,
+    )
+    must_divide, hooks = setup.job.window.must_divide, setup.callbacks
+    local_step = LocalStep(StepTurn(params, passes, policy), must_divide, setup.numerics, hooks)
+    saved = TrainerState(model, optimizer, params, execution.scale, None, None, None, schedule)
+    return LocalModel(model, params, saved, local_step)
+
+
+def recorded_part(kind: str, number: int, report: LocalReport) -> PartReport:
+    """What is recorded of the step of a model of this kind, such as "node"."""
+    counted = report.counted
+    numbers = {"loss": counted.loss, "grad_norm": report.grad_norm, **means(counted.logged)}
+    return PartReport(f"{kind}/{number}", {**in_training(numbers), **report.learning_rates})
+
+
+def in_training(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return numbers under the names of series of the training."""
+    return {f"train.{name}": value for name, value in numbers.items()}
+
+
+def prefix_of(kind: str, number: int) -> str:
+    """Return what the names of a model begin with in the state of all of them."""
+    return f"{kind}{number}/"
+
+
+def own_part(kind: str, number: int, named: Mapping[str, Value]) -> dict[str, Value]:
+    """Return what is one model's in the state of all of them, under its own names."""
+    prefix = prefix_of(kind, number)
+    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+
+
+# ---- local models ----
+
+
+class LocalSteps(NamedTuple):
+    """A step of all models of a member."""
+
+    sums: LocalSums
+    num_rows: int
+    """Of the global batch."""
+    parts: list[PartReport]
+    learning_rates: Mapping[str, float]
+    """Of the first one's update."""
+
+
+class LocalModels:
+    """Models by the number of their shard."""
+
+    def __init__(self, setup: Setup, models: Mapping[int, nn.Module], kind: str) -> None:
+        """kind: what each is called in the step history, such as "node"."""
+        self._setup, self._job, self._kind = setup, setup.job, kind
+        self.rows = TrainingRows(setup)
+        self.num_steps = self.rows.num_steps
+        self.by_number: dict[int, LocalModel] = {
+            number: make_local_model(setup, model, self.num_steps)
+            for number, model in models.items()
+        }
+        if not all(model.params for model in self.by_number.values()):
+            raise InvalidInputError.at("model", "has no trainable parameter")
+
+    def check_form(self) -> None:
+        """Raises UserCodeError if training has changed which tensors a model has; before they are
+        joined."""
+        for model in self.by_number.values():
+            model.saved.form.check()
+
+    def expect(self, num_shards: int, step: int, to_step: int) -> None:
+        """Has the micro-batches of the models' coming steps read ahead."""
+        self._setup.gather.expect(self._coming(num_shards, step, to_step))
+
+    def _coming(self, num_shards: int, step: int, to_step: int) -> Iterator[Coming]:
+        for coming in range(step, to_step):
+            batch = self.rows.batch(coming)
+            shards = split_rows(batch.num_rows, num_shards)
+            for number in self.by_number:
+                rows = self.rows.rows(batch, shards[number])
+                cuts = self.rows.window.cut(len(shards[number]))
+                yield from micro_batches(rows, cuts, partial(self._key, coming, number))
+
+    def _key(self, step: int, number: int, micro_batch: int) -> Key:
+        return (self._job.seed, step, number, micro_batch)
+
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        for model in self.by_number.values():
+            model.local_step.turn.policy.lower_rates(num_reductions)
+
+    def take_step(self, step: int, owned: range, num_shards: int) -> LocalSteps:
+        """Makes one step of each model, which follows `step` others. One whose shard has no rows
+        stays as it is. After an error the models are at different steps."""
+        if [*owned] != [*self.by_number]:
+            raise ValueError(f"the models here are {[*self.by_number]}, not {[*owned]}")
+        batch = self.rows.batch(step)
+        shards = split_rows(batch.num_rows, num_shards)
+        lr_factor = learning_rate_factor(self._job.optimizer, step, self.num_steps)
+        policy = next(iter(self.by_number.values())).local_step.turn.policy
+        rates = policy.rates.of_update(lr_factor, policy.schedule)
+        own = LocalSums()
+        parts: list[PartReport] = []
+        for number, model in self.by_number.items():
+            if not len(shards[number]):
+                continue
+            rows = self.rows.rows(batch, shards[number])
+            model.local_step.turn.passes.execution.begin_batch(batch.num_rows)
+            report = self._one_step(step, number, model, rows, lr_factor)
+            model.sums.add(report)
+            own.add(report)
+            parts.append(recorded_part(self._kind, number, report))
+        return LocalSteps(own, batch.num_rows, parts, rates)
+
+    def _one_step(
+        self, step: int, number: int, model: LocalModel, rows: Rows, lr_factor: float
+    ) -> LocalReport:
+        """One optimizer step with the mean gradient of the rows."""
+        model.model.train()
+        window = Window(
+            self.rows.window.cut(len(rows.indices)),
+            key=partial(self._key, step, number),
+            before_backward=lambda _: failpoint("worker.local_step.before_backward"),
+        )
+        try:
+            return model.local_step.run(
+                rows, window, lr_factor=lr_factor, step=step + 1, number=step + 1
+            )
+        finally:
+            model.local_step.turn.passes.randomness.end()

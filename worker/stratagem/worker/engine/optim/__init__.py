@@ -1,1 +1,0 @@
-"""Updates of parameters: optimizers, the learning rate, and the check for finite gradients."""

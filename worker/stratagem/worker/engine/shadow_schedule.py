@@ -1,0 +1,240 @@
+"""A schedule of the user's, such as torch's OneCycleLR, on an optimizer of empty groups: a shadow.
+
+After each applied step its values (learning rate, momentum, betas) go to the groups of the real
+optimizer that have the same names, wherever those are. What is saved is JSON: a schedule that was
+made from other values, by a population or for a longer training, is stepped again from its start.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import OptimizerSpec
+from stratagem.common.job.optimizer import DEFAULT_GROUP
+from stratagem.common.schema.json import dump_json
+from stratagem.worker.engine.optimizers import GROUP, make_part
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+METADATA: Final = "schedule"
+"""Under this name the schedule stands in the metadata of a state."""
+_FIELD: Final = "optimizer.schedule.entrypoint"
+_ACTIVITY: Final = "the schedule"
+_NOT_COPIED: Final = frozenset({"params", "initial_lr", GROUP})
+_STEPS_TRIED: Final = 4
+
+
+class ShadowSchedule:
+    """The values of all groups as the user's scheduler has set them. Used by one thread."""
+
+    def __init__(self, spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints) -> None:
+        self._spec, self._num_steps, self._entrypoints = spec, num_steps, entrypoints
+        told = {**spec.document(), "clip_norm": None, "num_steps": num_steps}
+        self._made_of = hashlib.sha256(dump_json(told).encode()).hexdigest()[:16]
+        self._num_applied = 0
+        self._running = self._begin()
+        self._try()
+
+    def set_values(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the groups of the optimizer the values for the step that follows."""
+        values = self._running.values_after(self._num_applied)
+        for group in optimizer.param_groups:
+            if group.get(GROUP) not in values:
+                text = "needs groups of the job's; the optimizer's entry point has made its own"
+                raise InvalidInputError.at(_FIELD, text)
+            for key, value in values[group[GROUP]].items():
+                if key in group and key not in _NOT_COPIED and _is_numbers(value):
+                    group[key] = value
+
+    def learning_rates(self) -> dict[str, float]:
+        """Returns the learning rate of each group for the step that follows, by its name."""
+        values = self._running.values_after(self._num_applied)
+        return {name: float(of_group["lr"]) for name, of_group in values.items()}
+
+    def step(self) -> None:
+        """Counts an applied step."""
+        self._num_applied += 1
+
+    def metadata(self) -> dict[str, str]:
+        """Returns what a state needs to go on; nothing before the first step."""
+        if not self._num_applied:
+            return {}
+        state = {"made_of": self._made_of, "applied": self._num_applied, **self._running.state()}
+        return {METADATA: json.dumps(state)}
+
+    def load(self, metadata: Mapping[str, str], step: int) -> None:
+        """Goes on from what `metadata` gave. step: those behind the state, for one that has no
+        schedule yet."""
+        saved = json.loads(metadata.get(METADATA, "{}"))
+        self._num_applied, self._running = int(saved.get("applied", step)), self._begin()
+        if saved.get("made_of") == self._made_of:
+            self._running.load(saved)
+
+    def _begin(self) -> "_Running":
+        schedule = self._spec.schedule
+        assert schedule is not None
+        name = str(schedule.entrypoint)
+        make = self._entrypoints.bind(name, schedule.kwargs or {}, "optimizer.schedule")
+        shadow = _shadow_of(self._spec, self._entrypoints)
+        with user_code(f"making {_ACTIVITY}"):
+            scheduler = make(shadow, self._num_steps)
+        lacks = [
+            method
+            for method in ("step", "state_dict", "load_state_dict")
+            if not callable(getattr(scheduler, method, None))
+        ]
+        if lacks:
+            text = f'"{name}" returned a {type(scheduler).__name__}, which has no {lacks[0]}()'
+            raise InvalidInputError.at(_FIELD, text)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            text = f'"{name}" follows an evaluation, and a schedule only the steps'
+            raise InvalidInputError.at(_FIELD, text)
+        return _Running(name, shadow, scheduler)
+
+    def _try(self) -> None:
+        """Raises InvalidInputError if the schedule does not go on from its saved state."""
+        before, after = self._begin(), self._begin()
+        middle = min(_STEPS_TRIED, self._num_steps - 1)
+        before.values_after(middle)
+        after.load(json.loads(json.dumps(before.state())))
+        for num_steps in range(middle, min(2 * _STEPS_TRIED, self._num_steps)):
+            if before.values_after(num_steps) != after.values_after(num_steps):
+                text = f'"{before.name}" has other values after its state is saved and loaded'
+                raise InvalidInputError.at(_FIELD, text)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A scheduler with the optimizer that it changes."""
+
+    name: str
+    shadow: "_Shadow"
+    scheduler: Any
+    position: int = 0
+    """How many steps it has made."""
+
+    def values_after(self, num_steps: int) -> dict[str, dict[str, Any]]:
+        """Returns the values of each group after so many steps, by the group's name.
+
+        It is stepped no further, since some schedulers refuse to be stepped beyond their end.
+        """
+        if self.position < num_steps:
+            with user_code(_ACTIVITY):
+                self.shadow.step()  # torch warns if this was never called
+                for _ in range(num_steps - self.position):
+                    self.scheduler.step()
+            self.position = num_steps
+        return {
+            group[GROUP]: {key: value for key, value in group.items() if key not in _NOT_COPIED}
+            for group in self.shadow.param_groups
+        }
+
+    def state(self) -> dict[str, Any]:
+        with user_code(_ACTIVITY):
+            own = self.scheduler.state_dict()
+        groups = [_without_params(group) for group in self.shadow.param_groups]
+        return {
+            "position": self.position,
+            "scheduler": _encoded(own, self.name, "state_dict()"),
+            "groups": _encoded(groups, self.name, "param_groups"),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for group, saved in zip(self.shadow.param_groups, _decoded(state["groups"]), strict=True):
+            group.update(saved)
+        with user_code(_ACTIVITY):
+            self.shadow.step()
+            self.scheduler.load_state_dict(_decoded(state["scheduler"]))
+        self.position = state["position"]
+
+
+class _Shadow(torch.optim.Optimizer):
+    """An optimizer that has groups and updates nothing."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Does nothing."""
+
+
+def _shadow_of(spec: OptimizerSpec, entrypoints: EntryPoints) -> _Shadow:
+    """Returns the groups of the job's optimizers, `default` first, then in the job's order, each
+    with a parameter of nothing."""
+    groups: dict[str, dict[str, Any]] = {}
+    defaults: dict[str, Any] = {}
+    for each in spec.rules():
+        members = {name: [(name, nn.Parameter(torch.zeros(1, 1)))] for name in each.groups}
+        made = make_part(each, members, entrypoints=entrypoints)
+        defaults = defaults or made.defaults
+        groups |= {str(group.get(GROUP)): group for group in made.param_groups}
+    names = [DEFAULT_GROUP, *(group.name for group in spec.groups or ())]
+    if missing := [name for name in names if name not in groups]:
+        text = f"needs groups of the job's; the optimizer's entry point has none for {missing[0]!r}"
+        raise InvalidInputError.at(_FIELD, text)
+    empty = [{**groups[name], "params": [nn.Parameter(torch.zeros(0))]} for name in names]
+    for group in empty:
+        del group["initial_lr"]
+    shadow = _Shadow(empty, {})  # with defaults it would give groups values that they do not have
+    shadow.defaults = defaults
+    return shadow
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _is_numbers(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_numbers(item) for item in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _encoded(value: object, name: str, where: str) -> Any:
+    """Returns the value as JSON from which `_decoded` makes the same one; raises InvalidInputError
+    for what is no plain value."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [_encoded(item, name, f"{where}[{i}]") for i, item in enumerate(value)]
+        case tuple():
+            return {"tuple": _encoded(list(value), name, where)}
+        case Counter():
+            return {"counter": [*_pairs(value, name, where)]}
+        case dict():
+            return {"dict": [*_pairs(value, name, where)]}
+        case _:
+            kept = f"{where} is a {type(value).__name__}"
+            text = f'"{name}" cannot be saved: {kept}; it may keep numbers, texts, lists and dicts'
+            raise InvalidInputError.at(_FIELD, text)
+
+
+def _pairs(value: Mapping[Any, Any], name: str, where: str) -> Iterator[list[Any]]:
+    for key, item in value.items():
+        at = f"{where}[{key!r}]"
+        yield [_encoded(key, name, at), _encoded(item, name, at)]
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    items = _decoded(inside)
+    if kind == "tuple":
+        return tuple(items)
+    return Counter(dict(items)) if kind == "counter" else dict(items)
+
+
+def shadow_schedule(
+    spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints
+) -> ShadowSchedule | None:
+    """Returns the schedule of a job that names one of the user's; None for all others."""
+    if spec.schedule is None or spec.schedule.entrypoint is None:
+        return None
+    return ShadowSchedule(spec, num_steps, entrypoints)

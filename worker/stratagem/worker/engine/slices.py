@@ -1,0 +1,369 @@
+"""The part of an optimizer that one member keeps, where each owns a slice of all parameters.
+
+Each parameter of which the member owns something has one piece: a view of those elements, with
+moments of its own. With a mirror it also has the pieces of the member before it, and steps them
+too: from the same sums to the same bits, so that what a member owns is there when it is gone. The
+optimizer steps pieces as it would step whole parameters, with the same bits for the optimizers that
+a job may name with it. Must not know how gradients and parameters travel.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.tensors.same_bytes import ParameterSlice, SliceName
+from stratagem.worker.engine import state_format
+from stratagem.worker.engine.apply_step import StepSummary
+from stratagem.worker.engine.reports import StepReport
+from stratagem.worker.engine.state_format import dealt_out
+from stratagem.worker.exchange.layout import parts_of, total_norm
+from stratagem.worker.exchange.slice_owners import HeldBlocks, OwnedPart, SliceOwners
+from stratagem.worker.exchange.slices import SliceExchange
+from stratagem.worker.exchange.transports import StepScalars
+from stratagem.worker.mesh.link import ExchangeError
+
+NamedParams = Sequence[tuple[str, nn.Parameter]]
+_FIELD: Final = "strategy.options.partition_state"
+
+
+class StateShare(NamedTuple):
+    """Which of how many members keeps its slice of the optimizer's state here."""
+
+    rank: int
+    size: int
+    is_mirrored: bool = False
+    """The slice of the member before this one is kept here, too."""
+    is_full: bool = False
+    """Of the parameters, too, only the slice is kept here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInDoubt:
+    """A step whose sums are here, but not the norm of all of them: others may have applied it, and
+    none can where not all have their sums."""
+
+    step: int
+    """Steps after it."""
+    finish: Callable[[float, bool], StepReport]
+    """Applies it, given the norm and whether the gradient is finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnPiece:
+    name: str
+    param: nn.Parameter
+    part: OwnedPart
+    piece: nn.Parameter
+    """Flat, and a leaf with a gradient of its own; a view of the parameter, or all that there is of
+    it here."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.part.stop - self.part.first == self.param.numel()
+
+    def name_in(self, place: int, name: str) -> str:
+        """Return as what it travels, where its parameter is the model's tensor of this place and
+        name."""
+        full = f"{state_format.MODEL}{name}"
+        return str(ParameterSlice(place, self.part.first, tuple(self.param.shape), full))
+
+
+class OptimizerPieces:
+    """The pieces of one member; its optimizer updates nothing else. Used by one thread."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: NamedParams,
+        owners: SliceOwners,
+        rank: int,
+        *,
+        is_mirrored: bool = False,
+        held: HeldBlocks | None = None,
+    ) -> None:
+        """optimizer: a fresh one of all parameters, which becomes one of the pieces. held: the
+        places of the parameters' parts, where these are kept here, and not the parameters."""
+        for name, param in params:
+            if not param.is_contiguous():
+                text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
+                raise InvalidInputError.at(_FIELD, text)
+        self.optimizer, self.owners, self.rank = optimizer, owners, rank
+        self._names, self._params = {name for name, _ in params}, [param for _, param in params]
+        self._pieces = [_piece_of(*params[part.index], part) for part in owners.parts[rank]]
+        self.is_mirrored, self.mirrored_rank = is_mirrored, owners.mirrored_rank(rank)
+        mirrored = owners.parts[self.mirrored_rank] if is_mirrored else ()
+        self._mirrored = [_piece_of(*params[part.index], part) for part in mirrored]
+        self.held = held
+        self.summary: StepSummary | None = None
+        """Of the step that was summarized last; None where its norm did not come."""
+        self.in_doubt: StepInDoubt | None = None
+        self.torn: str = ""
+        """Why the parameters of other slices are those before the latest step; "" where not."""
+        self._has_sums = False
+        self._step_pieces_only()
+
+    @property
+    def holds_all(self) -> bool:
+        """Return True if there is no other member that holds anything."""
+        return len(self.owners.parts) == 1
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the pieces, flat and in order of parameter, and then those of the mirror."""
+        return [each.piece for each in self._all()]
+
+    def _all(self) -> list[_OwnPiece]:
+        return [*self._pieces, *self._mirrored]
+
+    def summarize(
+        self, scalars: StepScalars, exchange: SliceExchange, numerics: int
+    ) -> StepSummary:
+        """Gives each piece its gradient, of what the exchange has summed up, and summarizes the
+        gradient of the whole model. Raises ExchangeError; the sums may then be `kept`."""
+        self.summary, self._has_sums = None, False
+        sums = [*exchange.sums(), *exchange.mirrored_sums()]
+        for each, total in zip(self._all(), sums, strict=True):
+            is_reached = scalars.reached[each.part.index] != 0
+            # As with whole parameters: a narrow one rounds its sum once.
+            each.piece.grad = total.to(each.piece.dtype) if is_reached else None
+        grads = [each.piece.grad for each in self._pieces]
+        self._has_sums = True
+        norms = [None if grad is None else parts_of([grad], numerics)[0] for grad in grads]
+        found, is_finite = exchange.gather_norms(
+            norms, scalars.reached, partial(_are_all_finite, grads)
+        )
+        norm = total_norm(found, numerics)
+        self.summary = StepSummary(scalars.loss, scalars.weight, norm, is_finite)
+        return self.summary
+
+    def keeps_sums(self) -> bool:
+        """Return True, after a failed `summarize`, if the step can be finished once its norm is
+        known; its sums are then no longer in the storage of the exchange."""
+        if not self.is_mirrored or not self._has_sums:
+            return False
+        for each in self._all():
+            if each.piece.grad is not None:
+                each.piece.grad = each.piece.grad.clone()
+        return True
+
+    @torch.no_grad()
+    def take_parameters(self) -> None:
+        """Copies the pieces, also of the mirror, of parameters that are whole for now."""
+        for each in self._all():
+            flat = each.param.detach().view(-1)[each.part.first : each.part.stop]
+            if each.piece.data_ptr() == flat.data_ptr():  # still a view of it
+                each.piece.data = flat.clone()
+            else:
+                each.piece.copy_(flat)
+
+    @torch.no_grad()
+    def move_to(self, memory: Sequence[Tensor]) -> None:
+        """Moves the own pieces into this memory, which is bytes by block; see `HeldBlocks`. Those
+        of the mirror nobody asks for: they stay where they are."""
+        assert self.held is not None
+        by_index = {each.part.index: each.piece for each in self._pieces}
+        for parts, flat in zip(self.held.parts[self.rank], memory, strict=True):
+            for part in parts:
+                piece = by_index[part.part.index]
+                room = flat[part.start : part.start + piece.nbytes].view(piece.dtype)
+                piece.data = room.copy_(piece)
+
+    def share(self, exchange: SliceExchange) -> bool:
+        """Brings the updated pieces of all members into the parameters of all; returns True. See
+        `end_step`."""
+        own = [each.piece for each in self._pieces]
+        return self.end_step(partial(exchange.share, own, self._params))
+
+    def end_step(self, tell: Callable[[], None]) -> bool:
+        """Ends a step whose update is made here by a call that all members make; returns True.
+
+        With a mirror it returns False where that fails: the pieces of all members can be had from
+        those that are left, and until then what is here of others may be of the step before.
+        Without one it raises ExchangeError.
+        """
+        try:
+            tell()
+        except ExchangeError as error:
+            if not self.is_mirrored:
+                raise
+            self.torn = str(error)
+        return not self.torn
+
+    def whole_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns (tensors, metadata) as of an optimizer of whole parameters; `holds_all`."""
+        tensors, numbers = self._state(self._pieces)
+        return {full: value for full, (_, _, value) in tensors.items()}, numbers
+
+    def own_state(self, *, of_mirror: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns (tensors by `SliceName`, metadata) of what this member owns; or of what it keeps
+        of the one before it."""
+        return self._named_state(self._mirrored if of_mirror else self._pieces)
+
+    def part_of_model(
+        self, model: nn.Module, first_bytes: int, *, of_mirror: bool = False
+    ) -> dict[str, Tensor]:
+        """Returns what this member copies of the model, by `ParameterSlice`; or what the one before
+        it does: its slices of parameters, and of what is not divided its share by size.
+
+        first_bytes: what the first member copies beside.
+        """
+        pieces = self._mirrored if of_mirror else self._pieces
+        by_param = {self._identity(each.param): each for each in pieces}
+        rank = self.mirrored_rank if of_mirror else self.rank
+        divided = {self._identity(param) for param in self._params}
+        tensors = model.state_dict(keep_vars=True)
+        whole = {
+            name: value for name, value in tensors.items() if self._identity(value) not in divided
+        }
+        dealt = dealt_out(whole, len(self.owners.parts), first_bytes)[rank]
+        named: dict[str, Tensor] = {}
+        for place, (name, tensor) in enumerate(tensors.items()):
+            each = by_param.get(self._identity(tensor))
+            if name in dealt:
+                where = ParameterSlice(place, 0, tuple(tensor.shape), f"{state_format.MODEL}{name}")
+                named[str(where)] = tensor.detach()
+            elif each is not None:
+                named[each.name_in(place, name)] = each.piece.detach()
+        return named
+
+    def _identity(self, tensor: Tensor) -> object:
+        """Returns what a parameter and any other tensor of the model that is the same memory have
+        in common."""
+        if self.held is None and tensor.numel():
+            return state_format.storage_key(tensor)
+        return id(tensor)
+
+    def model_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Returns what all members hold of the model: all, unless parameters are divided."""
+        if self.held is None:
+            return state_format.model_state(model)
+        by_param = {id(each.param): each for each in self._pieces if self.holds_all}
+        divided = {id(param) for param in self._params}
+        found = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            each = by_param.get(id(tensor))
+            if each is not None:
+                found[name] = each.piece.detach().view(each.param.shape)
+            elif id(tensor) not in divided:
+                found[name] = tensor.detach()
+        return {f"{state_format.MODEL}{name}": tensor for name, tensor in found.items()}
+
+    def slices(
+        self, model: nn.Module, *, of_mirror: bool
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns `own_state` and the parameters of the same slice, each under all its names; or of
+        the slice that is mirrored here."""
+        pieces = self._mirrored if of_mirror else self._pieces
+        named, numbers = self._named_state(pieces)
+        by_param = {self._identity(each.param): each for each in pieces}
+        for place, (name, tensor) in enumerate(model.state_dict(keep_vars=True).items()):
+            each = by_param.get(self._identity(tensor))
+            if each is not None:
+                named[each.name_in(place, name)] = each.piece.detach()
+        return named, numbers
+
+    def _named_state(self, pieces: Sequence[_OwnPiece]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors, numbers = self._state(pieces)
+        named = {}
+        for full, (each, place, value) in tensors.items():
+            if value.dim() or each.part.first == 0:  # of one number per parameter, one copy
+                where = SliceName(each.part.index, place, each.part.first, full)
+                named[str(where)] = value
+        return named, numbers
+
+    def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Replaces the optimizer's state by this member's slice of the given one, which may be
+        nothing."""
+        self.in_doubt, self.torn = None, ""
+        self._load(self._pieces, tensors, metadata)
+        if self._mirrored:
+            own = dict(self.optimizer.state)
+            self._load(self._mirrored, tensors, metadata)
+            self.optimizer.state.update(own)
+
+    def _load(
+        self,
+        pieces: Sequence[_OwnPiece],
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, str],
+    ) -> None:
+        own = {each.name: each for each in pieces}
+        here: dict[str, Tensor] = {}
+        for full, value in tensors.items():
+            name = _parameter_of(full)
+            if name not in own and name in self._names:
+                continue
+            here[full] = value
+            if name in own and not state_format.is_one_number(full):
+                part = own[name].part
+                here[full] = value.reshape(-1)[part.first : part.stop]
+        numbers = {
+            full: text
+            for full, text in metadata.items()
+            if _parameter_of(full) in own or _parameter_of(full) not in self._names
+        }
+        named = [(each.name, each.piece) for each in pieces]
+        state_format.load_optimizer_state(self.optimizer, named, here, numbers)
+
+    def _state(
+        self, pieces: Sequence[_OwnPiece]
+    ) -> tuple[dict[str, tuple[_OwnPiece, int, Tensor]], dict[str, str]]:
+        """Returns (by name of the whole: the piece, the place among its tensors, what it keeps;
+        metadata); in the shape of the parameter where that is all its own."""
+        found: dict[str, tuple[_OwnPiece, int, Tensor]] = {}
+        numbers: dict[str, str] = {}
+        for each in pieces:
+            kept, texts = state_format.optimizer_state(self.optimizer, [(each.name, each.piece)])
+            numbers |= texts
+            for place, (full, value) in enumerate(kept.items()):
+                is_sliced = not state_format.is_one_number(full)
+                whole = value.view(each.param.shape) if is_sliced and each.is_whole else value
+                found[full] = (each, place, whole)
+        return found, numbers
+
+    def _step_pieces_only(self) -> None:
+        """Puts the pieces in the place of the parameters, in their groups and with what some
+        optimizers keep of them from the start."""
+        by_param: dict[int, list[_OwnPiece]] = {}
+        for each in self._all():
+            by_param.setdefault(id(each.param), []).append(each)
+        before = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            own = [each for p in group["params"] for each in by_param.get(id(p), ())]
+            group["params"] = [each.piece for each in own]
+            for each in own:
+                if each.param in before:
+                    self.optimizer.state[each.piece] = _sliced(before[each.param], each)
+
+
+def _piece_of(name: str, param: nn.Parameter, part: OwnedPart) -> _OwnPiece:
+    view = param.detach().view(-1)[part.first : part.stop]
+    return _OwnPiece(name, param, part, nn.Parameter(view))
+
+
+def _sliced(state: Mapping[str, object], each: _OwnPiece) -> dict[str, object]:
+    def of_piece(key: str, value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        if state_format.is_one_number(key):
+            return value.clone()  # each of two pieces of a parameter counts its own steps
+        return value.reshape(-1)[each.part.first : each.part.stop].clone()
+
+    return {key: of_piece(key, value) for key, value in state.items()}
+
+
+def _parameter_of(full: str) -> str | None:
+    """Returns the parameter whose state has this name; None of what is no state of an optimizer."""
+    if not full.startswith(state_format.OPTIMIZER):
+        return None
+    return full.removeprefix(state_format.OPTIMIZER).rpartition("/")[0]
+
+
+def _are_all_finite(grads: Sequence[Tensor | None]) -> bool:
+    return all(bool(torch.isfinite(grad).all()) for grad in grads if grad is not None)

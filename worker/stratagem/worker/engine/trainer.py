@@ -1,0 +1,373 @@
+"""The training of one member whose model is that of all members of its party.
+
+Keeps model, optimizer and position in the data over the steps, evaluations and segments of a
+session. Knows no gRPC, no members and no coordinator.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from functools import cached_property, partial
+
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.shards import split_rows
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import Federated
+from stratagem.worker.data.datasets import Coming
+from stratagem.worker.engine import state_format
+from stratagem.worker.engine import state_format as state
+from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy
+from stratagem.worker.engine.buffers import Buffers, constant_buffers
+from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
+from stratagem.worker.engine.forward_backward import Passes, micro_batches
+from stratagem.worker.engine.gathered_blocks import GatheredBlocks
+from stratagem.worker.engine.optimizers import AVERAGE, average_of, evaluated
+from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally
+from stratagem.worker.engine.setup import Batch, Setup, TrainingRows
+from stratagem.worker.engine.shadow_schedule import ShadowSchedule, shadow_schedule
+from stratagem.worker.engine.shared_step import Share, SharedStep, StepExtras
+from stratagem.worker.engine.slices import OptimizerPieces, StateShare
+from stratagem.worker.engine.state import State, TrainerState
+from stratagem.worker.engine.state_format import NOTHING
+from stratagem.worker.engine.turns import StepTurn, make_turns, unfreeze, whole_step
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.compressor import compressor_of
+from stratagem.worker.exchange.layout import BUCKET_BYTES, CODED_BUCKET_BYTES, LENT_BUCKET_BYTES
+from stratagem.worker.exchange.reducer import Reducer
+from stratagem.worker.exchange.slice_owners import divide_slices
+from stratagem.worker.exchange.transports import num_scalars
+from stratagem.worker.numerics.model import layers_of
+from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
+from stratagem.worker.phases import PassTimer, PhaseTraining
+
+# ---- synchronous trainer ----
+
+
+class Trainer:
+    """Model, optimizer and data position of one session. Used by one thread."""
+
+    def __init__(self, setup: Setup, share: StateShare | None = None) -> None:
+        """share: of the optimizer's state that is kept here; all of it unless given."""
+        self.setup, self.job, self.model = setup, setup.job, setup.model
+        self.share = share
+        job, execution = setup.job, setup.execution
+        self._rows = TrainingRows(setup)
+        self.num_steps = self._rows.num_steps
+        self.params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        if not self.params:
+            raise InvalidInputError.at("model", "has no trainable parameter")
+        self.optimizer = setup.optimizer_of(self.params)
+        buffers = Buffers(self.model, setup.gather.device)
+        self.phases: PhaseTraining | None = None
+        if job.phases is not None:
+            self.phases = PhaseTraining(job.phases, self.params, setup.numerics)
+        self._timer = PassTimer(setup.gather.device, is_idle=job.phases is None)
+        may_log = setup.objective.may_log
+        self._extras = StepExtras(buffers, setup.callbacks, self.phases, may_log=may_log)
+        self.num_extras = num_scalars(len(self.params), self._extras.num_elements)
+        self.compressor = compressor_of(
+            job,
+            self.params,
+            self.num_extras,
+            absorbs=execution.scale.is_dynamic,
+            numerics=setup.numerics,
+        )
+        self.blocks: GatheredBlocks | None = None
+        self.pieces = None if share is None else self._own_pieces(share)
+        self._average = average_of(job, self.params)
+        schedule = self._make_schedule()
+        self._saved = TrainerState(
+            self.model,
+            self.optimizer,
+            self.params,
+            execution.scale,
+            self.phases,
+            self.compressor,
+            self._average,
+            schedule,
+            self.pieces,
+            self.blocks,
+        )
+        self.turns = self._make_turns(buffers, schedule)
+        self._shared_step = SharedStep(
+            setup,
+            self.params,
+            self._rows,
+            buffers,
+            self._extras,
+            self.compressor,
+            self.phases,
+            self._timer,
+            self.pieces,
+        )
+        self.step = 0
+        self._is_training = False
+
+    def _own_pieces(self, share: StateShare) -> OptimizerPieces:
+        """Makes the pieces of all parameters that the optimizer steps here."""
+        owners, held = divide_slices(self.buckets.layout, share.size), None
+        if share.is_full:
+            trained = {id(param) for _, param in self.params}
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
+            whole = [(name, tensor) for name, tensor in named if id(tensor) not in trained]
+            self.blocks = GatheredBlocks(self.params, layers_of(self.model), owners, whole)
+            held = self.blocks.held
+        pieces = OptimizerPieces(
+            *(self.optimizer, self.params, owners, share.rank),
+            is_mirrored=share.is_mirrored,
+            held=held,
+        )
+        if self.blocks is not None:
+            pieces.take_parameters()
+            self.blocks.leave()
+        return pieces
+
+    def connect(self, exchange: Reducer) -> None:
+        """Prepares for steps and evaluations with this exchange; all members must. Raises
+        ExchangeError."""
+        if self.blocks is not None:
+            assert self.pieces is not None
+            assert exchange.parameters is not None  # the one is made with the other
+            self.pieces.move_to(exchange.parameters.memory())
+            exchange.parameters.updated()
+            self.blocks.connect(exchange.parameters)
+
+    def _make_schedule(self) -> ShadowSchedule | None:
+        """Makes the user's schedule, if there is one for all steps of the job."""
+        job = self.job
+        # Clients have schedules of their own, and turns have none by entry point.
+        if job.turns is not None or isinstance(job.strategy, Federated):
+            return None
+        return shadow_schedule(job.optimizer, self.num_steps, self.setup.entrypoints)
+
+    def _make_turns(self, buffers: Buffers, schedule: ShadowSchedule | None) -> list[StepTurn]:
+        setup, job, execution = self.setup, self.job, self.setup.execution
+        around = nullcontext if self.blocks is None else self.blocks.passing
+        passes = Passes(
+            *(self.model, setup.objective, setup.gather, setup.randomness, execution),
+            around=around,
+        )
+        params: list[Tensor] = [param for _, param in self.params]
+        if self.pieces is not None:
+            params = self.pieces.tensors  # they alone have gradients when a step is applied
+        policy = StepPolicy(
+            *(job, execution, params, self.optimizer, buffers),
+            ReportedRates(job.optimizer),
+            self._average,
+            schedule,
+        )
+        return make_turns(job, setup.entrypoints, passes, policy, self.params)
+
+    def expect(self, owned: range, num_shards: int, to_step: int) -> None:
+        """Has the micro-batches of the coming steps read ahead. Phases say in each step only
+        whether its batch is read."""
+        if self.phases is None:
+            self.setup.gather.expect(self._coming(owned, num_shards, to_step))
+
+    def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
+        for step in range(self.step, to_step):
+            batch = self._rows.batch(step)
+            live = split_rows(batch.num_rows, min(num_shards, batch.num_rows))
+            for turn in self.turns:
+                for shard in range(owned.start, min(owned.stop, len(live))):
+                    rows = self._rows.rows(batch, live[shard])
+                    cuts = self._rows.window.cut(len(live[shard]))
+                    key = partial(self._shared_step.key, turn, step, shard)
+                    yield from micro_batches(rows, cuts, key)
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """The hooks of the user's."""
+        return self.setup.callbacks
+
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        for turn in self.turns:
+            turn.policy.lower_rates(num_reductions)
+
+    def train_step(
+        self,
+        exchange: Reducer,
+        owned: range,
+        num_shards: int,
+        *,
+        stop: bool = False,
+        answer: StepAnswer = NO_ANSWER,
+    ) -> StepReport:
+        """Makes one optimizer step over the next global batch, cut into `num_shards` shards; with
+        turns one of each of them, all or none.
+
+        In a Predict phase the batch is passed over: nothing is computed on it, nothing exchanged.
+        """
+        self._timer.begin_step()
+        if self.phases is not None and not self.phases.phase.is_exact:
+            return self._predicted_step(self.phases)
+        if self.pieces is not None:
+            self.pieces.in_doubt = None
+        self._extras.begin_step(self.state)
+        batch = self._rows.batch(self.step)
+        if not self._is_training:  # walks all modules
+            self.model.train()
+            self._is_training = True
+        report = self._take_turns(batch, Share(exchange, owned, num_shards, stop, answer))
+        if report.is_end:
+            return report
+        self.step = report.step
+        if self.setup.execution.frees_gradients:
+            exchange.free_gradients()
+        failpoint("worker.step.after_apply")
+        self._timer.end_exact_step(self.phases, report.phase)
+        return report
+
+    def finish_step_in_doubt(self, norm: float, *, is_finite: bool) -> StepReport:
+        """Applies the step of whose sums the norm did not come, as others have; what they have
+        updated comes with the slices of all."""
+        assert self.pieces is not None
+        assert self.pieces.in_doubt is not None
+        report = self.pieces.in_doubt.finish(norm, is_finite)
+        self.pieces.in_doubt = None
+        self.step = report.step
+        return report
+
+    def take_average(self) -> None:
+        """Takes the parameters into their average, which the latest step has left out."""
+        if self._average is not None:
+            self._average.update(self.step)
+
+    def _take_turns(self, batch: Batch, share: Share) -> StepReport:
+        """Makes the updates of a step, which are one unless the job has turns."""
+        turns = self.turns
+        if len(turns) == 1:
+            return self._shared_step.run(turns[0], 1, batch, share)
+        reports = []
+        with all_or_none(turns, self._saved, batch.step):
+            for turn in turns:
+                turn.begin(self.params)
+                reports.append(self._shared_step.run(turn, len(turns), batch, share))
+        return whole_step(turns, reports)
+
+    def _predicted_step(self, phases: PhaseTraining) -> StepReport:
+        """Makes an update without a batch."""
+        (turn,) = self.turns
+        report = self._shared_step.predict(turn, self.step, phases)
+        self.step = report.step
+        self._timer.end_predicted_step(phases)
+        failpoint("worker.phases.predicted")
+        return report
+
+    def evaluator(self) -> Evaluator:
+        """Returns the evaluator of the present state, to be used before the next step."""
+        self._is_training = False
+        self.model.eval()
+        return self.setup.evaluator
+
+    def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
+        """Returns the sums of the share's batches."""
+        around = nullcontext() if self.blocks is None else self.blocks.passing()
+        with evaluated(self.job, self._average), constant_buffers(self.model), around:
+            parts = self.evaluator().parts_of(share)
+        if self.blocks is not None:
+            self.blocks.end_passes()
+        return parts
+
+    def state(self) -> State:
+        """(live tensors by name, metadata). Valid until the next step."""
+        return self._saved.live(self.step)
+
+    def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
+        """Returns `state`, copied to the CPU: it does not change while training continues.
+
+        Also what this member alone holds; and of a party of which each member holds residuals
+        alone, only the first gives what all of them have. Where each has a slice, each gives a part
+        of all, whichever it is. into: see `state_format.copied`.
+        """
+        with_shared = is_first or not self.is_sole_copy
+        return self._saved.copied(self.step, with_shared=with_shared, into=into)
+
+    def copy_mirror(self, into: Mapping[str, Tensor] = NOTHING) -> State | None:
+        """Returns what `copy_state` gives on the member before this one, of the mirror of its
+        slice; None without one. into: see `state_format.copied`."""
+        return self._saved.copied_mirror(self.step, into)
+
+    @cached_property
+    def buckets(self) -> GradientBuckets:
+        """The storage of gradients that go over an exchange; it outlives memberships."""
+        bucket_bytes = BUCKET_BYTES if self.compressor is None else CODED_BUCKET_BYTES
+        is_full = self.share is not None and self.share.is_full and self.share.size > 1
+        return GradientBuckets(
+            self.params,
+            num_extras=self.num_extras,
+            bucket_bytes=LENT_BUCKET_BYTES if is_full else bucket_bytes,
+            gives_back=is_full and self.setup.gather.device.type == "cpu",
+        )
+
+    @property
+    def is_sole_copy(self) -> bool:
+        """True if this member holds state that no other has: residuals of its shards, or its slice
+        of the optimizer's state without a mirror."""
+        has_residuals = self.compressor is not None and self.compressor.keeps_state
+        return has_residuals or (self.pieces is not None and not self.pieces.is_mirrored)
+
+    def end_segment(self, exchange: Reducer, tally: Tally) -> SegmentSummary:
+        """Returns the summary of a segment with these sums over its steps."""
+        loss, metrics = tally.loss, tally.metrics(may_skip=self._rows.window.may_skip)
+        if self.phases is not None:
+            metrics |= self.phases.metrics
+            if not tally.weight:  # a segment of predicted steps only
+                loss = self.phases.last_loss
+        coder = self.compressor
+        return SegmentSummary(loss, metrics, {} if coder is None else asdict(coder.take_traffic()))
+
+    def stream_marks(self) -> dict[int, str]:
+        """Returns a mark of each stream of rows that is read here, as JSON; none for other rows."""
+        return self._rows.stream_marks()
+
+    def add_stream_marks(self, marks: Mapping[int, str]) -> None:
+        """Takes over marks of any streams, to read on from. No bit depends on them."""
+        self._rows.add_stream_marks(marks)
+
+    def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Continues from a state that `state` gave, of this or another process."""
+        self.step = self._saved.load(tensors, metadata)
+
+    def fingerprint(self) -> str:
+        """Returns a fingerprint, which is equal on all members that hold the same state."""
+        return state.fingerprint(*self.state())
+
+
+# ---- turn transaction ----
+#
+# The transaction of a step with several turns: where one of them fails, those before it are
+# undone, so that the whole step is done again, perhaps with other members.
+
+
+@contextmanager
+def all_or_none(turns: Sequence[StepTurn], saved: TrainerState, step: int) -> Iterator[None]:
+    """Is the time in which the turns of the step after `step` are done.
+
+    What turns before the last one will change is copied. The last one changes nothing before all
+    of its sums are here.
+    """
+    of_last = {name for name, _ in turns[-1].params}
+    tensors, metadata = saved.live(step)
+    kept = {name: t.clone() for name, t in tensors.items() if not _belongs(name, of_last)}
+    try:
+        yield
+    except BaseException:
+        live = saved.live(step)[0].items()
+        own = {name: tensor for name, tensor in live if _belongs(name, of_last)}
+        saved.load({**own, **kept}, metadata)
+        raise
+    finally:
+        unfreeze(saved.params)
+
+
+def _belongs(name: str, of_last: Set[str]) -> bool:
+    """Returns whether only the last turn changes this tensor of a state."""
+    if name.startswith(AVERAGE):
+        return True
+    if name.startswith(state_format.OPTIMIZER):
+        name = name.removeprefix(state_format.OPTIMIZER).rpartition("/")[0]
+    return name.removeprefix(state_format.MODEL) in of_last

@@ -1,1 +1,0 @@
-"""Trainers: synchronous, gossip, federated client, inference; and their saved states."""

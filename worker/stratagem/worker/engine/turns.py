@@ -1,0 +1,252 @@
+"""The turns of a step: what each of its updates trains, by which objective and optimizer.
+
+A step of a job without turns has one, of all trained parameters. Must not know how gradients are
+made and reduced.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from stratagem.common.job import JobSpec
+from stratagem.common.job.turns import TurnSpec
+from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.engine.apply_step import (
+    ReportedRates,
+    StepPolicy,
+    StepSummary,
+    after_hook,
+    apply_step,
+    summarize,
+)
+from stratagem.worker.engine.callbacks import Callbacks
+from stratagem.worker.engine.forward_backward import Counted, LoggedSums, Passes, Rows, Window
+from stratagem.worker.engine.optimizers import OptimizersInOrder, make_optimizer
+from stratagem.worker.engine.reports import StepReport
+from stratagem.worker.objectives.step_function import step_functions
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+# ---- turn parameters ----
+#
+# The parameters of each turn of a job, and their optimizers: every trained parameter belongs to
+# exactly one turn.
+
+NamedParams = Sequence[tuple[str, nn.Parameter]]
+
+
+def by_turn(
+    turns: Sequence[TurnSpec], params: NamedParams
+) -> list[tuple[TurnSpec, list[tuple[str, nn.Parameter]]]]:
+    """Returns each turn with its parameters."""
+    return [(turn, [(n, p) for n, p in params if turn.holds(n)]) for turn in turns]
+
+
+def make_optimizer_of(
+    job: JobSpec, params: NamedParams, entrypoints: EntryPoints
+) -> torch.optim.Optimizer:
+    """Makes a fresh optimizer of these parameters as the job says: with turns, that of each turn in
+    their order."""
+    fused = job.execution.fusion
+    if job.turns is None:
+        return make_optimizer(job.optimizer, params, fused=fused, entrypoints=entrypoints)
+    parts = [
+        make_optimizer(turn.optimizer, own, fused=fused, entrypoints=entrypoints)
+        for turn, own in by_turn(job.turns, params)
+    ]
+    return OptimizersInOrder(parts)
+
+
+# ---- turns ----
+
+
+@dataclass(frozen=True, slots=True)
+class StepTurn:
+    """One update of each step."""
+
+    params: NamedParams
+    """What it trains."""
+    passes: Passes
+    policy: StepPolicy
+    name: str = ""
+    """Empty where a step has no other."""
+    number: int | None = None
+    """Its place in the step, from 0; None where a step has no other."""
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What its random numbers have in their key behind the step."""
+        return () if self.number is None else (self.number,)
+
+    def begin(self, params: NamedParams) -> None:
+        """Freezes what it does not train of these parameters, and drops all gradients."""
+        if self.number:
+            failpoint("worker.turns.after_turn")
+        own = {id(param) for _, param in self.params}
+        for _, param in params:
+            param.requires_grad_(id(param) in own)
+            param.grad = None
+
+
+def make_turns(
+    job: JobSpec, entrypoints: EntryPoints, passes: Passes, policy: StepPolicy, named: NamedParams
+) -> list[StepTurn]:
+    """Makes the turns of a job's steps. policy: of a whole step; an average is taken after the last
+    turn."""
+    if job.turns is None:
+        return [StepTurn(named, passes, policy)]
+    assert isinstance(policy.optimizer, OptimizersInOrder)
+    objectives, turns = step_functions(job, entrypoints), []
+    parts = zip(by_turn(job.turns, named), objectives, policy.optimizer.parts, strict=True)
+    for number, ((spec, own), objective, optimizer) in enumerate(parts):
+        own_policy = replace(
+            policy,
+            job=job.altered(optimizer=spec.optimizer),
+            params=[param for _, param in own],
+            optimizer=optimizer,
+            rates=ReportedRates(spec.optimizer, spec.name),
+            average=policy.average if number + 1 == len(job.turns) else None,
+        )
+        own_passes = replace(passes, objective=objective)
+        turns.append(StepTurn(own, own_passes, own_policy, spec.name, number))
+    return turns
+
+
+def unfreeze(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Ends the turns of a step: all of these parameters are trained again."""
+    for _, param in params:
+        param.requires_grad_(True)
+
+
+def logged_of(turn: StepTurn, loss: float, num_rows: float, logged: LoggedSums) -> LoggedSums:
+    """Returns what a turn has logged by the names that it has in the step, with the turn's loss."""
+    own = {f"{name}.{turn.name}": sums for name, sums in logged.items()}
+    return {f"loss.{turn.name}": (loss * num_rows, num_rows), **own}
+
+
+def whole_step(turns: Sequence[StepTurn], reports: Sequence[StepReport]) -> StepReport:
+    """Returns the report of a step of these turns: its loss is the sum of theirs."""
+    num_skipped = sum(report.num_skipped for report in reports)
+    rows = float(reports[0].num_rows)
+    logged: LoggedSums = {}
+    for turn, report in zip(turns, reports, strict=True):
+        if not report.num_skipped:
+            logged = {**logged, **logged_of(turn, report.loss, rows, report.logged)}
+    return replace(
+        reports[-1],
+        loss=sum(report.loss for report in reports),
+        weight=0.0 if num_skipped else rows,
+        grad_norm=max(report.grad_norm for report in reports),
+        num_skipped=num_skipped,
+        learning_rates={k: v for report in reports for k, v in report.learning_rates.items()},
+        logged=logged,
+        exchange_wait_s=sum(report.exchange_wait_s for report in reports),
+    )
+
+
+# ---- local step ----
+#
+# One optimizer step of a model that is not shared: a gossip node's, or a federated client's.
+#
+# Its window of micro-batches is one transaction: what raises, or is not finite, leaves parameters,
+# optimizer and buffers as they were. Must not know nodes, clients and rounds.
+
+
+@dataclass(frozen=True, slots=True)
+class LocalReport:
+    """The outcome of a local step. grad_norm: 2-norm of the whole gradient before clipping.
+    learning_rates: by series."""
+
+    counted: Counted
+    grad_norm: float
+    num_skipped: int
+    """1 where loss or gradient was not finite and nothing was changed; of turns, how many."""
+    learning_rates: Mapping[str, float]
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if any of it was skipped: the step then has no part in sums."""
+        return self.num_skipped > 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """Does the steps of one model. Used by one thread."""
+
+    turn: StepTurn
+    must_divide: bool
+    """Whether the gradient is that of the mean over all rows, not of the sum."""
+    numerics: int
+    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
+    callbacks: Callbacks
+    protected: Callable[[Rows, Window], Counted] | None = None
+    """Makes gradients in place of the turn's passes, where rows are protected."""
+
+    def run(
+        self,
+        rows: Rows,
+        window: Window,
+        *,
+        lr_factor: float,
+        step: int,
+        number: int | None = None,
+        pull: Callable[[], None] = lambda: None,
+    ) -> LocalReport:
+        """Makes one step over these rows.
+
+        lr_factor: of all learning rates. step: from 1, for callbacks. number: the same where error
+        messages are to name it. pull: may add to the mean gradient.
+        """
+        policy = self.turn.policy
+        policy.begin()
+        try:
+            if self.protected is None:
+                counted = self.turn.passes.add_mean(rows, window, must_divide=self.must_divide)
+            else:
+                counted = self.protected(rows, window)
+            pull()
+            summary = after_hook(
+                self._summary(counted),
+                partial(self._call_hook, rows, window, step)
+                if self.callbacks.takes_gradients
+                else None,
+                partial(self._summary, counted),
+            )
+        except BaseException:
+            policy.undo()
+            raise
+        is_applied, rates = apply_step(
+            summary, policy, lr_factor=lr_factor, activity=rows.activity, number=number
+        )
+        return LocalReport(counted, summary.norm.item(), int(not is_applied), rates)
+
+    def _summary(self, counted: Counted) -> StepSummary:
+        grads = [param.grad for param in self.turn.policy.params if param.grad is not None]
+        return summarize(counted.loss, counted.weight, grads, self.numerics)
+
+    def _call_hook(self, rows: Rows, window: Window, step: int) -> None:
+        """Has the user's code change the gradient that is about to be applied."""
+        key, randomness = window.key(0), self.turn.passes.randomness
+        self.callbacks.take_gradients(self.turn.params, step, key, randomness, rows.activity)
+
+
+def whole_local_step(
+    turns: Sequence[StepTurn], reports: Sequence[LocalReport], num_rows: int
+) -> LocalReport:
+    """Returns the report of a step of these turns: its loss is the sum of theirs, a mean over
+    rows."""
+    if len(turns) == 1:
+        return reports[0]
+    logged: LoggedSums = {}
+    for turn, report in zip(turns, reports, strict=True):
+        own = report.counted
+        logged = {**logged, **logged_of(turn, own.loss, num_rows, own.logged)}
+    loss = sum(report.counted.loss for report in reports)
+    return LocalReport(
+        Counted(loss * num_rows, num_rows, logged=logged),
+        max(report.grad_norm for report in reports),
+        sum(report.num_skipped for report in reports),
+        {name: rate for report in reports for name, rate in report.learning_rates.items()},
+    )

@@ -1,1 +1,0 @@
-"""All-reduce of partial sums: direct, by a tree, and in shared memory."""

@@ -1,0 +1,125 @@
+"""Brings blocks of parameters over a link, in rounds of all members.
+
+In each round every member says which block it needs, if any, and all send it theirs. So a member
+that has computed all its shards goes on to serve the others, and nobody must know in which order a
+model calls its blocks. Rounds have a share of the link, and a thread, of their own: sums of
+gradients are under way meanwhile.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stratagem.worker.exchange.layout import ShardOwners, StepPlan, plan_step
+from stratagem.worker.exchange.slice_owners import HeldBlocks
+from stratagem.worker.exchange.transfer_thread import MeshTransport, Turn
+from stratagem.worker.exchange.transports import Transfer, own_memory, start_transfers
+from stratagem.worker.mesh.link import Link
+from stratagem.worker.mesh.staging import SideStream
+
+NOTHING: Final = -1
+"""What a member needs that has ended its passes."""
+_ROUND: Final = plan_step(ShardOwners(0, 1, 1), 1)
+_WISH, _BLOCK = range(2)
+
+
+class BlockRounds:
+    """A `Method` whose step is one round."""
+
+    suffix = ""
+    num_tags = 2
+
+    def __init__(self, link: Link, held: HeldBlocks, own: Sequence[Tensor]) -> None:
+        self._link, self._held, self._own = link, held, own
+        self.wishes = [torch.full((1,), NOTHING, device=_device(own)) for _ in range(link.size)]
+        self.found: list[Tensor] = []
+        """Of the latest round: the bytes of the block, by rank."""
+
+    def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> None:
+        """See `Method`: each round is another one."""
+
+    def run(self, prepared: None, turn: Turn) -> None:
+        """See `Method`."""
+        turn.await_launch(0)
+        me, peers = self._link.rank, [p for p in range(self._link.size) if p != self._link.rank]
+        self._transfer(
+            turn,
+            [Transfer(peer, _WISH, self.wishes[me]) for peer in peers],
+            [Transfer(peer, _WISH, self.wishes[peer]) for peer in peers],
+        )
+        wanted = [int(wish) for wish in self.wishes]
+        sizes = self._held.sizes
+        self.found, receives = [], list[Transfer]()
+        if wanted[me] != NOTHING:
+            self.found = [self._room(rank, wanted[me]) for rank in range(self._link.size)]
+            receives = [Transfer(p, _BLOCK, self.found[p]) for p in peers if sizes[p][wanted[me]]]
+        sends = [
+            Transfer(peer, _BLOCK, self._own[wanted[peer]])
+            for peer in peers
+            if wanted[peer] != NOTHING and sizes[me][wanted[peer]]
+        ]
+        self._transfer(turn, sends, receives)
+
+    def _room(self, rank: int, block: int) -> Tensor:
+        if rank == self._link.rank:
+            return self._own[block]
+        return self._own[0].new_empty(self._held.sizes[rank][block])
+
+    def _transfer(self, turn: Turn, sends: list[Transfer], receives: list[Transfer]) -> None:
+        received, sent = start_transfers(self._link, turn.first_tag, sends, receives)
+        turn.wait(received + sent)
+
+
+class LinkParameters:
+    """A `ParameterTransport` over a share of a link, which it owns."""
+
+    def __init__(
+        self, link: Link, held: HeldBlocks, device: torch.device, *, deadline_s: float
+    ) -> None:
+        self.held = held
+        self._rank = link.rank
+        self._own = own_memory(held, link.rank, device)
+        self._rounds = BlockRounds(link, held, self._own)
+        side = SideStream(device)
+        self._transport = MeshTransport(link, self._rounds, side, deadline_s=deadline_s)
+        self._number = 0
+
+    def memory(self) -> Sequence[Tensor]:
+        """See `ParameterTransport`."""
+        return self._own
+
+    def fetch(self, block: int) -> Sequence[Tensor]:
+        """See `ParameterTransport`: blocks until all members need a block, or have ended."""
+        self._run_round(block)
+        found, self._rounds.found = self._rounds.found, []
+        return found
+
+    def end_passes(self) -> None:
+        """See `ParameterTransport`."""
+        self._run_round(NOTHING)
+        while any(int(wish) != NOTHING for wish in self._rounds.wishes):
+            self._run_round(NOTHING)
+
+    def updated(self) -> None:
+        """See `ParameterTransport`: a member takes part in a round only after its update."""
+
+    def cut(self) -> None:
+        """See `ParameterTransport`."""
+        self._transport.cut()
+
+    def close(self) -> None:
+        """See `ParameterTransport`."""
+        self._transport.close()
+
+    def _run_round(self, block: int) -> None:
+        self._rounds.wishes[self._rank].fill_(block)
+        self._number += 1
+        self._transport.begin(self._number, _ROUND, (), None)
+        self._transport.launch(0)
+        self._transport.finish()
+
+
+def _device(own: Sequence[Tensor]) -> torch.device:
+    return own[0].device

@@ -1,1 +1,0 @@
-"""Gradient compression: coding shards on host or device, and all-gather of what is coded."""

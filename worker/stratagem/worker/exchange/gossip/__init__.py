@@ -1,1 +1,0 @@
-"""Gossip averaging: every node averages its parameters with its neighbours'."""

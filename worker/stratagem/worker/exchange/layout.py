@@ -1,0 +1,352 @@
+"""The layout of gradient buckets: each parameter's bucket, and its slot there.
+
+Follows from names, shapes and dtypes only and never changes afterwards, so that a run which
+resumes, or a member which joins late, adds in the same places. Parameters go in reverse order,
+which is about the order in which backward finishes them; the first bucket is small so that the
+exchange starts early. The last bucket holds the extras. Allocates no tensors.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stratagem.common.numerics.shards import Node, assign_shards, pairwise_sum, parent, tree_nodes
+
+# ---- bucket layout ----
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+CODED_BUCKET_BYTES = 4 << 20
+"""With a codec, where the link waits for a bucket to be coded as well as for its backward."""
+LENT_BUCKET_BYTES = 4 << 20
+"""Where buckets are given back, so that few bytes of gradients are under way at once."""
+SLOT_BYTES = 64
+"""Slots begin at multiples of this: the bits of a GEMM depend on the alignment of its operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place. `index` is its place among the parameters as they were given."""
+
+    index: int
+    name: str
+    bucket: int
+    offset: int
+    """In elements of the bucket."""
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class FlatVector:
+    """A flat vector that is exchanged as a whole."""
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    slots: tuple[Slot, ...]
+    """In the order of the parameters."""
+    buckets: tuple[FlatVector, ...]
+    """The last one is the extras."""
+
+    @property
+    def digest(self) -> str:
+        lines = [f"{s.name} {s.bucket} {s.offset} {tuple(s.shape)}" for s in self.slots]
+        lines += [f"{b.dtype} {b.numel}" for b in self.buckets]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def plan_layout(
+    params: Sequence[tuple[str, torch.dtype, torch.Size]],
+    *,
+    num_extras: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> BucketLayout:
+    """Fills buckets greedily in reverse order; a bucket has one dtype and at least one slot."""
+    slots: list[Slot] = []
+    dtypes: list[torch.dtype] = []
+    sizes: list[int] = []  # elements
+    for index in reversed(range(len(params))):
+        name, param_dtype, shape = params[index]
+        dtype = _bucket_dtype(name, param_dtype)
+        step = SLOT_BYTES // dtype.itemsize
+        numel = -(-shape.numel() // step) * step
+        limit_bytes = min(FIRST_BUCKET_BYTES, bucket_bytes) if len(sizes) == 1 else bucket_bytes
+        fits = sizes and (sizes[-1] + numel) * dtype.itemsize <= limit_bytes
+        if not fits or dtypes[-1] != dtype:
+            dtypes.append(dtype)
+            sizes.append(0)
+        slots.append(Slot(index, name, len(sizes) - 1, sizes[-1], shape))
+        sizes[-1] += numel
+    buckets = [FlatVector(d, n) for d, n in zip(dtypes, sizes, strict=True)]
+    return BucketLayout(tuple(reversed(slots)), (*buckets, FlatVector(torch.float64, num_extras)))
+
+
+def _bucket_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        raise ValueError(f"parameter {name} is {dtype}; gradients are summed for floats only")
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---- flat tensors ----
+#
+# Whole tensors as flat buckets and back; for tensors that travel as they are.
+#
+# Gradients are another matter: their buckets are storage of their own, see `bucket_layout`.
+
+FLAT_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors of one dtype that travel together; a large one alone."""
+
+    indices: tuple[int, ...]
+    """Places among the tensors that were given."""
+    dtype: torch.dtype
+    numel: int
+
+
+def plan_buckets(tensors: Sequence[Tensor]) -> tuple[Bucket, ...]:
+    """Groups the tensors in order, as many to a bucket as fit; follows from shapes and dtypes
+    only."""
+    groups: list[list[int]] = []
+    numel = 0
+    for index, tensor in enumerate(tensors):
+        size = numel + tensor.numel()
+        same = groups and tensors[groups[-1][0]].dtype == tensor.dtype
+        if not same or size * tensor.itemsize > FLAT_BYTES:
+            groups.append([])
+            size = tensor.numel()
+        groups[-1].append(index)
+        numel = size
+    buckets = (
+        Bucket(tuple(group), tensors[group[0]].dtype, sum(tensors[i].numel() for i in group))
+        for group in groups
+    )
+    return tuple(bucket for bucket in buckets if bucket.numel)
+
+
+def flatten(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> Tensor:
+    """Copies the bucket's tensors into a flat one, converting to its dtype."""
+    start = 0
+    for index in bucket.indices:
+        tensor = tensors[index]
+        flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+        start += tensor.numel()
+    return flat
+
+
+def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies a flat bucket back into its tensors and rounds to each tensor's dtype."""
+    start = 0
+    for index in bucket.indices:
+        tensor = tensors[index]
+        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
+
+
+# ---- shard owners ----
+#
+# The plan of a step: which member holds which partial sums, and what it adds locally before any
+# exchange.
+#
+# A step is described by two numbers that all members know: how many shards there are and how many
+# of them have rows. Pure; knows neither tensors nor the network.
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOwners:
+    """The members among whom the logical shards are divided, and which one this is."""
+
+    rank: int
+    size: int
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or self.num_shards < 1:
+            raise ValueError(
+                f"rank {self.rank} of {self.size} members with {self.num_shards} shards: "
+                "need 0 <= rank < size and num_shards >= 1"
+            )
+
+    @property
+    def owned(self) -> range:
+        return assign_shards(self.num_shards, self.size)[self.rank]
+
+
+@dataclass(frozen=True, slots=True)
+class SetAddition:
+    """One addition that a member does after a shard: the set `source` onto the set `target`."""
+
+    target: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The shards, sets and additions of this member in a step with num_live shards."""
+
+    num_live: int
+    live: range
+    """Its own shards that have rows."""
+    sets: tuple[int, ...]
+    """For each live shard of its own, the set that its gradients go into."""
+    folds: tuple[tuple[SetAddition, ...], ...]
+    """For each live shard of its own, what is added once it is there."""
+    nodes: tuple[tuple[Node, ...], ...]
+    """By rank: the partial sums that each member ends up with, in order. Its own are in the sets
+    0, 1, ... in the same order."""
+
+
+def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
+    """Plans a step: keeps partial sums on a stack and adds the top two whenever they are
+    siblings."""
+    if not 1 <= num_live <= party.num_shards:
+        raise ValueError(f"num_live must be 1 to {party.num_shards}, got {num_live}")
+    owned = party.owned
+    live = range(owned.start, max(owned.start, min(owned.stop, num_live)))
+    stack: list[Node] = []
+    sets: list[int] = []
+    folds: list[tuple[SetAddition, ...]] = []
+    for shard in live:
+        sets.append(len(stack))
+        stack.append(Node(shard, shard + 1))
+        now: list[SetAddition] = []
+        while len(stack) > 1 and (above := parent(stack[-2], stack[-1], num_live)):
+            stack[-2:] = [above]
+            now.append(SetAddition(len(stack) - 1, len(stack)))
+        folds.append(tuple(now))
+    nodes = tuple(
+        tree_nodes(shards, num_live) for shards in assign_shards(party.num_shards, party.size)
+    )
+    assert nodes[party.rank] == tuple(stack)
+    return StepPlan(num_live, live, tuple(sets), tuple(folds), nodes)
+
+
+def num_sets(party: ShardOwners) -> int:
+    """Returns how many sets the member needs at most; with fewer live shards it needs no more."""
+    return max([0, *plan_step(party, party.num_shards).sets]) + 1
+
+
+# ---- gradient norm ----
+#
+# The 2-norm of all gradients together, and the order in which it is added up.
+#
+# By the rules of `numerics` 2 each block of 65,536 elements of a parameter gives its norm in
+# float64, and the squares of all blocks, in order of parameter, are added over the binary tree of
+# neighbours. So a holder of only some blocks can find its part, and the whole has the same bits,
+# also with another number of threads. By the rules of 1 it is the norm of the parameters' norms, in
+# their type.
+
+BLOCK: Final = 65_536
+_FEW: Final = 256
+"""Numbers that Python adds before numpy has begun."""
+
+
+def parts_of(grads: Sequence[Tensor], numerics: int) -> list[Tensor]:
+    """Returns for each gradient what `total_norm` needs: the norms of its blocks (1-d; 0-d where
+    there is just one), or its norm."""
+    if numerics < 2:
+        return [torch.linalg.vector_norm(grad, 2.0) for grad in grads]
+    return [_of_blocks(grad) for grad in grads]
+
+
+def divided(grad: Tensor, divisor: float, numerics: int) -> Tensor:
+    """Divides a gradient in place and returns what `total_norm` needs of the result."""
+    if numerics >= 2 and grad.is_cpu and grad.is_contiguous():
+        return _of_blocks(grad, divisor)
+    (part,) = parts_of([grad.div_(divisor)], numerics)
+    return part
+
+
+def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
+    """Returns the 2-norm (0-d) of gradients of which these are the parts; 0 for none."""
+    if not parts:
+        return torch.zeros((), dtype=torch.float32 if numerics < 2 else torch.float64)
+    device = parts[0].device
+    if numerics < 2:
+        total: Tensor = torch.linalg.vector_norm(torch.stack([p.to(device) for p in parts]), 2.0)
+        return total
+    if all([part.is_cpu for part in parts]):
+        norms: list[float] = []
+        for part in parts:
+            norms += part.tolist() if part.dim() else (part.item(),)
+    else:
+        norms = torch.cat([part.to(device).reshape(-1) for part in parts]).tolist()
+    norm = torch.scalar_tensor(math.sqrt(_sum_of_squares(norms)), dtype=torch.float64)
+    return norm if parts[0].is_cpu else norm.to(device)
+
+
+class FewGradients:
+    """Computes the bits of `parts_of` faster for gradients on the CPU that stay in a core's cache,
+    where calls cost more than numbers: room for their copies is made once."""
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        """shapes: of at most one block each."""
+        self._copies = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
+
+    def parts(self, grads: Sequence[Tensor | None], numerics: int) -> list[Tensor]:
+        """Returns the result of `parts_of` for the gradients that are not None."""
+        here = [grad for grad in grads if grad is not None]
+        if not here or numerics < 2:
+            return list(torch._foreach_norm(here, 2.0)) if here else []
+        copies = self._copies
+        if len(here) < len(grads):
+            copies = [c for c, grad in zip(copies, grads, strict=True) if grad is not None]
+        torch._foreach_copy_(copies, here)
+        return list(torch._foreach_norm(copies, 2.0))
+
+
+def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
+    """Returns the norm of each block; a divisor is applied first, block by block, while they are in
+    the cache."""
+    flat = grad.detach().reshape(-1)
+    if not grad.is_cpu:
+        return _norms(flat)
+    # A cast inside the norm would take twice as long: its copy is a new one every time.
+    wide = torch.empty(min(BLOCK, flat.numel()), dtype=torch.float64)
+    norms = []
+    for block in torch.split(flat, BLOCK):
+        if divisor is not None:
+            block.div_(divisor)
+        room = wide if block.numel() == wide.numel() else wide[: block.numel()]
+        norms.append(torch.linalg.vector_norm(room.copy_(block)))
+    return norms[0] if len(norms) == 1 else torch.stack(norms)
+
+
+def _norms(flat: Tensor) -> Tensor:
+    """Returns the norm of each block, computed for all whole blocks at once."""
+    if flat.numel() <= BLOCK:
+        norm: Tensor = torch.linalg.vector_norm(flat, 2.0, dtype=torch.float64)
+        return norm
+    whole = flat.numel() - flat.numel() % BLOCK
+    parts = [flat[:whole].view(-1, BLOCK)] + [flat[whole:].view(1, -1)] * (whole < flat.numel())
+    return torch.cat(
+        [torch.linalg.vector_norm(part, 2.0, dim=1, dtype=torch.float64) for part in parts]
+    )
+
+
+def _sum_of_squares(norms: list[float]) -> float:
+    if len(norms) > _FEW:
+        values = np.array(norms)
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sum
+            return pairwise_sum(values * values)
+    squares = [norm * norm for norm in norms]
+    while len(squares) > 1:  # as `tree_sum` does
+        above = list(map(add, squares[::2], squares[1::2]))
+        squares = above if len(squares) % 2 == 0 else [*above, squares[-1]]
+    return squares[0]

@@ -1,1 +1,0 @@
-"""The worker's end of a parameter server: payloads, transport and streams."""

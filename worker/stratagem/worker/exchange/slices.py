@@ -1,0 +1,280 @@
+"""One member's side of a step in which each member updates its own slice of all parameters.
+
+The sums of gradients are with the owners of slices. Here all come to know the norm of the whole
+gradient, and then the updated parameters, which take as many bytes as the sums would have. A step
+that fails on the way may be applied by some members and not by others. Used by one thread. Knows
+neither model nor optimizer.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.exchange.all_reduce import Cut, cut_slices
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.slice_owners import KeptSums, OwnedPart, SliceOwners
+from stratagem.worker.exchange.transfer_thread import MeshTransport, Turn
+from stratagem.worker.exchange.transports import SliceTransport, Transfer, start_transfers
+from stratagem.worker.mesh.link import Link
+
+# ---- slice exchange ----
+
+
+class SliceExchange:
+    """Exchanges what the owners of slices have made of the sums of a step."""
+
+    def __init__(
+        self,
+        buckets: GradientBuckets,
+        owners: SliceOwners,
+        rank: int,
+        transport: SliceTransport,
+        *,
+        is_mirrored: bool = False,
+        kept: KeptSums | None = None,
+    ) -> None:
+        """is_mirrored: see `sliced_exchange`. kept: the own sums, where they are not in buckets."""
+        self._buckets, self._owners, self._rank = buckets, owners, rank
+        self._transport, self._kept = transport, kept
+        self._own = owners.parts[rank]
+        self._mirrored = owners.mirrored_rank(rank) if is_mirrored else None
+        self._places = owners.places_of_norms()
+
+    def divide(self, divisor: float) -> None:
+        """Divides the own sums, where they are widest."""
+        if self._kept is not None:
+            for flat in self._kept.flats:
+                flat.div_(divisor)
+            return
+        for flat, slices in zip(self._buckets.tensors(0), self._owners.slices, strict=False):
+            start, stop = slices[self._rank]
+            flat[start:stop].div_(divisor)
+
+    def sums(self) -> list[Tensor]:
+        """Returns the sums of the own parts, flat and in order, in the storage of the exchange."""
+        if self._kept is not None:
+            return [_kept_part_of(self._kept, part) for part in self._own]
+        return [_part_of(self._buckets.tensors(0), part) for part in self._own]
+
+    def mirrored_sums(self) -> list[Tensor]:
+        """Returns the sums of the parts of the member before this one, which updates them as this
+        one does; none where no slice is mirrored. Raises ExchangeError."""
+        if self._mirrored is None:
+            return []
+        sources, parts = self._transport.open_sums(), self._owners.parts[self._mirrored]
+        if self._kept is not None and self._kept.mirrored is not None:
+            here = self._kept.mirrored
+            there = KeptSums(list(sources), here.starts)
+            found = [_kept_part_of(here, part) for part in parts]
+            given = [_kept_part_of(there, part) for part in parts]
+        else:
+            found = [_part_of(self._buckets.tensors(0), part) for part in parts]
+            given = [_part_of(sources, part) for part in parts]
+        moved = [each for each in zip(found, given, strict=True) if _are_apart(*each)]
+        _copy([target for target, _ in moved], [source for _, source in moved])
+        return found
+
+    def gather_norms(
+        self,
+        own: Sequence[Tensor | None],
+        reached: Sequence[float],
+        are_finite: Callable[[], bool],
+    ) -> tuple[list[Tensor], bool]:
+        """Returns what `gradient_norm.total_norm` needs of all gradients, and whether all elements
+        of all of them are finite. Raises ExchangeError.
+
+        own: of each own part the norms of its blocks, if there is a gradient. reached: by
+        parameter, 0 where there is none. are_finite: looks at all elements of the own ones, where
+        their norms do not say it.
+        """
+        values = [
+            torch.zeros(part.num_blocks, dtype=torch.float64, device=self._buckets.device)
+            if norms is None
+            else norms.reshape(-1)
+            for part, norms in zip(self._own, own, strict=True)
+        ]
+        mine = torch.cat(values).cpu() if values else torch.zeros(0, dtype=torch.float64)
+        is_finite = bool(torch.isfinite(mine).all()) or are_finite()
+        given = self._transport.gather_norms(torch.cat([mine, torch.tensor([float(is_finite)])]))
+        found = [
+            torch.cat([given[rank][at.start : at.stop] for rank, at in places])
+            for places, count in zip(self._places, reached, strict=True)
+            if count
+        ]
+        return found, all(bool(each[-1]) for each in given)
+
+    def share(self, pieces: Sequence[Tensor], params: Sequence[nn.Parameter]) -> None:
+        """Brings the updated own parts, flat and in order, into the parameters of all members, and
+        theirs into these. Raises ExchangeError, after which the parameters may be of two steps."""
+        with torch.no_grad():
+            _copy(self.sums(), [piece.detach() for piece in pieces])
+            failpoint("worker.slices.updated")
+            sources = self._transport.open_slices()
+            targets, updated = list[Tensor](), list[Tensor]()
+            for rank, parts in enumerate(self._owners.parts):
+                if rank in (self._rank, self._mirrored):
+                    continue
+                for part in parts:
+                    flat = params[part.index].detach().view(-1)
+                    targets.append(flat[part.first : part.stop])
+                    updated.append(_part_of(sources[rank], part))
+            _copy(targets, updated)
+            self._transport.close_slices()
+
+
+def _part_of(flats: Sequence[Tensor], part: OwnedPart) -> Tensor:
+    return flats[part.bucket].narrow(0, part.offset, part.stop - part.first)
+
+
+def _kept_part_of(kept: KeptSums, part: OwnedPart) -> Tensor:
+    return kept.part(part.bucket, part.offset, part.offset + part.stop - part.first)
+
+
+def _are_apart(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() != other.data_ptr()
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+# ---- slice gather ----
+#
+# Brings the slices of all members to all of them, over a link: an all-gather of slices that need
+# not be equally long.
+#
+# Each member sends each of its pieces to every other one. The transfers are prepared once.
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """The transfers of one member."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+class GatherRun:
+    """Carries out gatherings in the transfer thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def run(self, prepared: Gathering, turn: Turn) -> None:
+        turn.await_launch(0)  # the device may still be writing what is sent
+        received, sent = start_transfers(
+            self._link, turn.first_tag, prepared.sends, prepared.receives
+        )
+        turn.wait(received + sent)
+
+
+class LinkSlices:
+    """A `SliceTransport` over the link of a transport, in its thread."""
+
+    def __init__(
+        self,
+        transport: MeshTransport,
+        link: Link,
+        buckets: GradientBuckets,
+        owners: SliceOwners,
+        *,
+        is_mirrored: bool = False,
+        kept: KeptSums | None = None,
+    ) -> None:
+        """is_mirrored: each member gets the sums of the one before it, and so not its updates.
+        kept: the own sums, where they are not in buckets."""
+        self._transport, self._run, self._buckets = transport, GatherRun(link), buckets
+        self._size, self._rank = link.size, link.rank
+        counts = [count + 1 for count in owners.num_norms]
+        ends = list(accumulate(counts))
+        self._norms = torch.zeros(ends[-1], dtype=torch.float64, device=buckets.device)
+        self._by_rank = list(torch.split(self._norms, counts))
+        places = tuple(zip([0, *ends[:-1]], ends, strict=True))
+        norms = [Cut(0, False, False, places)]
+        self._gather_norms = _prepare(link, norms, [self._norms], 0)
+        cuts = cut_slices(buckets.layout, owners)
+        self._given: Sequence[Tensor] = ()
+        if kept is not None:  # there is no slice that all members have in their buckets
+            if kept.mirrored is not None:
+                self._gather_sums = _prepare_kept(link, cuts, owners, kept, kept.mirrored)
+                self._given = kept.mirrored.flats
+            return
+        self._given = flats = buckets.tensors(0)
+        following = {(rank, (rank + 1) % link.size) for rank in range(link.size)}
+        without = following if is_mirrored else set()
+        self._gather_slices = _prepare(link, cuts, flats, 1, without=without)
+        pairs = {(a, b) for a in range(link.size) for b in range(link.size)}
+        self._gather_sums = _prepare(link, cuts, flats, 1 + len(cuts), without=pairs - following)
+
+    def gather_norms(self, own: Tensor) -> list[Tensor]:
+        """See `SliceTransport`."""
+        self._by_rank[self._rank].copy_(own)
+        self._transport.run_between(self._run, self._gather_norms)
+        host = self._norms.cpu()
+        return list(torch.split(host, [len(each) for each in self._by_rank]))
+
+    def open_sums(self) -> Sequence[Tensor]:
+        """See `SliceTransport`: they come into the own buckets, or where they are kept apart."""
+        self._transport.run_between(self._run, self._gather_sums)
+        return self._given
+
+    def open_slices(self) -> Sequence[Sequence[Tensor]]:
+        """See `SliceTransport`: all come into the own buckets."""
+        self._transport.run_between(self._run, self._gather_slices)
+        return [self._buckets.tensors(0)] * self._size
+
+    def close_slices(self) -> None:
+        """See `SliceTransport`: all have been sent."""
+
+
+def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
+    """Returns how many tags the gatherings of one step use."""
+    return 1 + 2 * len(cut_slices(buckets.layout, owners))
+
+
+def _prepare_kept(
+    link: Link, cuts: Sequence[Cut], owners: SliceOwners, kept: KeptSums, mirrored: KeptSums
+) -> Gathering:
+    """Returns this member's transfers, after which the next one has its sums, and this one those of
+    the member before it; tags as with `_prepare` after the slices."""
+    before, after = owners.mirrored_rank(link.rank), (link.rank + 1) % link.size
+    sends: list[Transfer] = []
+    receives: list[Transfer] = []
+    for tag, cut in enumerate(cuts, start=1 + len(cuts)):
+        (start, stop), (first, end) = cut.slices[link.rank], cut.slices[before]
+        if start < stop:
+            sends.append(Transfer(after, tag, kept.part(cut.bucket, start, stop)))
+        if first < end:
+            receives.append(Transfer(before, tag, mirrored.part(cut.bucket, first, end)))
+    return Gathering(tuple(sends), tuple(receives))
+
+
+def _prepare(
+    link: Link,
+    cuts: Sequence[Cut],
+    flats: Sequence[Tensor],
+    first_tag: int,
+    *,
+    without: Set[tuple[int, int]] = frozenset(),
+) -> Gathering:
+    """Returns this member's transfers, after which every flat tensor has the slices of all; they
+    use as many tags from `first_tag` on as there are pieces. without: (owner, peer) between which
+    nothing goes."""
+    sends: list[Transfer] = []
+    receives: list[Transfer] = []
+    for number, cut in enumerate(cuts):
+        for owner, (start, stop) in enumerate(cut.slices):
+            if start == stop:
+                continue
+            piece, tag = flats[cut.bucket][start:stop], first_tag + number
+            if owner == link.rank:
+                peers = (peer for peer in range(link.size) if peer != owner)
+                sends += [Transfer(p, tag, piece) for p in peers if (owner, p) not in without]
+            elif (owner, link.rank) not in without:
+                receives.append(Transfer(owner, tag, piece))
+    return Gathering(tuple(sends), tuple(receives))

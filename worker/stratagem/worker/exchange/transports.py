@@ -1,0 +1,284 @@
+"""The scalars of a step: numbers that are added up over shards together with their gradients.
+
+They travel in the last bucket. Only this module knows their order there.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from stratagem.worker.exchange.layout import StepPlan
+from stratagem.worker.exchange.slice_owners import HeldBlocks
+from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
+
+# ---- step scalars ----
+
+FIRST_REACHED: Final = 3
+"""The place of the first parameter's `reached`, after weight, sum of the loss, and stop."""
+
+END: Final = float(1 << 32)
+"""What a member adds to `stop` that wishes the training to end before this step: more than there
+are shards."""
+
+
+def num_scalars(num_params: int, num_rest: int) -> int:
+    """Returns how many float64 values the scalars of a step with so many parameters are."""
+    return FIRST_REACHED + num_params + num_rest
+
+
+@dataclass(slots=True)
+class StepScalars:
+    """The scalars of one shard, or their sums over all shards. Those that Python needs are not in a
+    tensor: making one of them would take longer than all else done with them in a small model's
+    step."""
+
+    weight: float
+    """Rows or tokens that the loss counted."""
+    loss_sum: float
+    """Sum of mean loss · weight."""
+    stop: float
+    """How many shards were computed by members that wish to stop after this step, and `END`."""
+    reached: Sequence[float]
+    """By parameter: how many shards' backward reached it. A codec makes the first of them NaN where
+    a gradient was not finite, by which all members know."""
+    rest: Tensor
+    """1-d float64 on the CPU: changes of the buffers, and what else the trainer appends."""
+
+    @classmethod
+    def of(cls, flat: Tensor, num_params: int) -> "StepScalars":
+        """Takes one tensor on the CPU apart, of which `flat` is the inverse."""
+        num_head = FIRST_REACHED + num_params
+        weight, loss_sum, stop, *reached = flat[:num_head].tolist()
+        return cls(weight, loss_sum, stop, reached, flat[num_head:])
+
+    def flat(self) -> Tensor:
+        """Returns all scalars as one tensor."""
+        head = [self.weight, self.loss_sum, self.stop, *self.reached]
+        return torch.cat([torch.tensor(head, dtype=torch.float64), self.rest])
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; NaN where nothing was counted."""
+        return self.loss_sum / self.weight if self.weight else math.nan
+
+    @property
+    def is_spoiled(self) -> bool:
+        """True if a codec met a gradient that was not finite."""
+        return math.isnan(self.reached[0])
+
+
+# ---- reduction transport ----
+#
+# The interface of the transports that carry the reducer's partial sums, and the transport of a
+# lone member, which carries nothing.
+
+
+class ReductionTransport(Protocol):
+    """Turns every member's partial sums of each bucket into the sum, in set 0 of every member."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name for people: "solo", "shm", "gloo ring", ..."""
+
+    def begin(
+        self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
+        """Starts a step. sets holds set 0 and every set with a partial sum of this member. The sums
+        of all buckets but the last, the extras, are divided by divisor."""
+
+    def launch(self, bucket: int) -> None:
+        """Declares this member's partial sums of the bucket final. Called once per bucket, in
+        order. Returns at once."""
+
+    def finish(self) -> None:
+        """Blocks until all sums are here and no peer reads this member's sets any more. Raises
+        ExchangeError."""
+
+    def cut(self) -> None:
+        """Makes finish raise, soon and from any thread."""
+
+    def close(self) -> None:
+        """Frees threads and links. Nothing writes into the sets afterwards."""
+
+
+class SoloTransport:
+    """The transport of a lone member, whose partial sum is the sum."""
+
+    name = "solo"
+
+    def __init__(self) -> None:
+        self._sums: Sequence[Tensor] = ()
+        self._divisor: float | None = None
+        self._is_cut = False
+
+    def begin(
+        self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
+        self._sums, self._divisor = sets[0], divisor
+
+    def launch(self, bucket: int) -> None: ...
+
+    def finish(self) -> None:
+        if self._is_cut:
+            raise ExchangeError("the exchange was cut")
+        if self._divisor is not None:
+            for total in self._sums[:-1]:
+                total.div_(self._divisor)
+
+    def gather_norms(self, own: Tensor) -> list[Tensor]:
+        """See `SliceTransport`: a lone member owns everything."""
+        return [own]
+
+    def open_sums(self) -> Sequence[Tensor]:
+        """See `SliceTransport`: there is no member before this one."""
+        return self._sums
+
+    def open_slices(self) -> Sequence[Sequence[Tensor]]:
+        """See `SliceTransport`."""
+        return [self._sums]
+
+    def close_slices(self) -> None:
+        """See `SliceTransport`."""
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    def close(self) -> None: ...
+
+
+# ---- parameter transport ----
+#
+# The interface of what brings the parts of a block of parameters from their owners to a member,
+# and that of a lone member.
+
+
+class ParameterTransport(Protocol):
+    """Gives a member what all hold of a block, while none of them changes it: from the end of
+    `updated` to the next step's sums."""
+
+    held: HeldBlocks
+
+    def memory(self) -> Sequence[Tensor]:
+        """Returns by block the bytes in which this member has to keep its own parts."""
+
+    def fetch(self, block: int) -> Sequence[Tensor]:
+        """Returns by rank the bytes of the parts of a block; valid until the next call. Raises
+        ExchangeError."""
+
+    def end_passes(self) -> None:
+        """Says that this member needs no block before the next step or evaluation, and gives others
+        theirs until all say so. Raises ExchangeError."""
+
+    def updated(self) -> None:
+        """Says that the own parts are those after the step; blocks until all are. Raises
+        ExchangeError."""
+
+    def cut(self) -> None:
+        """Makes what is under way raise; from any thread."""
+
+    def close(self) -> None:
+        """Frees threads and links. The memory stays with who holds it."""
+
+
+class LoneParameters:
+    """The parameters of a lone member, which holds all of them."""
+
+    def __init__(self, held: HeldBlocks, device: torch.device) -> None:
+        self.held = held
+        self._own = own_memory(held, 0, device)
+
+    def memory(self) -> Sequence[Tensor]:
+        return self._own
+
+    def fetch(self, block: int) -> Sequence[Tensor]:
+        return [self._own[block]]
+
+    def end_passes(self) -> None: ...
+
+    def updated(self) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def own_memory(held: HeldBlocks, rank: int, device: torch.device) -> list[Tensor]:
+    """Returns by block new memory for what a member holds."""
+    return [torch.zeros(size, dtype=torch.uint8, device=device) for size in held.sizes[rank]]
+
+
+# ---- slice transport ----
+#
+# The interface of what brings the slices of all members to all of them, between the sums of one
+# step and the next step.
+
+
+class SliceTransport(Protocol):
+    """Brings to all members what each has made of its slice. All make the same calls in the same
+    order, between a step's `finish` and the next step's `begin`."""
+
+    def gather_norms(self, own: Tensor) -> list[Tensor]:
+        """Returns the float64 numbers that each member gives, by rank; valid until the next call.
+        Raises ExchangeError."""
+
+    def open_sums(self) -> Sequence[Tensor]:
+        """Blocks until the sums of the slice of the member before this one are final, which
+        `gather_norms` ends. Returns flat buckets in which they stand; only that slice of each
+        where sums are kept apart. Raises ExchangeError."""
+
+    def open_slices(self) -> Sequence[Sequence[Tensor]]:
+        """Declares the own slices of set 0 final, and blocks until all are. Returns by rank flat
+        buckets in which the slices of that member stand. Raises ExchangeError."""
+
+    def close_slices(self) -> None:
+        """Blocks until no other member reads the own slices any more. Raises ExchangeError."""
+
+
+# ---- transfer ops ----
+#
+# The operations of every exchange: a tensor that goes to or comes from a peer, and a sum of
+# two.
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    peer: int
+    tag: int
+    """Within the step."""
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """One sum, out = left + right; a copy when there is no right."""
+
+    out: Tensor
+    left: Tensor
+    right: Tensor | None
+
+    def run(self) -> None:
+        if self.right is None:
+            self.out.copy_(self.left)
+        else:
+            torch.add(self.left, self.right, out=self.out)
+
+
+def start_transfers(
+    link: Link, first_tag: int, sends: Sequence[Transfer], receives: Sequence[Transfer]
+) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
+    """Starts transfers, peer by peer; returns (receives, sends). Of two members the lower one sends
+    first, so that a link which goes by order alone finds a receive for every send."""
+    received, sent = list[PendingTransfer](), list[PendingTransfer]()
+    for peer in range(link.size):
+        out = [t for t in sends if t.peer == peer]
+        back = [t for t in receives if t.peer == peer]
+        for is_send in (True, False) if link.rank < peer else (False, True):
+            if is_send:
+                sent += [link.send(peer, first_tag + t.tag, t.tensor) for t in out]
+            else:
+                received += [link.recv(peer, first_tag + t.tag, t.tensor) for t in back]
+    return received, sent

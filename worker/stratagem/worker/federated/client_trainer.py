@@ -1,0 +1,497 @@
+"""One round of one federated client: local epochs over the client's own rows.
+
+Clients are stateless: each round starts from the global state with a fresh optimizer, and its
+sample order and random numbers depend on (seed, client, round) only, so a round that is done again
+gives the same update. Rounds count from 1. Must not know the coordinator or other clients' data.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.keys import Key
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import Federated, FedProx
+from stratagem.worker.data.datasets import Dataset, training_split
+from stratagem.worker.data.order import epoch_order
+from stratagem.worker.data.sources import ClientData, ClientShare, DataSources
+from stratagem.worker.data.streams import StreamDataset
+from stratagem.worker.engine import state_format
+from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy, learning_rate_factor
+from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.callbacks import StepView, make_callbacks
+from stratagem.worker.engine.forward_backward import (
+    LoggedSums,
+    Passes,
+    Rows,
+    Window,
+    added,
+    means,
+    micro_batches,
+)
+from stratagem.worker.engine.round_trip import check_optimizer_of
+from stratagem.worker.engine.shadow_schedule import ShadowSchedule, shadow_schedule
+from stratagem.worker.engine.turns import (
+    LocalReport,
+    LocalStep,
+    StepTurn,
+    make_optimizer_of,
+    make_turns,
+    unfreeze,
+    whole_local_step,
+)
+from stratagem.worker.federated.row_privacy import (
+    RowCosts,
+    RowGradients,
+    RowNoise,
+    check_rows_apart,
+)
+from stratagem.worker.models.build import build_model
+from stratagem.worker.models.tensors import ModelForm
+from stratagem.worker.numerics.model import make_gather, prepare
+from stratagem.worker.numerics.randomness import KeyedRandomness
+from stratagem.worker.objectives.evaluator import EvaluationShare, Evaluator
+from stratagem.worker.objectives.step_function import make_objective
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+# ---- federated client ----
+
+# Keeps the sample orders of different clients apart; client 0 has those of an undivided run.
+_CLIENT_STRIDE = 0x9E3779B97F4A7C15
+_SEED_BITS = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRound:
+    """A client's update: the model after its local training, weighted by its rows."""
+
+    tensors: Mapping[str, Tensor]
+    num_samples: int
+    loss: float
+    num_steps: int
+    metrics: Mapping[str, float]
+    """max_grad_norm: the largest 2-norm of a step's gradient before clipping, of those that are
+    finite. skipped_steps, where they may be: those that were not finite and changed nothing. And
+    the means of what the step function has logged, and the latest of what on_step has."""
+    trained: frozenset[str]
+    """Names of the trainable parameters; tied ones under each of their names."""
+    num_applied: int
+    """Steps that were not left out."""
+    reach: Mapping[str, float] = field(default_factory=dict)
+    """Of corrected steps, by name of the trained parameter: the sum of the learning rates of those
+    that were not left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStep:
+    """A step that a client has done."""
+
+    number: int
+    """From 1 in each round."""
+    num_rows: int
+    report: LocalReport
+    shown: Mapping[str, float]
+    """What on_step has logged of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toward:
+    """A state from which the distance costs: (strength / 2)·‖v − w‖² over the trained
+    parameters."""
+
+    state: Mapping[str, Tensor]
+    strength: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """What a round of a client depends on besides the job and the global state."""
+
+    num_lr_reductions: int = 0
+    """How often a plateau has lowered the rates."""
+    row_noise: RowNoise | None = None
+    """Draws and noises the steps of a job whose rows are protected."""
+    toward: Toward | None = None
+    """Trains near that state, and callbacks are shown no steps; else near `base`, as FedProx
+    says."""
+    correction: Mapping[str, Tensor] | None = None
+    """By name of each trained parameter: is added to its gradient in every step."""
+
+
+def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
+    """The order of a client's rows in an epoch, counted over all rounds from 0."""
+    return epoch_order(num_rows, (seed + client * _CLIENT_STRIDE + epoch) & _SEED_BITS)
+
+
+class ClientRunner:
+    """Runs rounds of any clients of one job; keeps the model and the data between rounds."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        entrypoints: EntryPoints,
+        device: torch.device,
+        sources: DataSources | None = None,
+        numerics: int = CURRENT,
+    ) -> None:
+        if not isinstance(job.strategy, Federated):
+            raise InvalidInputError.at("strategy", "a client's round needs a Federated strategy")
+        self._job, self._strategy, self._entrypoints = job, job.strategy, entrypoints
+        sources = sources or DataSources()
+        self._data = ClientData(job, entrypoints, sources, numerics)
+        self._model = build_model(job, entrypoints, device=device, fresh=False)
+        check_optimizer_of(job, self._model, entrypoints)
+        check_rows_apart(job, self._model)
+        self._callbacks = make_callbacks(job, entrypoints)
+        self._callbacks.built(self._model)
+        self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+        self._params = [param for _, param in self._named]
+        objective = make_objective(job, entrypoints)
+        gather = make_gather(job, self._model, device, sources.readers)
+        randomness = KeyedRandomness(self._model, device)
+        self._execution = prepare(self._model, job, device, randomness, numerics)
+        self._passes = Passes(self._model, objective, gather, randomness, self._execution)
+        self._randomness = randomness
+        self._buffers, self._numerics = Buffers(self._model, device), numerics
+        self._form = ModelForm(self._model, self._named)
+        live = self._model.state_dict(keep_vars=True).items()
+        trained = (name for name, tensor in live if tensor.requires_grad)
+        self._trained = frozenset(f"{state_format.MODEL}{name}" for name in trained)
+
+    def run(
+        self,
+        base: Mapping[str, Tensor],
+        client: int,
+        num_clients: int,
+        round_num: int,
+        check: Callable[[], None] = lambda: None,
+        *,
+        after_step: Callable[[ClientStep], None] = lambda _: None,
+        settings: RoundSettings | None = None,
+    ) -> ClientRound:
+        """Trains from the state `base`; the result is on the CPU.
+
+        `check` is called before each step and may raise to end the round; `after_step` gets each
+        step.
+        """
+        settings = settings or RoundSettings()
+        data = self._rows(ClientShare(client, num_clients))
+        self._form.check()
+        state_format.load_model_state(self._model, base)
+        self._form.note_extra()
+        pull = self._pull(settings)
+        sees_steps = self._callbacks.sees_steps and settings.toward is None
+        noise = settings.row_noise
+        protected = None if noise is None else self._protected(len(data), noise)
+        local_steps = self._fresh_steps(data, settings.num_lr_reductions, protected)
+        self._model.train()
+        self._execution.scale.load({})
+        loss_sum = weight_sum = max_norm = 0.0
+        logged: LoggedSums = {}
+        shown: dict[str, float] = {}
+        num_rows = num_steps = num_skipped = 0
+        is_ended = False
+        self._passes.gather.expect(
+            batch
+            for rows, key in self._steps(data, client, round_num, protected)
+            for local_step in local_steps
+            for batch in micro_batches(rows, self._cuts(rows), _keys(key, local_step.turn))
+        )
+        try:
+            for rows, key in self._steps(data, client, round_num, protected):
+                check()
+                num_steps, num_rows = num_steps + 1, num_rows + len(rows.indices)
+                report = self._step(local_steps, round_num, pull, rows, key)
+                num_skipped += report.num_skipped
+                if not report.is_skipped:
+                    loss_sum += report.counted.loss_sum
+                    weight_sum += report.counted.weight
+                    logged = added(logged, report.counted.logged)
+                    if math.isfinite(report.grad_norm):
+                        max_norm = max(max_norm, report.grad_norm)
+                own: Mapping[str, float] = {}
+                if sees_steps:
+                    seen = _seen(num_steps, rows, report)
+                    self._callbacks.saw_step(seen)
+                    own, is_ended = seen.logged, seen.wants_end
+                    shown = {**shown, **own}
+                after_step(ClientStep(num_steps, len(rows.indices), report, own))
+                if is_ended:
+                    break
+        finally:
+            self._randomness.end()
+            if self._job.turns is not None:
+                unfreeze(self._named)
+        if not num_steps:
+            raise _no_rows(client, num_clients)
+        self._form.check()
+        failpoint("worker.client_round.after_training")
+        tensors = state_format.copied(state_format.model_state(self._model))
+        mean_loss = loss_sum / weight_sum if weight_sum else 0.0
+        may_skip = self._job.window.may_skip or num_skipped  # else by the scale of a 16-bit loss
+        skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
+        metrics = {"max_grad_norm": max_norm, **skipped, **means(logged), **shown}
+        num_samples = num_rows // self._strategy.options.local_epochs
+        if is_ended or protected is not None:  # it weighs as it would have, or without a draw
+            num_samples = max(1, num_samples) if isinstance(data, StreamDataset) else len(data)
+        num_applied = num_steps - num_skipped
+        reach = {} if settings.correction is None else self._reach(local_steps[0], num_applied)
+        done = (tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
+        return ClientRound(*done, num_applied, reach)
+
+    def loss_before(
+        self,
+        base: Mapping[str, Tensor],
+        client: int,
+        num_clients: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Returns the mean loss of a global state over a client's rows; see loss_before.py."""
+        data = self._rows(ClientShare(client, num_clients))
+        state_format.load_model_state(self._model, base)
+        return loss_before(self._model, self._passes, data, self._job.batch_size, check)
+
+    def num_rows(self, client: int, num_clients: int) -> int:
+        """Return the training rows of a client. Raises InvalidInputError for a stream."""
+        rows = self._rows(ClientShare(client, num_clients))
+        if isinstance(rows, StreamDataset):
+            text = "comes as a stream, and privacy.unit row draws rows one by one of a known number"
+            raise InvalidInputError.at("data.train", text)
+        return len(rows)
+
+    def _protected(self, num_rows: int, noise: RowNoise) -> RowGradients:
+        assert self._job.privacy is not None
+        costs = RowCosts.of(self._job, num_rows)
+        norm = self._job.privacy.clip.norm
+        return RowGradients(self._passes, self._named, norm, costs, noise)
+
+    def steps_in_round(self, client: int, num_clients: int) -> int | None:
+        """Return the steps of one round of a client; None where its rows come as a stream."""
+        return self._num_steps(self._rows(ClientShare(client, num_clients)))
+
+    def _num_steps(self, data: Dataset) -> int | None:
+        if isinstance(data, StreamDataset):
+            return None
+        return self._strategy.options.local_epochs * -(-len(data) // self._job.batch_size)
+
+    def _steps(
+        self, data: Dataset, client: int, round_num: int, protected: RowGradients | None = None
+    ) -> Iterator[tuple[Rows, Key]]:
+        """The rows of each step of a client's round, and the key of what it draws at random."""
+        num_rounds_before, first = round_num - 1, f"round {round_num}, client {client}"
+        if protected is not None:
+            row_key = (self._job.seed, "row", "client", client, num_rounds_before)
+            for step, drawn in enumerate(protected.drawn_rows()):
+                key = (self._job.seed, "client", client, round_num, step)
+                yield Rows(data, drawn, f"{first}, step {step + 1}", row_key), key
+            return
+        local_epochs, num_steps = self._strategy.options.local_epochs, 0
+        for local_epoch in range(local_epochs):
+            epoch = (round_num - 1) * local_epochs + local_epoch
+            row_key = (self._job.seed, "row", "client", client, epoch)
+            for dataset, indices in self._batches(data, client, epoch):
+                key = (self._job.seed, "client", client, round_num, num_steps)
+                num_steps += 1
+                activity = f"{first}, step {num_steps}"
+                yield Rows(dataset, indices, activity, row_key), key
+
+    def _cuts(self, rows: Rows) -> Sequence[range]:
+        return self._job.window.cut(len(rows.indices))
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._execution.notes
+
+    @property
+    def _mu(self) -> float:
+        aggregation = self._strategy.aggregation
+        return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
+
+    def _reach(self, local_step: LocalStep, num_applied: int) -> dict[str, float]:
+        """Returns the sum of the rates of the steps, which are the same in all of a round."""
+        optimizer = local_step.turn.policy.optimizer
+        assert optimizer is not None, "a client holds the whole model"
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        return {name: num_applied * float(rates[id(param)]) for name, param in self._named}
+
+    def _pull(self, settings: RoundSettings) -> Callable[[], None]:
+        """Returns what changes the gradient of a step before it is applied."""
+        if settings.correction is None:
+            return self._toward(settings.toward)
+        added = [
+            torch.empty_like(param).copy_(settings.correction[name]) for name, param in self._named
+        ]
+
+        def correct() -> None:
+            for param, term in zip(self._params, added, strict=True):
+                # A parameter that no loss has reached has a gradient of zero.
+                param.grad = term.clone() if param.grad is None else param.grad.add_(term)
+
+        return correct
+
+    def _toward(self, toward: Toward | None) -> Callable[[], None]:
+        """Returns what adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step; nothing at
+        all for mu = 0, so that FedProx with mu = 0 is FedAvg to the bit."""
+        mu, anchors = self._mu, [param.detach().clone() for param in self._params if self._mu]
+        if toward is not None:
+            mu, given = (
+                toward.strength,
+                (toward.state[f"{state_format.MODEL}{n}"] for n, _ in self._named),
+            )
+            anchors = [
+                torch.empty_like(param).copy_(anchor)
+                for param, anchor in zip(self._params, given, strict=True)
+            ]
+
+        def pull() -> None:
+            # Parameters of other turns have no gradient.
+            for param, anchor in zip(self._params, anchors, strict=False):
+                if param.grad is not None:
+                    param.grad.add_(param.detach() - anchor, alpha=mu)
+
+        return pull
+
+    def _rows(self, client: ClientShare) -> Dataset:
+        train = training_split(self._data.of(client))
+        if len(train) == 0 and not isinstance(train, StreamDataset):
+            raise _no_rows(client.number, client.num_clients)
+        return train
+
+    def _batches(self, data: Dataset, client: int, epoch: int) -> Iterator[tuple[Dataset, Tensor]]:
+        """Yields the batches of one epoch, each as rows of a data set; a stream is read to its
+        end."""
+        if isinstance(data, StreamDataset):
+            for fetched in data.client_batches(client, epoch):
+                yield fetched, torch.arange(len(fetched))
+            return
+        order = client_order(len(data), self._job.seed, client, epoch)
+        for indices in torch.split(order, self._job.batch_size):
+            yield data, indices
+
+    def _schedule(self, data: Dataset) -> ShadowSchedule | None:
+        """Returns the user's schedule, which begins anew in each round."""
+        if self._job.turns is not None or self._job.optimizer.schedule is None:
+            return None
+        if self._job.optimizer.schedule.entrypoint is None:
+            return None
+        num_steps = self._num_steps(data)
+        if num_steps is None:
+            text = "needs the number of steps, which a round over a stream does not know before"
+            raise InvalidInputError.at("optimizer.schedule.entrypoint", text)
+        return shadow_schedule(self._job.optimizer, num_steps, self._entrypoints)
+
+    def _fresh_steps(
+        self, data: Dataset, num_lr_reductions: int, protected: RowGradients | None
+    ) -> list[LocalStep]:
+        """Returns the steps of one round, one for each turn, with optimizers and a schedule of
+        their own."""
+        job = self._job
+        policy = StepPolicy(
+            *(job, self._execution, self._params),
+            make_optimizer_of(job, self._named, self._entrypoints),
+            self._buffers,
+            rates=ReportedRates(job.optimizer),
+            schedule=self._schedule(data),
+        )
+        turns = make_turns(job, self._entrypoints, self._passes, policy, self._named)
+        for turn in turns:
+            turn.policy.lower_rates(num_lr_reductions)
+        must_divide, hooks = job.window.must_divide, self._callbacks
+        return [LocalStep(turn, must_divide, self._numerics, hooks, protected) for turn in turns]
+
+    def _step(
+        self,
+        local_steps: Sequence[LocalStep],
+        round_num: int,
+        pull: Callable[[], None],
+        rows: Rows,
+        key: Key,
+    ) -> LocalReport:
+        """One local step: an update, or one for each turn."""
+        self._execution.begin_batch(len(rows.indices))
+
+        number, reports = int(key[-1]) + 1, []
+        for local_step in local_steps:
+            turn = local_step.turn
+            if turn.number is not None:
+                turn.begin(self._named)
+            spec, num_rounds = turn.policy.job.optimizer, self._strategy.rounds
+            lr_factor = learning_rate_factor(spec, round_num - 1, num_rounds)
+            window = Window(self._cuts(rows), key=_keys(key, turn))
+            report = local_step.run(rows, window, lr_factor=lr_factor, step=number, pull=pull)
+            reports.append(report)
+        turns = [local_step.turn for local_step in local_steps]
+        return whole_local_step(turns, reports, len(rows.indices))
+
+
+def _seen(number: int, rows: Rows, report: LocalReport) -> StepView:
+    """What on_step is shown of a step of a client, which counts within the round."""
+    counted = report.counted
+    weight = 0.0 if report.is_skipped else counted.weight
+    metrics = means(counted.logged)
+    return StepView(number, counted.loss, weight, len(rows.indices), report.grad_norm, metrics)
+
+
+def _keys(step: Key, turn: StepTurn) -> Callable[[int], Key]:
+    """Returns the key of each micro-batch of a turn of a step."""
+    of_turn = (*step, "turn", *turn.key) if turn.key else step
+    return lambda micro_batch: (*of_turn, micro_batch) if micro_batch else of_turn
+
+
+def _no_rows(client: int, num_clients: int) -> InvalidInputError:
+    return InvalidInputError.at("data.train", f"client {client} of {num_clients} has no rows")
+
+
+def run_client_round(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    base: Mapping[str, Tensor],
+    client: int,
+    num_clients: int,
+    round_num: int,
+    device: torch.device,
+) -> ClientRound:
+    """One round with nothing kept; `ClientRunner` is for many."""
+    return ClientRunner(job, entrypoints, device).run(base, client, num_clients, round_num)
+
+
+# ---- loss before ----
+#
+# The mean loss of a state over the training rows of one client, before it trains them.
+#
+# The model is in eval mode and nothing is differentiated. The rows are read in their order, in
+# batches of the job's batch size, as an evaluation of the split reads them; so the loss is a
+# function of the state and the rows alone, the same in whichever round it is measured.
+
+_SPLIT = "train"
+
+
+def loss_before(
+    model: nn.Module, passes: Passes, data: Dataset, batch_size: int, check: Callable[[], None]
+) -> float:
+    """Return Σ mean loss · weight / Σ weight of all batches, NaN where nothing counts.
+
+    check: called before each batch; may raise to end it. Raises InvalidInputError for rows that
+    come as a stream.
+    """
+    if isinstance(data, StreamDataset):
+        text = "needs training rows with a len(): a stream would be read once more in each round"
+        raise InvalidInputError.at("strategy.options.q", text)
+    evaluator = Evaluator(
+        *(model, {_SPLIT: data}, passes.execution, passes.randomness, passes.gather),
+        *(passes.objective, {}, batch_size),
+    )
+    model.eval()
+    share = EvaluationShare((_SPLIT,), 0, 1, lambda _batch, _left: check(), {})
+    total = weight = 0.0
+    for part in evaluator.parts_of(share):
+        total += part.sums["loss"]
+        weight += part.weight
+    return total / weight if weight else float("nan")

@@ -1,0 +1,203 @@
+"""All secure rounds of this worker: takes calls of the coordinator apart, and plans their masks.
+
+Owns the way from messages to the steps of secure_client.py and back, and the lines of the site's
+audit about them. A refusal is an answer with its cause; nothing of a secret is in it, or in a log.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Final
+
+import structlog
+
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    KeysLostError,
+    RefusedBySiteError,
+    SiteClosedError,
+    UnauthenticatedError,
+)
+from stratagem.common.base.ids import Party, check_party, check_run_id
+from stratagem.common.job import JobSpec
+from stratagem.common.schema.document import MAX_COUNT
+from stratagem.common.schema.json import JSON
+from stratagem.common.secure.secrets import SecureRound
+from stratagem.common.strategy import Federated
+from stratagem.common.strategy.secure import MAX_SECURE_CLIENTS
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.federated.secure_client import Masking, SecureClient, SignedKeys
+from stratagem.worker.federated.secure_secrets import SecretStore, SignedIdentity, WorkerSigner
+from stratagem.worker.site.gate import SiteGate
+
+log = structlog.get_logger(__name__)
+
+MAX_ATTEMPT: Final = 1000
+_CAUSES: Final[Mapping[type[Exception], str]] = {
+    KeysLostError: "keys_lost",
+    SiteClosedError: "outside_window",
+}
+
+
+class SecureRounds:
+    """Answers the calls of secure aggregation. Blocks; used from any thread."""
+
+    def __init__(
+        self, store: SecretStore, signer: WorkerSigner, site: SiteGate | None = None
+    ) -> None:
+        self._store, self._signer, self._site = store, signer, site
+
+    def answer(self, request: pb.SecureRoundRequest) -> pb.SecureRoundResponse:
+        """Return the answer to a step. Raises InvalidInputError for one that is no request."""
+        _check(request)
+        with self._store.lock:
+            try:
+                return self._answer(request)
+            except (RefusedBySiteError, InvalidInputError, UnauthenticatedError) as error:
+                step = request.WhichOneof("step")
+                log.warning("a step of secure aggregation is refused", step=step, reason=str(error))
+                cause = _CAUSES.get(type(error), "refused_by_site")
+                refusal = pb.SecureRefusal(cause=cause, reason=str(error))
+                return pb.SecureRoundResponse(refused=refusal)
+
+    def masking(
+        self, of_round: SecureRound, client: int, job_json: str, routed: tuple[int, ...]
+    ) -> Masking:
+        """Return the masks of an update that is about to be made. Raises RefusedBySiteError."""
+        with self._store.lock:
+            return self._client(of_round, client).masking(_digest(job_json), routed)
+
+    def keep_update(
+        self, of_round: SecureRound, client: int, routed: tuple[int, ...], update: str
+    ) -> None:
+        """Note the masked update that is about to leave. Raises RefusedBySiteError where another
+        one may have left."""
+        with self._store.lock:
+            self._client(of_round, client).keep_update(routed, update)
+
+    def forget_run(self, run_id: str) -> None:
+        """Forget the secrets of a run that is over."""
+        self._store.forget_run(run_id)
+
+    def _client(self, of_round: SecureRound, client: int) -> SecureClient:
+        return SecureClient(self._store, self._signer, of_round, client)
+
+    def _answer(self, request: pb.SecureRoundRequest) -> pb.SecureRoundResponse:
+        party = Party(request.party)
+        of_round = SecureRound(request.run_id, party, request.round_num, request.attempt)
+        own = self._client(of_round, request.client)
+        match request.WhichOneof("step"):
+            case "post_keys":
+                keys = self._posted(request, own)
+                return self._told(request, pb.SecureRoundResponse(keys=_keys_proto(keys)))
+            case "share_secrets":
+                return self._told(request, self._shares(request, own))
+            case "sign_survivors":
+                signature = own.sign_survivors(tuple(request.sign_survivors.survivors))
+                signed = pb.SurvivorSignature(client=request.client, signature=signature)
+                return self._told(request, pb.SecureRoundResponse(signature=signed))
+            case _:
+                return self._told(request, _opened(request, own))
+
+    def _posted(self, request: pb.SecureRoundRequest, own: SecureClient) -> SignedKeys:
+        job_json, audit = request.post_keys.job_json, dict[str, JSON]()
+        job, digest = JobSpec.from_json(job_json), _digest(job_json)
+        strategy = job.strategy
+        spec = strategy.options.secure_aggregation if isinstance(strategy, Federated) else None
+        if spec is None:
+            raise InvalidInputError.at("job_json", "the job has no secure_aggregation")
+        if own.check_new(digest) is None and self._site is not None:
+            audit.update(self._site.admit(_as_plan(request), job).record)
+        return own.post_keys(digest, spec, audit)
+
+    def _shares(self, request: pb.SecureRoundRequest, own: SecureClient) -> pb.SecureRoundResponse:
+        step = request.share_secrets
+        peers = [_keys_from(each) for each in step.neighbours]
+        pins = None if self._site is None else self._site.site.pins
+        sealed = own.share_secrets(tuple(step.members), step.ring_seed, peers, pins)
+        shares = [pb.SealedShare(client=c, sealed=data) for c, data in sorted(sealed.items())]
+        return pb.SecureRoundResponse(shares=pb.SealedShares(shares=shares))
+
+    def _told(
+        self, request: pb.SecureRoundRequest, answer: pb.SecureRoundResponse
+    ) -> pb.SecureRoundResponse:
+        """Return an answer once it stands in the site's audit."""
+        record = self._store.find((request.run_id, request.party, request.client))
+        if self._site is not None and record is not None:
+            data = answer.SerializeToString(deterministic=True)
+            line: dict[str, JSON] = {
+                **record.audit,
+                "kind": "secure",
+                "attempt": request.attempt,
+                "step": request.WhichOneof("step") or "",
+                "clients": len(record.survivors or record.routed or record.members),
+                "trust": "honest-but-curious coordinator only",
+                "bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+            if self._site.site.pins is not None:
+                line["trust"] = "pinned peers"
+            self._site.write(line)
+        return answer
+
+
+def _opened(request: pb.SecureRoundRequest, own: SecureClient) -> pb.SecureRoundResponse:
+    step = request.open_shares
+    opened = own.open_shares(
+        tuple(step.survivors),
+        {each.client: each.signature for each in step.signatures},
+        {each.client: each.sealed for each in step.shares},
+    )
+    shares = [
+        pb.OpenedShare(client=client, is_of_mask_key=is_of_key, share=share)
+        for client, (is_of_key, share) in sorted(opened.items())
+    ]
+    return pb.SecureRoundResponse(opened=pb.OpenedShares(shares=shares))
+
+
+def _check(request: pb.SecureRoundRequest) -> None:
+    """Raise InvalidInputError for a request that no client can mean."""
+    check_run_id(request.run_id)
+    check_party(request.party)
+    if request.WhichOneof("step") is None:
+        raise InvalidInputError.at("step", "is missing")
+    for field, value, most in (
+        ("client", request.client, MAX_SECURE_CLIENTS - 1),
+        ("round_num", request.round_num, MAX_COUNT),
+        ("attempt", request.attempt, MAX_ATTEMPT),
+    ):
+        if value > most:
+            raise InvalidInputError.at(field, f"{value} is not in [0, {most}]")
+
+
+def _as_plan(request: pb.SecureRoundRequest) -> pb.ExecuteRequest:
+    """Return the training that the keys are for, as a site is asked about it."""
+    return pb.ExecuteRequest(
+        session=types_pb2.SessionRef(run_id=request.run_id, party=request.party),
+        segment=request.round_num,
+        job_json=request.post_keys.job_json,
+        submitted_by=request.post_keys.submitted_by,
+        client_round=pb.ClientRoundPlan(
+            client=request.client, secure_mask=pb.SecureMask(attempt=request.attempt)
+        ),
+    )
+
+
+def _keys_proto(keys: SignedKeys) -> pb.PostedKeys:
+    return pb.PostedKeys(
+        client=keys.client,
+        share_key=keys.share_key,
+        mask_key=keys.mask_key,
+        identity=keys.signed.identity,
+        issuers=keys.signed.issuers,
+        signature=keys.signature,
+    )
+
+
+def _keys_from(keys: pb.PostedKeys) -> SignedKeys:
+    signed = SignedIdentity(keys.identity, tuple(keys.issuers))
+    return SignedKeys(keys.client, keys.share_key, keys.mask_key, signed, keys.signature)
+
+
+def _digest(job_json: str) -> str:
+    return hashlib.sha256(job_json.encode()).hexdigest()

@@ -1,0 +1,153 @@
+"""A number for the clock of this process, by which others tell whether theirs is the same one."""
+
+import os
+import queue
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from stratagem.common.base.retry import Backoff
+from stratagem.worker.host.stalls import Activity, per_thread
+
+# ---- clock number ----
+
+NO_NUMBER: Final = 0
+"""Of a clock that nobody can be known to share."""
+
+
+@cache
+def clock_number() -> int:
+    """Return the number of the clock that `time.perf_counter` reads. On Linux processes share it
+    that run since the same boot of one kernel and in one time namespace; containers do, too."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        namespace = os.readlink("/proc/self/ns/time")
+    except OSError:
+        return NO_NUMBER
+    return zlib.crc32(f"{boot} {namespace}".encode()) or 1
+
+
+# ---- coordinator clock ----
+#
+# Estimates the offset between this machine's clock and the coordinator's.
+#
+# With it times of different workers can be compared.
+#
+# A call is answered with the coordinator's time. It was read between sending and receiving; if both
+# ways took equally long, in the middle. The error is at most half the round trip, so the call with
+# the shortest one counts (Cristian, 1989). Written on the event loop, read in the torch thread.
+
+NUM_KEPT: Final = 16
+"""Calls that are remembered; older ones would miss a drift of the clocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Seconds to add to this machine's time, and how wrong that may be."""
+
+    seconds: float = 0.0
+    error_s: float = float("inf")
+
+
+@dataclass(slots=True)
+class CoordinatorClock:
+    """Estimates the offset to the coordinator's clock from the latest readings of it."""
+
+    _readings: deque[Offset] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    offset: Offset = Offset()
+    """The best known; without any reading nothing is added."""
+
+    def note(self, sent_s: float, received_s: float, coordinator_s: float) -> None:
+        """Add a reading: our times of sending and receiving a call, and the time in its answer."""
+        middle_s = (sent_s + received_s) / 2
+        self._readings.append(Offset(coordinator_s - middle_s, (received_s - sent_s) / 2))
+        self.offset = min(self._readings, key=lambda reading: reading.error_s)
+
+
+# ---- coordinator retry ----
+#
+# The pauses between a worker's attempts to reach its coordinator.
+
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 5.0
+
+
+def new_backoff() -> Backoff:
+    """Make the backoff between attempts to reach a coordinator."""
+    return Backoff(FIRST_RETRY_S, LAST_RETRY_S)
+
+
+# ---- torch thread ----
+#
+# The one thread in which torch computes, and where the user's code runs.
+#
+# Owns the thread and the order: jobs run one after another as they were handed in, and others see
+# whose job runs and whether it moves. Knows nothing of what a job is; a job reports its own outcome
+# and does not raise.
+
+Job = Callable[[], None]
+
+
+class TorchThread:
+    """Runs jobs first in, first out, with a fixed number of torch threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._jobs: queue.SimpleQueue[tuple[Job, object] | None] = queue.SimpleQueue()
+        self._present: tuple[Job, object] | None = None
+        self.activity = Activity()
+        # A daemon, so that user code that never returns cannot keep a drained process alive.
+        self._thread = threading.Thread(target=self._work, name="torch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job, owner: object = None) -> None:
+        """Run the job after all that were submitted before it. owner: whose job it is, for those
+        who look at the thread."""
+        self._jobs.put((job, owner))
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a job runs now."""
+        return self._present is not None
+
+    @property
+    def owner(self) -> object:
+        """Return whose job runs now; None where nobody's does."""
+        present = self._present
+        return None if present is None else present[1]
+
+    @property
+    def ident(self) -> int:
+        """Return the number of the thread among Python's; 0 before it has started."""
+        return self._thread.ident or 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for the one that runs."""
+        return self._jobs.qsize()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End after the jobs handed in so far; False when they did not end in time."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        # The setting belongs to the calling thread, so it is made here and nowhere else.
+        torch.set_num_threads(self._num_threads)
+        per_thread.activity = self.activity
+        while (present := self._jobs.get()) is not None:
+            self._present = present
+            self.activity.num_moves += 1
+            present[0]()
+            # A finished job must not keep its session's tensors alive.
+            self._present = present = None

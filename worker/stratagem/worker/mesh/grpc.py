@@ -1,0 +1,307 @@
+"""The gRPC engine: links that need no port of their own, and the only ones that TLS can protect.
+
+Owns the sending side: one stream to each other member, kept for the life of the link, its messages
+in order. What comes in is served by `peer_service.py`. Streams run on the event loop; a link is
+used from any other thread. Knows nothing of gradients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from torch import Tensor
+
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.rpc.channel import Proof, open_channel, write_message
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
+from stratagem.common.tensors.stream import from_buffers, iter_frames, sent
+from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
+from stratagem.v1 import peer_pb2, peer_pb2_grpc, tensor_pb2, types_pb2
+from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, ExchangeError, Rendezvous
+from stratagem.worker.mesh.mailbox import Mailbox, Receive, Route
+from stratagem.worker.mesh.peers import Endpoint, Group, PeerHub
+from stratagem.worker.mesh.staging import HostCopy, to_host
+
+LEAVE_TIMEOUT_S: Final = 5.0
+WINDOW_BYTES: Final = 16 * 2**20
+"""A sender has at most so many bytes under way that the receiver has not answered."""
+
+
+def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: float) -> GrpcLink:
+    """Joins the group; blocks until this member has a stream to each other one.
+
+    rendezvous gets the address of this process and answers with those of all, by rank; what it
+    raises is raised here. Not to be called on the event loop.
+    """
+    endpoint = hub.join(group)
+    try:
+        answers = rendezvous(hub.address.encode())
+    except BaseException:
+        leave_grpc(hub, endpoint)
+        raise
+    return connect_grpc(hub, endpoint, answers, timeout_s)
+
+
+def connect_grpc(
+    hub: PeerHub, endpoint: Endpoint, answers: Sequence[bytes], timeout_s: float
+) -> GrpcLink:
+    """Returns the link of an endpoint that was joined before the rendezvous; answers by rank."""
+    try:
+        if len(answers) != endpoint.group.size:
+            raise ExchangeError(
+                f"rendezvous gave {len(answers)} addresses, not {endpoint.group.size}"
+            )
+        addresses = [answer.decode() for answer in answers]
+        forming = _connected(hub, endpoint, addresses, timeout_s)
+        return asyncio.run_coroutine_threadsafe(forming, hub.loop).result()
+    except BaseException:
+        leave_grpc(hub, endpoint)
+        raise
+
+
+def leave_grpc(hub: PeerHub, endpoint: Endpoint) -> None:
+    """Takes no more streams for a link that is not formed after all."""
+    hub.end(endpoint, "the link was not formed", cut=True)
+    hub.leave(endpoint)
+
+
+async def _connected(
+    hub: PeerHub, endpoint: Endpoint, addresses: list[str], timeout_s: float
+) -> GrpcLink:
+    """Returns a link that has all its streams. Raises ExchangeError."""
+    link = GrpcLink(hub, endpoint, addresses)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await link.connected()
+    except TimeoutError:
+        link.cut()
+        raise ExchangeError(f"no answer within {timeout_s:g} s while connecting") from None
+    except BaseException:
+        link.cut()
+        raise
+    return link
+
+
+class GrpcLink:
+    """A `Link` over one stream to, and one from, each other member. Made on the event loop."""
+
+    name = "grpc"
+    in_order = False
+
+    def __init__(self, hub: PeerHub, endpoint: Endpoint, addresses: list[str]) -> None:
+        self.rank, self.size = endpoint.group.rank, endpoint.group.size
+        self._hub, self._endpoint = hub, endpoint
+        self._out = {
+            peer: _Outbound(endpoint.group, peer, Door(address, hub.proof), endpoint.box)
+            for peer, address in enumerate(addresses)
+            if peer != self.rank
+        }
+        self._latest: weakref.ref[GrpcTransfer] | None = None
+        self._is_closed = False
+        self._task = hub.spawn(self._run())
+
+    async def connected(self) -> None:
+        """Returns when each other member has answered; raises ExchangeError."""
+        await asyncio.gather(*(peer.connected for peer in self._out.values()))
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for out in self._out.values():
+                tasks.create_task(self._hold(out))
+
+    async def _hold(self, out: _Outbound) -> None:
+        """Holds the stream to one member; cuts the link some time after it has ended if receives
+        are still open. Without this member nothing whole can be exchanged any more. What the others
+        still send may come to its end; a receive that does not may wait for a member that waits for
+        that one."""
+        await out.run()
+        box = self._endpoint.box
+        await asyncio.sleep(LEAVE_GRACE_S + box.num_open_bytes / LEAVE_BYTES_PER_S)
+        if box.num_open_bytes and not self._is_closed:
+            self.cut()
+
+    def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> GrpcTransfer:
+        out = self._out[peer]
+        work = GrpcTransfer(out, tag, tensor, step, self._copy_of(tensor))
+        self._latest = weakref.ref(work)
+        self._hub.call(lambda: out.queue.put_nowait(work))
+        return work
+
+    def _copy_of(self, tensor: Tensor) -> HostCopy:
+        """Returns the tensor on the host. One copy serves all peers that a tensor goes to in a row:
+        while one send of it is under way it must not be changed."""
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None and latest.tensor is tensor and not latest.is_done:
+            return latest.copy
+        return to_host(tensor)
+
+    def recv(self, peer: int, tag: int, tensor: Tensor) -> Receive:
+        return self._endpoint.box.post(Route(peer, 0, tag), tensor)
+
+    def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
+        """Opens a step: from now on takes these messages, (source, tag), of it, each once, and no
+        older step's. For messages whose size the receiver does not know."""
+        self._endpoint.box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
+
+    def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
+        """Returns the bytes of one message, which are the caller's. Raises ExchangeError."""
+        return self._endpoint.box.take(Route(peer, step, tag), timeout_s)
+
+    def cut(self) -> None:
+        self._hub.end(self._endpoint, "the link was cut", cut=True)
+        self._hub.call(self._task.cancel)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._hub.end(self._endpoint, "the link is closed", cut=False)
+        self._hub.leave(self._endpoint)
+        self._hub.call(self._leave)
+
+    def _leave(self) -> None:
+        for out in self._out.values():
+            out.queue.put_nowait(None)
+
+
+class GrpcTransfer:
+    """One send under way. `is_done` is guarded by the mailbox's condition."""
+
+    __slots__ = ("__weakref__", "_out", "copy", "is_done", "size_bytes", "step", "tag", "tensor")
+
+    def __init__(self, out: _Outbound, tag: int, tensor: Tensor, step: int, copy: HostCopy) -> None:
+        """copy: of the tensor."""
+        self._out, self.tag, self.step = out, tag, step
+        self.tensor, self.copy = tensor, copy
+        self.size_bytes = tensor.nbytes
+        self.is_done = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the tensor may be changed. Raises ExchangeError."""
+        self._out.wait(self, timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The address of another member, and the proof of identity that it is shown."""
+
+    address: str
+    proof: Proof
+
+    def open(self) -> grpc.aio.Channel:
+        return open_channel(self.address, self.proof, own_connection=True, to_worker="")
+
+
+class _Outbound:
+    """The stream to one other member. Lives on the event loop, but for `wait`."""
+
+    def __init__(self, group: Group, peer: int, door: Door, box: Mailbox) -> None:
+        self._group, self._peer, self._door, self._box = group, peer, door, box
+        self.queue: asyncio.Queue[GrpcTransfer | None] = asyncio.Queue()
+        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unanswered: deque[int] = deque()
+        """Sizes of the messages that the receiver has not answered."""
+        self._num_answered = 0
+        self._room = asyncio.Event()
+        self._end = ""  # guarded by the box's condition
+
+    def wait(self, work: GrpcTransfer, timeout_s: float) -> None:
+        with self._box.changed:
+            self._box.changed.wait_for(
+                lambda: work.is_done or self._end or self._box.reason, timeout_s
+            )
+            if not work.is_done:
+                reason = self._box.reason or self._end or f"not taken within {timeout_s:g} s"
+                raise ExchangeError(f"send to member {self._peer}: {reason}")
+
+    async def run(self) -> None:
+        """Holds the stream until the link ends or the peer is gone; never raises for those."""
+        reason = f"member {self._peer} has ended the stream"
+        try:
+            async with self._door.open() as channel:
+                await self._talk(peer_pb2_grpc.PeerServiceStub(channel).Send())
+        except (grpc.aio.AioRpcError, StratagemError) as error:
+            reason = str(from_rpc_error(error) if isinstance(error, grpc.RpcError) else error)
+        finally:
+            self._give_up(reason)
+
+    async def _talk(self, call: Any) -> None:
+        await call.wait_for_connection()
+        await write_message(call, self._header(0, 0, None))
+        if await call.read() is grpc.aio.EOF:
+            return
+        self.connected.set_result(None)
+        answers = asyncio.create_task(self._read_answers(call))
+        writes = asyncio.create_task(self._write_messages(call))
+        try:
+            await asyncio.wait((answers, writes), return_when=asyncio.FIRST_COMPLETED)
+            if writes.done() and not writes.exception():  # all is sent: let it arrive
+                await asyncio.wait((answers,), timeout=LEAVE_TIMEOUT_S)
+        finally:
+            answers.cancel()
+            writes.cancel()
+            results = await asyncio.gather(answers, writes, return_exceptions=True)
+            call.cancel()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _read_answers(self, call: Any) -> None:
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            while self._num_answered < answer.num_messages and self._unanswered:
+                self._unanswered.popleft()
+                self._num_answered += 1
+            self._room.set()
+
+    async def _write_messages(self, call: Any) -> None:
+        while (work := await self.queue.get()) is not None:
+            while self._unanswered and sum(self._unanswered) + work.size_bytes > WINDOW_BYTES:
+                self._room.clear()
+                await self._room.wait()
+            self._unanswered.append(work.size_bytes)
+            tensor = await work.copy.arrive()
+            await write_message(call, self._header(work.step, work.tag, tensor))
+            pieces = from_buffers([bytes_of(tensor)])(0)
+            for frame in iter_frames(pieces):
+                await write_message(call, frame)
+            sent(Purpose.MESH).num_bytes += work.size_bytes
+            with self._box.changed:
+                work.is_done = True
+                self._box.changed.notify_all()
+        await call.done_writing()
+
+    def _header(self, step: int, tag: int, tensor: Tensor | None) -> peer_pb2.SendRequest:
+        group = self._group
+        return peer_pb2.SendRequest(
+            header=peer_pb2.PeerHeader(
+                fence=types_pb2.Fence(term=group.term, membership=group.membership),
+                run_id=group.run_id,
+                party=group.party,
+                source=group.rank,
+                destination=self._peer,
+                step=step,
+                tag=tag,
+                manifest=_manifest(tensor),
+            )
+        )
+
+    def _give_up(self, reason: str) -> None:
+        with self._box.changed:
+            self._end = reason
+            self._box.changed.notify_all()
+        self._box.lose(self._peer, reason)
+        if not self.connected.done():
+            self.connected.set_exception(ExchangeError(f"member {self._peer}: {reason}"))
+            self.connected.exception()  # the first of them is enough for those that wait
+
+
+def _manifest(tensor: Tensor | None) -> tensor_pb2.Manifest:
+    """Returns the manifest of one flat tensor; of none in the header that only names the sender."""
+    named = [] if tensor is None else [("data", dtype_of(tensor), (tensor.numel(),))]
+    return to_proto(build_manifest(named, Purpose.MESH))

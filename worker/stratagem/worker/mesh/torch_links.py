@@ -1,0 +1,371 @@
+"""What the links over one of torch's process groups have in common: transfers, their bytes, and the
+errors of the group. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+
+from stratagem.common.tensors.stream import RECEIVED, SENT, Flow, over
+from stratagem.worker.mesh import shm
+from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, ExchangeError, Rendezvous
+
+# ---- process group link ----
+
+
+class ProcessGroupLink:
+    """Base of such links: starts the transfers of a `CollectiveLink`."""
+
+    name = ""
+
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        """group: of the engine's class, which takes lists of tensors."""
+        self.rank, self.size = rank, size
+        self._group: Any = group
+        self._sent, self._received = over(self.name, SENT), over(self.name, RECEIVED)
+
+    def send(self, peer: int, tag: int, tensor: Tensor) -> GroupTransfer:
+        what = f"send to member {peer}"
+        return self._begin(what, tensor, self._sent, lambda group: group.send([tensor], peer, tag))
+
+    def recv(self, peer: int, tag: int, tensor: Tensor) -> GroupTransfer:
+        what = f"receive from member {peer}"
+        flow = self._received
+        return self._begin(what, tensor, flow, lambda group: group.recv([tensor], peer, tag))
+
+    def all_reduce(self, tensor: Tensor) -> GroupTransfer:
+        what = "all-reduce among all members"
+        return self._begin(what, tensor, self._sent, lambda group: group.allreduce([tensor]))
+
+    def failed(self, what: str, error: RuntimeError) -> ExchangeError:
+        """Returns the error of a transfer for one of the group's."""
+        return ExchangeError(f"{what}: {error}")
+
+    def count(self, num_bytes: int) -> None:
+        """Takes note of bytes that are under way from now on; negative: that were waited for."""
+
+    def _begin(
+        self, what: str, tensor: Tensor, flow: Flow, start: Callable[[Any], dist.Work]
+    ) -> GroupTransfer:
+        if self._group is None:
+            raise ExchangeError("the link is closed")
+        try:
+            work = start(self._group)
+        except RuntimeError as error:
+            raise self.failed(what, error) from None
+        flow.num_bytes += tensor.nbytes
+        self.count(tensor.nbytes)
+        return GroupTransfer(self, work, what, tensor.nbytes)
+
+
+class GroupTransfer:
+    """One transfer. `what` says which, for the error."""
+
+    __slots__ = ("_link", "_size_bytes", "_what", "_work")
+
+    def __init__(self, link: ProcessGroupLink, work: dist.Work, what: str, size_bytes: int) -> None:
+        self._link, self._work, self._what, self._size_bytes = link, work, what, size_bytes
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._link.failed(self._what, error) from None
+        self._link.count(-self._size_bytes)
+
+
+# ---- gloo sockets ----
+#
+# Finds the sockets that a process group opened, and cuts them.
+#
+# gloo has no abort: the only way to end its waits is to shut its connections down. Its sockets are
+# those that appeared while the group was formed and that use a port of a member's gloo listener, so
+# that connections which other threads open at the same moment are left alone. So are listening
+# sockets: gloo answers a cut there with std::terminate.
+
+
+@dataclass(frozen=True, slots=True)
+class SocketId:
+    """A socket of this process. The inode distinguishes it from a later one of the same number."""
+
+    fd: int
+    inode: int
+
+
+def open_sockets() -> frozenset[SocketId]:
+    """Returns every internet socket of this process."""
+    return frozenset(socket_id for socket_id, _ in _sockets())
+
+
+def listening_ports(before: frozenset[SocketId]) -> tuple[int, ...]:
+    """Returns the ports of the listeners that appeared since `before`."""
+    return tuple(
+        sock.getsockname()[1]
+        for socket_id, sock in _sockets()
+        if socket_id not in before and _listens(sock)
+    )
+
+
+def connections(before: frozenset[SocketId], ports: Collection[int]) -> tuple[SocketId, ...]:
+    """Returns the connected sockets that appeared since `before` and have one of the ports at an
+    end."""
+    return tuple(
+        socket_id
+        for socket_id, sock in _sockets()
+        if socket_id not in before and not _listens(sock) and not _ends(sock).isdisjoint(ports)
+    )
+
+
+def shut_down(target: SocketId) -> None:
+    """Ends a connection in both directions; its owner still has to close it."""
+    sock = _duplicate(target.fd)
+    if sock is None:
+        return
+    with sock:
+        if _inode(sock) == target.inode:
+            shm.shut_down(sock)
+
+
+def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
+    """Yields each internet socket with a duplicate to look at, which is closed at the next step."""
+    for name in os.listdir("/proc/self/fd"):
+        sock = _duplicate(int(name))
+        if sock is None:
+            continue
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                yield SocketId(int(name), _inode(sock)), sock
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    """Returns a second handle on the socket behind fd; None when there is none (any more)."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
+
+
+def _inode(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
+
+
+def _listens(sock: socket.socket) -> bool:
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+
+
+def _ends(sock: socket.socket) -> frozenset[int]:
+    """Returns the ports at both ends; empty when it is not connected."""
+    try:
+        return frozenset({sock.getsockname()[1], sock.getpeername()[1]})
+    except OSError:
+        return frozenset()
+
+
+# ---- gloo backend ----
+#
+# The gloo engine: TCP between members on CPU.
+#
+# A raw process group on a store of our own, so that there is no default group and no store server:
+# the members' addresses travel through the caller's rendezvous, which is also the barrier. Forming
+# a group costs milliseconds, so each membership gets a fresh one. Knows nothing of gradients.
+
+# One group begins to listen at a time: the listeners that appear meanwhile are its own.
+_forming = threading.Lock()
+
+
+def form_gloo(
+    rank: int, size: int, host: str, rendezvous: Rendezvous, timeout_s: float
+) -> GlooLink:
+    """Joins the group of `size` members; blocks until all are connected.
+
+    host is the address of this machine under which the others reach it. rendezvous gets this
+    member's address and answers with those of all, by rank; what it raises is raised here.
+    """
+    with _forming:
+        before = open_sockets()
+        try:
+            device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+        except RuntimeError as error:
+            raise ExchangeError(f"cannot listen on {host}: {error}") from error
+        store = _RendezvousStore(rank, size, listening_ports(before), rendezvous)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 2  # serve collectives only
+    try:
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise ExchangeError(f"cannot form a group of {size}: {error}") from error
+    own = connections(before, store.ports)
+    return GlooLink(rank, size, group, own)
+
+
+class GlooLink(ProcessGroupLink):
+    """A `Link` over one process group.
+
+    gloo fails the transfers with a peer that is gone, but not those with the others, which may wait
+    for that peer themselves. So a thread of the link watches the connections and cuts all of them
+    when one has ended and the transfers under way do not come to their end either.
+    """
+
+    name = "gloo"
+    in_order = False
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroupGloo,
+        connections: tuple[SocketId, ...],
+    ) -> None:
+        super().__init__(rank, size, group)
+        self._connections = connections
+        self._changed = threading.Condition()
+        self._num_open_bytes = 0  # guarded by _changed: transfers not yet waited for
+        self._wake = os.eventfd(0)
+        self._watcher = threading.Thread(target=self._watch, name="gloo-watch", daemon=True)
+        self._watcher.start()
+
+    def cut(self) -> None:
+        with self._changed:  # not after close: the numbers may be in use again
+            for connection in self._connections:
+                shut_down(connection)
+
+    def close(self) -> None:
+        with self._changed:
+            self._connections = ()
+            self._changed.notify_all()
+        if self._group is not None:
+            os.eventfd_write(self._wake, 1)
+            self._watcher.join()
+            os.close(self._wake)
+        self._group = None
+
+    def count(self, num_bytes: int) -> None:
+        with self._changed:
+            self._num_open_bytes += num_bytes
+            if self._num_open_bytes == 0:
+                self._changed.notify_all()
+
+    def failed(self, what: str, error: RuntimeError) -> ExchangeError:
+        """Says the first line, which is what happened: gloo appends advice and a C++ stack."""
+        return ExchangeError(f"{what}: {str(error).splitlines()[0]}")
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        for connection in self._connections:
+            poll.register(connection.fd, select.POLLRDHUP)
+        # A connection that has ended already may have left its number to the wake-up itself.
+        if not any(connection.fd == self._wake for connection in self._connections):
+            poll.register(self._wake, select.POLLIN)
+            poll.poll()
+        # A peer that has all it needs may leave while we still receive from the others.
+        with self._changed:
+            grace_s = LEAVE_GRACE_S + self._num_open_bytes / LEAVE_BYTES_PER_S
+            ends = self._changed.wait_for(
+                lambda: self._num_open_bytes == 0 or not self._connections, grace_s
+            )
+        if not ends:
+            self.cut()
+
+
+class _RendezvousStore(Store):
+    """A store that answers gloo's questions about its peers from one rendezvous.
+
+    gloo sets its own address once and then waits for and gets each member's, under keys that end
+    in "/<rank>". Each address is preceded by the ports of the member's listener.
+    """
+
+    def __init__(
+        self, rank: int, size: int, ports: tuple[int, ...], rendezvous: Rendezvous
+    ) -> None:
+        super().__init__()
+        self._rank, self._size, self._own_ports = rank, size, ports
+        self._rendezvous = rendezvous
+        self._addresses: list[bytes] = []
+        self.ports: frozenset[int] = frozenset()
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        head = struct.pack(f">B{len(self._own_ports)}H", len(self._own_ports), *self._own_ports)
+        answers = self._rendezvous(head + bytes(value))
+        if len(answers) != self._size:
+            raise ValueError(f"rendezvous gave {len(answers)} addresses, expected {self._size}")
+        opened = [_unpack(answer) for answer in answers]
+        self.ports = frozenset(port for ports, _ in opened for port in ports)
+        self._addresses = [address for _, address in opened]
+
+    def get(self, key: str) -> bytes:
+        return self._addresses[int(key.rsplit("/", 1)[-1])]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Returns at once: all addresses are here as soon as set has returned."""
+
+
+def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
+    num_ports = answer[0]
+    end = 1 + 2 * num_ports
+    return struct.unpack(f">{num_ports}H", answer[1:end]), answer[end:]
+
+
+# ---- nccl backend ----
+#
+# The nccl engine: CUDA devices, one per member.
+#
+# nccl has no tags. Two members' transfers run in the order of issue on a communicator of the pair,
+# so both ends must issue them in mirrored order; the reducer does when `in_order` is set.
+
+
+def serve_nccl(host: str, timeout_s: float) -> TCPStore:
+    """Serves the store that nccl asks whenever a pair first talks: the first member does, from
+    before the rendezvous on and for the life of the group."""
+    try:
+        return TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ExchangeError(f"cannot listen on {host}: {error}") from error
+
+
+def connect_nccl(
+    served: TCPStore | None, rank: int, size: int, address: str, timeout_s: float
+) -> NcclLink:
+    """Joins the group of `size` members; each must have set its CUDA device. address is the
+    first member's store."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        name, port = address.rsplit(":", 1)
+        store = served or TCPStore(name, int(port), is_master=False, timeout=timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return NcclLink(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
+    except RuntimeError as error:
+        raise ExchangeError(f"cannot form a group of {size}: {error}") from error
+
+
+class NcclLink(ProcessGroupLink):
+    """A `Link` over one process group, which matches transfers by order and not by their tags."""
+
+    name = "nccl"
+    in_order = True
+
+    def cut(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        self._group = None

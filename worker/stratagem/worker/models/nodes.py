@@ -1,0 +1,153 @@
+"""The nodes of a model that is cut into stages: its program, and the parameters that nodes hold.
+
+Owns the rules of which models can be cut, the separation of tied parameters into one copy per node,
+and the removal of nodes that belong to other workers. Names stay those of the whole model. Must not
+know stages, workers or schedules.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.model.program import ModelProgram, chain, flatten
+from stratagem.worker.models.build import node_modules
+from stratagem.worker.models.graph import children_in_a_row
+from stratagem.worker.models.program import add_uses, draws_random_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The parameter as one node holds it; copies of one process share their memory."""
+
+    node: str
+    param: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One trainable parameter under its first name, and its copies in order of the program."""
+
+    name: str
+    copies: tuple[Copy, ...]
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.copies[0].param
+
+    def gradient(self) -> Tensor | None:
+        """The sum over copies, the last one first; None when backward reached none of them."""
+        return add_uses(copy.param.grad for copy in self.copies)
+
+    def forget(self) -> None:
+        """Clears the gradients of all copies."""
+        for copy in self.copies:
+            copy.param.grad = None
+
+
+def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
+    """Returns the calls that the model is made of: graph nodes, or modules called in a row.
+
+    Raises InvalidInputError for a model that is anything else.
+    """
+    if job.model.graph is not None:
+        return flatten(job.model.graph)
+    names = children_in_a_row(model)
+    _check_children_hold_everything(model, names)
+    return chain(names)
+
+
+def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Trained]:
+    """Returns all trainable parameters, in order of `named_parameters`.
+
+    One that several nodes hold becomes one parameter per node over the same memory, so that each
+    node's gradient is summed over micro-batches by itself, wherever the node is.
+    """
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if program is None:
+        return [Trained(name, (Copy("", param),)) for name, param in named]
+    names = {id(param): name for name, param in named}
+    copies: dict[str, dict[str, nn.Parameter]] = {name: {} for name, _ in named}
+    seen: set[int] = set()
+    for node, root in node_modules(model, program).items():
+        for module in root.modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            for key, param in list(module._parameters.items()):
+                if param is None or id(param) not in names:
+                    continue
+                held = copies[names[id(param)]]
+                if node not in held:
+                    held[node] = nn.Parameter(param.data) if held else param
+                if held[node] is not param:
+                    # setattr, because RNNs keep a second list of their weights in step with it.
+                    setattr(module, key, held[node])
+    return [
+        Trained(name, tuple(Copy(node, tensor) for node, tensor in copies[name].items()))
+        for name, _ in named
+    ]
+
+
+def without_storage(trained: Iterable[Trained], nodes: Collection[str]) -> list[Trained]:
+    """Returns the parameters with the copies of these nodes on the meta device, without memory."""
+
+    def emptied(copy: Copy) -> Copy:
+        if copy.node not in nodes:
+            return copy
+        return Copy(copy.node, nn.Parameter(torch.empty_like(copy.param, device="meta")))
+
+    return [
+        Trained(weight.name, tuple(emptied(copy) for copy in weight.copies)) for weight in trained
+    ]
+
+
+def tie_again(trained: Iterable[Trained]) -> None:
+    """Makes copies share their memory that were separated by a move to another device."""
+    for weight in trained:
+        here = [copy.param for copy in weight.copies if not copy.param.is_meta]
+        for param in here[1:]:
+            param.data = here[0].data
+
+
+class Absent(nn.Module):
+    """Stands where a node of another worker was; has no state."""
+
+    def forward(self, *_: Any) -> Any:
+        raise RuntimeError("this node belongs to another worker")
+
+
+def check_not_shared(model: nn.Module, owner: Mapping[str, int], program: ModelProgram) -> None:
+    """Refuses a module object that nodes of different owners share; parameters may be shared."""
+    holder: dict[int, str] = {}
+    for node, root in node_modules(model, program).items():
+        for name, module in root.named_modules():
+            first = holder.setdefault(id(module), node)
+            has_state = bool(module._parameters or module._buffers)
+            if owner[first] != owner[node] and (has_state or draws_random_numbers(module)):
+                where = f"{node}.{name}".rstrip(".")
+                raise InvalidInputError.at(
+                    "partitions",
+                    f"module {where!r} ({type(module).__name__}) is the same object in the nodes "
+                    f"{first!r} and {node!r} of different partitions; tie their parameters "
+                    "instead, or put both into one partition",
+                )
+
+
+def remove_nodes(model: nn.Module, nodes: Iterable[str]) -> None:
+    """Drops these nodes and frees what only they hold."""
+    for node in nodes:
+        path, _, name = node.replace("/", ".").rpartition(".")
+        model.get_submodule(path)._modules[name] = Absent()
+
+
+def _check_children_hold_everything(model: nn.Module, names: list[str]) -> None:
+    for name in model.state_dict():
+        if name.partition(".")[0] not in names:
+            raise InvalidInputError.at(
+                "model", f"{name!r} belongs to none of the nodes {', '.join(names) or '(none)'}"
+            )

@@ -1,0 +1,390 @@
+"""Computing in 16 bits: autocast, 16-bit copies of the weights, and the scale of the loss.
+
+Parameters and optimizer stay float32 in both cases, so that small updates are not lost and sums
+over shards, clients and neighbours are taken in float32. Mixed precision as in Micikevicius et al.,
+"Mixed Precision Training" (arXiv:1710.03740).
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import ExecutionSpec
+from stratagem.worker.models.tensors import name_of
+from stratagem.worker.numerics.randomness import device_name
+
+# ---- mixed precision ----
+
+Forward = Callable[..., Any]
+
+_FIRST_SCALE: Final = 2.0**16
+_LARGEST_SCALE: Final = 2.0**24
+_SMALLEST_SCALE: Final = 2.0**-14
+_GROWTH_INTERVAL_STEPS: Final = 2000
+
+
+def low_dtype(spec: ExecutionSpec) -> torch.dtype | None:
+    """Returns the 16-bit dtype that Mixed and Half compute in; None for the others."""
+    if spec.precision not in ("Mixed", "Half"):
+        return None
+    return torch.float16 if spec.amp_dtype == "float16" else torch.bfloat16
+
+
+def autocasting(forward: Forward, device: torch.device, dtype: torch.dtype) -> Forward:
+    """The forward pass with matrix products in `dtype`, as torch.autocast chooses them.
+
+    Weights are cast at each use. A cache of casts would add up the gradients of several uses in
+    16 bits, and would not be there when checkpointed activations are computed again.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def lowered(forward: Forward, module: nn.Module, dtype: torch.dtype) -> Forward:
+    """The forward pass with parameters, buffers and inputs as `dtype`.
+
+    Batch and instance norm keep theirs: running statistics need more bits. Gradients arrive at the
+    float32 parameters through the casts. What changes in a buffer is carried back.
+    """
+    holders = [
+        submodule
+        for submodule in module.modules()
+        if not isinstance(submodule, nn.modules.batchnorm._NormBase)
+    ]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _cast((args, kwargs), dtype)
+        with _cast_state(holders, dtype):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def single(value: Any) -> Any:
+    """Any nesting of tensors with 16-bit floats as float32: losses and metrics need the bits."""
+
+    def widen(tensor: Tensor) -> Tensor:
+        is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+        return tensor.float() if is_narrow else tensor
+
+    return tree_map_only(Tensor, widen, value)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+@contextmanager
+def _cast_state(holders: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Puts casts in the place of parameters and buffers; tied ones are cast once."""
+    made: dict[int, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    changed: list[tuple[Tensor, Tensor, int]] = []
+    for module in holders:
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in both:
+            for key, tensor in held.items():
+                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = low = tensor.to(dtype)
+                    if held is module._buffers:
+                        changed.append((tensor, low, low._version))
+                replaced.append((held, key, tensor))
+                held[key] = made[id(tensor)]
+    _flatten_again(holders)
+    try:
+        yield
+    finally:
+        for held, key, tensor in replaced:
+            held[key] = tensor
+        _flatten_again(holders)
+        with torch.no_grad():
+            for tensor, low, version in changed:
+                if low._version != version:
+                    tensor.copy_(low)
+
+
+def _flatten_again(holders: list[nn.Module]) -> None:
+    """RNNs keep a second list of their weights."""
+    for module in holders:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [
+                getattr(module, name, None) for name in module._flat_weights_names
+            ]
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor of the loss before backward, which keeps float16 gradients from vanishing.
+
+    It is a power of two, so that dividing by it later changes no bit. It starts at 2^16; halves
+    after a step whose gradients were not finite, which is skipped; doubles after 2000 steps without
+    one. Constantly 1 unless `is_dynamic`.
+    """
+
+    is_dynamic: bool
+    value: float = 1.0
+    num_good_steps: int = 0
+
+    @classmethod
+    def of(cls, spec: ExecutionSpec) -> "LossScale":
+        """Makes a job's scale: dynamic for float16 only; other dtypes have the range of float32."""
+        is_dynamic = low_dtype(spec) is torch.float16
+        return cls(is_dynamic, _FIRST_SCALE if is_dynamic else 1.0)
+
+    def up(self, loss: Tensor) -> Tensor:
+        """Returns the loss multiplied by the scale, from which backward begins."""
+        return loss * self.value if self.is_dynamic else loss
+
+    def unscale(self, params: Iterable[nn.Parameter]) -> None:
+        """Divides the gradients, in place."""
+        if self.is_dynamic:
+            for param in params:
+                if param.grad is not None:
+                    param.grad.div_(self.value)
+
+    def absorbs(self, what: str) -> bool:
+        """Returns whether a step whose `what` is not finite is to be skipped, and halves the scale.
+
+        False where no scale can help: for the loss itself, and once the scale is 2^-14.
+        """
+        can_help = self.is_dynamic and what.startswith("gradient") and self.value > _SMALLEST_SCALE
+        if can_help:
+            self.value, self.num_good_steps = self.value / 2, 0
+        return can_help
+
+    def keep(self) -> None:
+        """Counts a step that was applied; doubles the scale at every 2000th."""
+        self.num_good_steps += 1
+        if self.is_dynamic and self.num_good_steps % _GROWTH_INTERVAL_STEPS == 0:
+            self.value = min(2 * self.value, _LARGEST_SCALE)
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the scale as metadata of a state; empty where the scale is always 1."""
+        if not self.is_dynamic:
+            return {}
+        return {"loss_scale": str(self.value), "num_good_steps": str(self.num_good_steps)}
+
+    def load(self, metadata: Mapping[str, str]) -> None:
+        """Restores the scale from a state's metadata; without one it begins at 2^16."""
+        if self.is_dynamic:
+            self.value = float(metadata.get("loss_scale", _FIRST_SCALE))
+            self.num_good_steps = int(metadata.get("num_good_steps", 0))
+
+
+# ---- layer support ----
+#
+# Tests which kinds of layer a device can compute in which precision, once each, when needed.
+#
+# Processors without 16-bit units lack some primitives of the libraries that torch calls; which ones
+# depends on the processor, the library and its settings, so there is no list of them. Must not know
+# jobs.
+
+
+class Numbers(NamedTuple):
+    """The number format of a job: its precision setting and the dtype that this stands for."""
+
+    precision: str
+    """Empty where layers keep the dtype that they are built with."""
+    dtype: torch.dtype
+    """The dtype of matrix products where the precision is Mixed, of everything elsewhere."""
+
+    def __str__(self) -> str:
+        """Returns the words for messages, such as "Mixed in float16"."""
+        return " in ".join(filter(None, (self.precision, name_of(self.dtype))))
+
+
+ALL_NUMBERS: Final = (
+    Numbers("Mixed", torch.bfloat16),
+    Numbers("Mixed", torch.float16),
+    Numbers("Half", torch.bfloat16),
+    Numbers("Half", torch.float16),
+    Numbers("Full", torch.float64),
+    Numbers("Single", torch.float32),
+)
+SINGLE: Final = ALL_NUMBERS[-1]
+"""The numbers that all kinds of layer support."""
+NUM_NAMES: Final = 3
+"""Layers that an error names."""
+
+
+class LayerKind(NamedTuple):
+    """A small layer of its kind, and the shapes that go into it."""
+
+    layer: type[nn.Module]
+    make: Callable[[], nn.Module]
+    inputs: tuple[tuple[int, ...], ...]
+
+
+KINDS: Final[dict[str, LayerKind]] = {
+    "Linear": LayerKind(nn.Linear, lambda: nn.Linear(8, 8), ((4, 8),)),
+    "Conv1d": LayerKind(nn.Conv1d, lambda: nn.Conv1d(4, 8, 3), ((2, 4, 8),)),
+    "Conv2d": LayerKind(nn.Conv2d, lambda: nn.Conv2d(4, 8, 3), ((2, 4, 8, 8),)),
+    "Conv3d": LayerKind(nn.Conv3d, lambda: nn.Conv3d(4, 8, 3), ((2, 4, 8, 8, 8),)),
+    "ConvTranspose1d": LayerKind(
+        nn.ConvTranspose1d, lambda: nn.ConvTranspose1d(4, 8, 3), ((2, 4, 8),)
+    ),
+    "ConvTranspose2d": LayerKind(
+        nn.ConvTranspose2d, lambda: nn.ConvTranspose2d(4, 8, 3), ((2, 4, 8, 8),)
+    ),
+    "ConvTranspose3d": LayerKind(
+        nn.ConvTranspose3d, lambda: nn.ConvTranspose3d(4, 8, 3), ((2, 4, 8, 8, 8),)
+    ),
+    "RNN": LayerKind(nn.RNN, lambda: nn.RNN(4, 8), ((3, 2, 4),)),
+    "GRU": LayerKind(nn.GRU, lambda: nn.GRU(4, 8), ((3, 2, 4),)),
+    "LSTM": LayerKind(nn.LSTM, lambda: nn.LSTM(4, 8), ((3, 2, 4),)),
+    "LSTM with projections": LayerKind(nn.LSTM, lambda: nn.LSTM(4, 8, proj_size=3), ((3, 2, 4),)),
+    "MultiheadAttention": LayerKind(
+        nn.MultiheadAttention, lambda: nn.MultiheadAttention(8, 2), ((3, 2, 8),) * 3
+    ),
+}
+"""Kinds of layer that libraries have primitives for; torch computes all others in any precision.
+
+A dictionary, so that tests can add a kind that no device has."""
+
+
+def check_able(
+    modules: Iterable[tuple[str, nn.Module]],
+    spec: ExecutionSpec,
+    device: torch.device,
+    *,
+    trains: bool,
+) -> None:
+    """Raises InvalidInputError that names each module which the device cannot compute as asked.
+
+    modules: all of a model, by name. trains: gradients are computed, too. An estimate, which is
+    made with fake tensors, is for another device: it is not checked.
+    """
+    if isinstance(torch.empty(0), FakeTensor):
+        return
+    by_numbers: dict[Numbers, list[tuple[str, nn.Module]]] = {}
+    for name, module in modules:
+        by_numbers.setdefault(_numbers(spec, module), []).append((name, module))
+    for asked, those in by_numbers.items():
+        if asked.dtype != torch.float32:  # which everything is made for
+            _check(asked, _layers(those), device, trains=trains)
+
+
+def _check(
+    asked: Numbers, layers: Mapping[str, list[str]], device: torch.device, *, trains: bool
+) -> None:
+    missing = _missing(asked, layers, device, trains)
+    if not missing:
+        return
+    told = "; ".join(
+        f"{kind} ({', '.join(layers[kind][:NUM_NAMES])}): {reason}"
+        for kind, reason in missing.items()
+    )
+    able = [str(number) for number in ALL_NUMBERS if not _missing(number, layers, device, trains)]
+    raise InvalidInputError.at(
+        "execution.precision",
+        f"this worker's {device_name(device)} cannot compute {asked}: {told}; "
+        f"all layers of this model can have {', '.join(able)} there",
+    )
+
+
+def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
+    """(numbers, kind of layer, reason) for all that the device cannot train."""
+    for numbers in ALL_NUMBERS:
+        for kind, reason in _missing(numbers, KINDS, device, True).items():
+            yield numbers, kind, reason
+
+
+@cache
+def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) -> str | None:
+    """Returns torch's reason why the device cannot compute this kind of layer so; None if it can.
+
+    Errors that do not concern the numbers are raised and not cached: memory that others have
+    taken, and any error that a plain layer in single precision meets at that moment, too.
+    """
+    try:
+        _tried(KINDS[kind], numbers, device, trains)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # any type that a library refuses with
+        if numbers != SINGLE:
+            _tried(KINDS["Linear"], SINGLE, device, trains)
+        return str(error).partition("\n")[0].partition(". ")[0]
+    return None
+
+
+def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
+    """Computes the layer as a job would, independent of the caller's torch modes."""
+    with warnings.catch_warnings(), torch.inference_mode(False):
+        warnings.simplefilter("ignore")  # of torch, about which of its own ways it takes
+        with torch.autocast(device.type, enabled=False):
+            _compute(kind, numbers, device, trains)
+
+
+def _numbers(spec: ExecutionSpec, module: nn.Module) -> Numbers:
+    if spec.precision is None:
+        own = (p.dtype for p in module.parameters() if p.is_floating_point())
+        return Numbers("", next(own, torch.float32))
+    wide = torch.float64 if spec.precision == "Full" else torch.float32
+    return Numbers(spec.precision, low_dtype(spec) or wide)
+
+
+def _missing(
+    numbers: Numbers, kinds: Iterable[str], device: torch.device, trains: bool
+) -> dict[str, str]:
+    """Returns the reasons by kind of layer, for the kinds that cannot be computed."""
+    by_kind = {kind: obstacle(kind, numbers, device, trains) for kind in kinds}
+    return {kind: reason for kind, reason in by_kind.items() if reason is not None}
+
+
+def _layers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
+    """Returns the names of layers by kind."""
+    layers: dict[str, list[str]] = {}
+    for name, module in modules:
+        kind = _kind_of(module)
+        if kind is not None:
+            layers.setdefault(kind, []).append(name or "the model")
+    return layers
+
+
+def _kind_of(module: nn.Module) -> str | None:
+    if isinstance(module, nn.LSTM) and module.proj_size:
+        return "LSTM with projections"
+    return next((name for name, kind in KINDS.items() if isinstance(module, kind.layer)), None)
+
+
+def _compute(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
+    """Runs one layer of zeros in the wrappers that a job's model gets; draws no random numbers."""
+    with torch.device("meta"):
+        layer = kind.make()
+    low = numbers.precision in ("Mixed", "Half")
+    wide = torch.float32 if low else numbers.dtype
+    layer = layer.to_empty(device=device).to(wide).train(trains)
+    forward: Forward = layer.forward
+    if numbers.precision == "Mixed":
+        forward = autocasting(forward, device, numbers.dtype)
+    elif numbers.precision == "Half":
+        forward = lowered(forward, layer, numbers.dtype)
+    with torch.set_grad_enabled(trains):
+        for param in layer.parameters():
+            nn.init.zeros_(param)
+        inputs = [
+            torch.zeros(shape, device=device, dtype=wide, requires_grad=trains)
+            for shape in kind.inputs
+        ]
+        output = forward(*inputs)
+        while not isinstance(output, Tensor):
+            output = output[0]
+        if trains:
+            output.sum().backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # errors of kernels are reported later

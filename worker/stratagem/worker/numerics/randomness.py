@@ -1,0 +1,308 @@
+"""Random numbers that depend on what is computed, not on who computes it or what came before.
+
+Before every module that may draw random numbers the default generator is seeded with a key of
+(seed, step, shard, micro-batch; module name; number of the call). So a dropout mask is the same
+whichever worker computes the shard. Knows modules, but neither data nor the exchange.
+
+Where nothing draws, as in most evaluations, seeding takes a tenth of the time of a small model. So
+a computation that can be repeated may be tried without: if the generators are as they were before,
+nothing has drawn from them, and all numbers are those that it would have given with seeding.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stratagem.common.numerics.keys import POSITIVE, mix, mix_on, text_number
+from stratagem.worker.data.rows import seed_users_generators
+from stratagem.worker.models.program import draws_random_numbers, runs_only_known_code
+
+# ---- keyed randomness ----
+
+
+@dataclass(slots=True)
+class _Hook:
+    """The hook that seeds the generators before each call of one module.
+
+    Compiled code is interrupted for it unless it is idle.
+    """
+
+    owner: "KeyedRandomness"
+    name_key: int
+    is_idle: bool = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self.owner._before_call(self.name_key)
+        elif not self.is_idle:
+            self.owner._border(self.name_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The seeding that compiled code leaves out of one computation, because hooks are idle."""
+
+    skipped: Mapping[int, int]
+    """Calls of modules with an idle hook, by name key."""
+    last: int | None
+    """The module that was seeded last, if its hook is idle."""
+
+
+class KeyedRandomness:
+    """Seeds the generators of one model's device; hooks stay on the model for its life."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._is_known = runs_only_known_code(model)
+        self._prefix: int | None = None
+        """What the keys of modules begin with, hashed."""
+        self._num_calls: dict[int, int] = {}
+        self._keys: dict[tuple[int, int], int] = {}
+        self._latest: int | None = None
+        self._hooks: dict[nn.Module, _Hook] = {}
+        self._border: Callable[[int], None] = self._before_call
+        self._registered: list[tuple[nn.Module, int, _Hook]] = []
+        self._resting: list[tuple[nn.Module, int, _Hook]] = []
+        """Hooks that are off their modules: one that only returns takes 3 µs, too."""
+        self._may_rest = True
+        self._untouched: list[Tensor] | None = None
+        """The states of the generators in a trial, unless something draws."""
+        for name, module in model.named_modules():
+            if draws_random_numbers(module):
+                hook = self._hooks[module] = _Hook(self, text_number(name))
+                handle = module.register_forward_pre_hook(hook)
+                self._registered.append((module, handle.id, hook))
+
+    def begin(self, *key: int | str, forget: bool = True, is_users: bool = True) -> None:
+        """Starts the computation named by `key`: a shard of a step, a batch of an evaluation.
+
+        forget=False where the backward of an earlier computation is still to come. is_users: False
+        where code of the user's runs in the model at most.
+        """
+        self._wake()
+        seed = mix(*key)
+        self._prefix = mix(seed)
+        self._num_calls.clear()
+        if forget:
+            self._keys.clear()
+        self._seed(seed)
+        if is_users or not self._is_known:
+            # Only the user's code draws from these two. Seeding them takes 15 µs.
+            seed_users_generators(seed)
+
+    def begin_trial(self, *key: int | str) -> None:
+        """Starts a computation as `begin` does, but seeds no module as long as no trial has drawn.
+
+        The caller asks `has_failed` afterwards, and repeats the computation if it has.
+        """
+        if not self._may_rest:
+            self.begin(*key)
+            return
+        self._rest()
+        self._prefix = None  # for hooks that could not be taken off
+        seed = mix(*key)
+        self._seed(seed)
+        seed_users_generators(seed)
+        self._untouched = [generator.get_state() for generator in self._generators]
+
+    def has_failed(self) -> bool:
+        """Returns whether a trial has drawn random numbers, so that it counts nothing. There are no
+        more trials then: `begin_trial` is the same as `begin`."""
+        if self._untouched is None:
+            return False
+        pairs = zip(self._generators, self._untouched, strict=True)
+        self._may_rest = all(torch.equal(each.get_state(), before) for each, before in pairs)
+        self._untouched = None
+        return not self._may_rest
+
+    def end(self) -> None:
+        """Ends the computation: later calls of modules are not seeded."""
+        self._prefix = None
+
+    def allow_compiled_code(self) -> None:
+        """Prepares the hooks for compiled code; must be called before the modules are compiled."""
+        self._border = torch.compiler.disable(self._before_call)
+        self._may_rest = False
+
+    def observe(self, module: nn.Module, run: Callable[[], object]) -> Draws:
+        """Runs a computation of the module to see which seeds are drawn from, and undoes it here.
+
+        Hooks whose seeds are not drawn from become idle: numbers stay the same without them, and
+        compiled code need not be interrupted.
+        """
+        calls, keys = dict(self._num_calls), dict(self._keys)
+        states = [generator.get_state() for generator in self._generators]
+        watch = _Watch(self)
+        self._num_calls.clear()
+        self._latest = None
+        with watch:
+            run()
+        made, last = dict(self._num_calls), self._latest
+        self._num_calls, self._keys = calls, keys
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        for submodule in module.modules():
+            hook = self._hooks.get(submodule)
+            if hook is not None and not type(submodule).__module__.startswith("torch.nn."):
+                hook.is_idle = hook.name_key not in watch.names
+        idle = {hook.name_key for hook in self._hooks.values() if hook.is_idle}
+        return Draws({n: c for n, c in made.items() if n in idle}, last if last in idle else None)
+
+    def catch_up(self, draws: Draws) -> None:
+        """Sets generators and call counts as the modules in compiled code would have left them."""
+        if self._prefix is None:
+            return
+        self._num_calls = dict(Counter(self._num_calls) + Counter(draws.skipped))
+        if draws.last is not None:
+            self._seed(mix_on(self._prefix, draws.last, self._num_calls[draws.last] - 1))
+
+    def _rest(self) -> None:
+        """Takes the hooks off the modules that have no other one, which would be called later."""
+        if not self._resting:
+            for module, number, hook in self._registered:
+                if list(module._forward_pre_hooks) == [number]:
+                    del module._forward_pre_hooks[number]
+                    self._resting.append((module, number, hook))
+
+    def _wake(self) -> None:
+        """Puts the hooks back, before those that have come meanwhile."""
+        self._untouched = None
+        for module, number, hook in self._resting:
+            hooks = module._forward_pre_hooks
+            later = dict(hooks)
+            hooks.clear()
+            hooks.update({number: hook, **later})
+        self._resting = []
+
+    def _before_call(self, name_key: int) -> None:
+        if self._prefix is None:
+            return
+        self._latest = name_key
+        # The seed in force identifies the place of this call in the forward pass.
+        place = (self._generators[0].initial_seed(), name_key)
+        if torch._C._current_graph_task_id() != -1 and place in self._keys:
+            # Inside backward: activation checkpointing computes again what forward computed, from
+            # the generator state it saved there, and must draw the same numbers.
+            self._seed(self._keys[place])
+            return
+        call = self._num_calls.get(name_key, 0)
+        self._num_calls[name_key] = call + 1
+        key = mix_on(self._prefix, name_key, call)
+        self._keys[place] = key & POSITIVE
+        self._seed(key)
+
+    def _seed(self, key: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(key & POSITIVE)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which module's seed was in force whenever a random number was drawn."""
+
+    def __init__(self, owner: KeyedRandomness) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+        self.names: set[int | None] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names.add(self._owner._latest)
+        return func(*args, **(kwargs or {}))
+
+
+# ---- fingerprint ----
+#
+# Names everything that decides the bits of a computation on this machine.
+#
+# Workers of one deterministic run must have equal digests. Call it in the thread that computes,
+# because thread counts belong to the thread. Must not know runs or jobs.
+
+_COMPILERS: Final = ("g++", "gcc", "clang++")
+"""What inductor looks for where CXX is not set."""
+
+
+def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
+    """Returns (digest, the same in words) for computations on `device` in the calling thread."""
+    parts = [f"torch {torch.__version__}", f"device {device_name(device)}"]
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn.version()
+        parts += [f"CUDA {torch.version.cuda}", f"cuDNN {cudnn}"]
+        parts.append(f"capability {torch.cuda.get_device_capability(device)}")
+    parts += [
+        f"CPU capability {torch.backends.cpu.get_cpu_capability()}",
+        _blas(),
+        f"threads {torch.get_num_threads()}",
+        f"matmul precision {torch.get_float32_matmul_precision()}",
+        _compiler(),
+    ]
+    description = ", ".join(parts)
+    return hashlib.sha256(description.encode()).hexdigest()[:16], description
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the model name of the processor or the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    return processor_name(cpuinfo.read_text() if cpuinfo.exists() else "") or device.type
+
+
+def processor_name(cpuinfo: str) -> str:
+    """Returns the processor's name from the text of /proc/cpuinfo; "" where it has none.
+
+    For x86 this is the model name; for arm64 it is the numbers of implementer, part and variant,
+    which are all that its kernel reports. Two kinds of processor under one name would be taken for
+    equals, which they are not.
+    """
+    match_ = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    if match_:
+        return match_[1]
+    columns = (
+        re.findall(rf"^CPU {key}\s*:\s*(\S+)$", cpuinfo, re.MULTILINE)
+        for key in ("implementer", "part", "variant")
+    )
+    kinds = sorted({"/".join(column) for column in zip(*columns, strict=False)})
+    return f"arm64 {' '.join(kinds)}" if kinds else ""
+
+
+@cache
+def _compiler() -> str:
+    """Returns the version of the C++ compiler that compiles models (execution.mode) for the CPU."""
+    path = find_compiler()
+    if path is None:
+        return "no C++ compiler"
+    try:
+        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return f"C++ compiler {path}"
+    return f"C++ {told.stdout.partition(chr(10))[0]}"
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that inductor will use; None without one."""
+    named = os.environ.get("CXX")
+    paths = (shutil.which(name) for name in ([named] if named else _COMPILERS))
+    return next((path for path in paths if path), None)
+
+
+def _blas() -> str:
+    match_ = re.search(r"BLAS_INFO=([^,\s]+)", torch.__config__.show())
+    library = match_[1] if match_ else "unknown"
+    version = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())
+    return f"BLAS {library} {version[1]}" if version else f"BLAS {library}"

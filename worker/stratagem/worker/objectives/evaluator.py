@@ -1,0 +1,311 @@
+"""Evaluates a model on its splits: fixed batches in order, dealt to the members by number.
+
+Returns sums per batch, not means, so that their sum in order of batch does not depend on which
+member evaluated which batch. Must not know the exchange.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.job.fields import FROM_LOSS
+from stratagem.common.numerics.rules import CURRENT
+from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.rows import BatchKeys
+from stratagem.worker.numerics.model import ModelExecution
+from stratagem.worker.numerics.randomness import KeyedRandomness
+from stratagem.worker.objectives.objective import Assessment, LossFunction, Objective, OutputLoss
+from stratagem.worker.objectives.own_metrics import KeptBatch, OwnMetrics, make_own_metrics
+from stratagem.worker.objectives.step_function import make_objective
+from stratagem.worker.user_code.call_notes import noted
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+# ---- evaluation metrics ----
+#
+# Evaluation metrics: each answers (mean, weight) over one batch, so batches can be added.
+#
+# Metrics of the user's own are here in runs of `numerics` 2 and before only, which finish under the
+# rule that they began with: a function (output, target) of a batch that returns a number, or (mean,
+# weight). The rule of later runs is in own_metrics.py.
+# `perplexity` is a function of the mean loss and has no sum of its own: it is computed
+# as exp(loss) where the parts are added up. Must not know data sets or ranks.
+
+Metric = Callable[[Any, Any, int], tuple[float, float]]
+"""(output, target, num_rows) -> (mean, weight)."""
+
+_IGNORED: Final = -100
+
+
+def make_metrics(
+    names: Iterable[str], entrypoints: EntryPoints, numerics: int = CURRENT
+) -> dict[str, Metric]:
+    """The metrics by name, without those that follow from the loss or are of whole splits."""
+    return {
+        name: _make_metric(name, entrypoints)
+        for name in dict.fromkeys(names)
+        if name not in FROM_LOSS and (":" not in name or numerics < 3)
+    }
+
+
+def _make_metric(name: str, entrypoints: EntryPoints) -> Metric:
+    if ":" in name:
+        return _user_metric(entrypoints.resolve(name, "evaluation.metrics"))
+    return _METRICS[name]
+
+
+def _user_metric(function: Callable[..., Any]) -> Metric:
+    def metric(output: Any, target: Any, num_rows: int) -> tuple[float, float]:
+        value = function(output, target)
+        mean, weight = value if isinstance(value, tuple) else (value, num_rows)
+        return float(mean), float(weight)
+
+    return metric
+
+
+def _top_accuracy(output: Tensor, target: Tensor, num_best: int) -> tuple[float, float]:
+    """Share of counted targets among the best classes; target -100 is not counted."""
+    if output.shape == target.shape:  # one logit each: yes or no
+        hits, counted = (output > 0) == (target > 0.5), torch.ones_like(target, dtype=torch.bool)
+    else:
+        # Classes stand last (tokens), or second as in torch's losses (images).
+        dim = -1 if output.shape[:-1] == target.shape else 1
+        best = output.topk(min(num_best, output.shape[dim]), dim=dim).indices
+        hits, counted = (best == target.unsqueeze(dim)).any(dim), target != _IGNORED
+    num_counted = int(counted.sum())
+    return int((hits & counted).sum()) / max(num_counted, 1), num_counted
+
+
+def _accuracy(output: Tensor, target: Tensor, num_rows: int) -> tuple[float, float]:
+    return _top_accuracy(output, target, 1)
+
+
+def _top5_accuracy(output: Tensor, target: Tensor, num_rows: int) -> tuple[float, float]:
+    return _top_accuracy(output, target, 5)
+
+
+def _difference(output: Tensor, target: Tensor) -> Tensor:
+    if output.shape != target.shape:
+        raise ValueError(
+            f"output has shape {tuple(output.shape)} but target has {tuple(target.shape)}"
+        )
+    return output.double() - target.double()
+
+
+def _mse(output: Tensor, target: Tensor, num_rows: int) -> tuple[float, float]:
+    return _difference(output, target).square().mean().item(), num_rows
+
+
+def _mae(output: Tensor, target: Tensor, num_rows: int) -> tuple[float, float]:
+    return _difference(output, target).abs().mean().item(), num_rows
+
+
+_METRICS: Final[Mapping[str, Metric]] = {
+    "accuracy": _accuracy,
+    "top5_accuracy": _top5_accuracy,
+    "mse": _mse,
+    "mae": _mae,
+}
+
+
+# ---- evaluator ----
+
+Batch = tuple[str, int]
+"""A batch of an evaluation: its split, and its number."""
+
+_BATCH_SIZE: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPart:
+    """Sums over one batch: "loss" and each metric, as mean × weight.
+
+    A metric whose own weight differs from `weight` (it counts tokens where the loss counts rows)
+    brings that weight along as "weight:<name>". kept: for the user's own metrics, where there are
+    any.
+    """
+
+    split: str
+    batch: int
+    weight: float
+    sums: Mapping[str, float]
+    kept: KeptBatch | None = field(default=None, compare=False, repr=False)
+
+
+Begins = Callable[[int, int], None]
+"""(batch, how many are left with it): called before each batch; may raise to end the evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationShare:
+    """What the member of rank `rank` of `size` computes of an evaluation of some splits."""
+
+    splits: Sequence[str]
+    rank: int
+    size: int
+    begins: Begins
+    evaluated: dict[Batch, EvaluationPart]
+    """The batches that need not be evaluated again; the others are added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates batches of a model; holds what stays the same from one evaluation to the next."""
+
+    model: nn.Module
+    data: Mapping[str, Dataset]
+    execution: ModelExecution
+    randomness: KeyedRandomness
+    gather: Gather
+    objective: Objective
+    metrics: Mapping[str, Metric]
+    batch_size: int
+    own: OwnMetrics | None = None
+    """The user's own metrics."""
+
+    @property
+    def loss(self) -> LossFunction:
+        """The loss of an output that was computed elsewhere, such as by a pipeline's stages."""
+        assert isinstance(self.objective, OutputLoss)  # others are refused in pipelines
+        return self.objective.loss
+
+    def dataset(self, split: str) -> Dataset:
+        """A split's rows; raises InvalidInputError naming evaluation.split."""
+        if split not in self.data:
+            known = ", ".join(self.data)
+            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        return self.data[split]
+
+    def num_batches(self, split: str) -> int:
+        """Returns the number of batches of a whole split; the last one may be short."""
+        return -(-len(self.dataset(split)) // self.batch_size)
+
+    def rows_in(self, split: str, batch: int) -> int:
+        """Returns the number of rows in one batch of a split."""
+        return min(self.batch_size, len(self.dataset(split)) - batch * self.batch_size)
+
+    def share(self, splits: Sequence[str], first: int, size: int, count: int = 1) -> list[Batch]:
+        """Returns the batches whose number is, modulo size, one of `count` from `first` on."""
+        return [
+            (split, batch)
+            for split in splits
+            for batch in range(self.num_batches(split))
+            if (batch - first) % size < count
+        ]
+
+    def parts_of(self, share: EvaluationShare) -> list[EvaluationPart]:
+        """Evaluates the batches of a share that are not evaluated yet; returns all of them."""
+        batches = self.share(share.splits, share.rank, share.size)
+        left = [batch for batch in batches if batch not in share.evaluated]
+        self.expect(left)
+        for place, batch in enumerate(left):
+            share.begins(batch[1], len(left) - place)
+            share.evaluated[batch] = self.part(*batch)
+        return [share.evaluated[batch] for batch in batches]
+
+    @torch.no_grad()
+    def part(
+        self, split: str, batch: int, keep: Callable[[Any, int], None] | None = None
+    ) -> EvaluationPart:
+        """Evaluates one batch, with the model in its present mode (train or eval).
+
+        keep: gets the output and the number of rows.
+        """
+        wants_output = bool(self.metrics) or self.own is not None or keep is not None
+        found, part = self._evaluated(split, batch, wants_output=wants_output)
+        if self.randomness.has_failed():
+            found, part = self._evaluated(split, batch, wants_output=wants_output)
+        if keep is not None:
+            keep(found.output, self.rows_in(split, batch))
+        self.randomness.end()
+        return part
+
+    def _evaluated(
+        self, split: str, batch: int, *, wants_output: bool
+    ) -> tuple[Assessment, EvaluationPart]:
+        self.execution.begin_batch(self.rows_in(split, batch))
+        # What a model draws in train mode would only be found out after each first batch.
+        begin = self.randomness.begin if self.model.training else self.randomness.begin_trial
+        begin("evaluate", split, batch)
+        x, y, num_rows = self._gathered(split, batch)
+        with user_code(f"evaluating {split}"):
+            found = self.objective.evaluate(self.model, x, y, num_rows, wants_output=wants_output)
+        return found, self._part(split, batch, found, num_rows)
+
+    def begin(self, split: str, batch: int) -> Tensor:
+        """Begins a batch: what is drawn from now on is drawn for it. Returns its rows."""
+        self.execution.begin_batch(self.rows_in(split, batch))
+        self.randomness.begin("evaluate", split, batch)
+        return self._rows(split, batch)
+
+    def load(self, split: str, batch: int) -> tuple[Any, Any, int]:
+        """Begins a batch; returns (x, y, number of rows) of it."""
+        self.begin(split, batch)
+        return self._gathered(split, batch)
+
+    def _gathered(self, split: str, batch: int) -> tuple[Any, Any, int]:
+        rows, activity = self._rows(split, batch), f"evaluating {split}"
+        return *self.gather(self.dataset(split), rows, activity, _keys(split, batch)), len(rows)
+
+    def expect(self, batches: Iterable[Batch]) -> None:
+        """Says which batches come next; their rows may be read ahead."""
+        self.gather.expect(
+            (self.dataset(split), self._rows(split, batch), _keys(split, batch))
+            for split, batch in batches
+        )
+
+    def _rows(self, split: str, batch: int) -> Tensor:
+        start = batch * self.batch_size
+        return torch.arange(start, start + self.rows_in(split, batch))
+
+    def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
+        """Computes loss and metrics of a batch from the model's output, and keeps what the user's
+        own metrics need of it."""
+        with user_code(f"evaluating {split}"):
+            found = Assessment(self.loss(output, y, num_rows), output, y)
+        return self._part(split, batch, found, num_rows)
+
+    def _part(self, split: str, batch: int, found: Assessment, num_rows: int) -> EvaluationPart:
+        kept, loss = None, found.loss
+        with user_code(f"evaluating {split}"):
+            sums = {"loss": float(loss.mean) * loss.weight}
+            for name, metric in self.metrics.items():
+                with noted(name, (found.output, found.target)):
+                    mean, weight = metric(found.output, found.target, num_rows)
+                sums[name] = mean * weight
+                if weight != loss.weight:
+                    sums[f"weight:{name}"] = weight
+            if self.own is not None:
+                num_all = len(self.dataset(split))
+                kept = self.own.keep(found.output, found.target, num_rows, num_all)
+        if loss.weight == 0:  # nothing was counted, so its mean may be anything
+            sums["loss"] = 0.0
+        return EvaluationPart(split, batch, loss.weight, sums, kept)
+
+
+def _keys(split: str, batch: int) -> BatchKeys:
+    return BatchKeys(("row", "evaluate", split), ("evaluate", split, batch))
+
+
+def make_evaluator(  # noqa: PLR0913  (the one place that puts all of them together)
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    model: nn.Module,
+    data: Mapping[str, Dataset],
+    execution: ModelExecution,
+    randomness: KeyedRandomness,
+    gather: Gather,
+    numerics: int = CURRENT,
+) -> Evaluator:
+    """Makes the evaluator of a job's model, with the loss, metrics and batches of the job."""
+    spec, objective = job.evaluation, make_objective(job, entrypoints)
+    metrics = make_metrics(spec.metrics if spec else [], entrypoints, numerics)
+    batch_size = spec.batch_size if spec else _BATCH_SIZE
+    own = make_own_metrics(spec, entrypoints, numerics)
+    return Evaluator(
+        model, data, execution, randomness, gather, objective, metrics, batch_size, own
+    )

@@ -1,0 +1,395 @@
+"""Objectives: what a model is trained for, as (mean loss, weight, log) of one micro-batch.
+
+An objective calls the model itself, so it may be a loss of the model's output, or any function of
+model and batch. Everything that trains or evaluates a whole model knows objectives only; a
+pipeline, whose model is in stages, needs the loss of an output. Must not know shards.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import LossSpec
+from stratagem.common.schema.json import thawed
+from stratagem.worker.user_code.call_notes import noted, text_of
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+# ---- losses ----
+#
+# Training losses: each answers (mean, weight), the mean being over `weight` rows or tokens.
+#
+# The weight is what makes a sum over uneven shards equal one big batch: gradients are added as
+# mean × weight and divided once by the total weight. Must not know shards.
+
+
+class Logged(NamedTuple):
+    """A number that is shown beside the loss: a mean over `weight` rows, tokens or the like."""
+
+    name: str
+    mean: float | Tensor
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossValue:
+    """A scalar mean that can be differentiated, and the rows or tokens it is a mean over."""
+
+    mean: Tensor
+    weight: float
+    log: tuple[Logged, ...] = ()
+
+
+class Assessment(NamedTuple):
+    """What an objective finds in one batch of an evaluation; output and target are for metrics."""
+
+    loss: LossValue
+    output: Any
+    target: Any
+
+
+_REFUSALS: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""Types of errors by which losses of torch refuse what they are given."""
+
+_IGNORED: Final = -100
+"""A target that counts nothing, unless `ignore_index` names another one."""
+
+LossFunction = Callable[[Any, Any, int], LossValue]
+"""(output, target, num_rows) -> LossValue."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLoss:
+    """A loss of the table below with its settings; none of it is code of the user's."""
+
+    name: str
+    function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, output: Any, target: Any, num_rows: int) -> LossValue:
+        """A `LossFunction`. What torch refuses is told with what the loss was given."""
+        try:
+            return self.function(output, target, num_rows, self.kwargs)
+        except _REFUSALS as error:
+            if type(error) not in _REFUSALS:
+                raise  # such as one of memory, which says more by its class
+            raise type(error)(self._explained(str(error), output, target)) from None
+
+    def _explained(self, text: str, output: Any, target: Any) -> str:
+        """The sentence of an error, with the outputs and the targets that it is about."""
+        given = f"{self.name} got outputs {text_of(output)} and targets {text_of(target)}"
+        if "out of bounds" not in text or not isinstance(output, Tensor):
+            return f"{text.rstrip('.')}; {given}{loss_hint(self.name, output, target)}"
+        classes = output.shape[-1 if self.name == "token_cross_entropy" or output.dim() < 2 else 1]
+        ignored = int(self.kwargs.get("ignore_index", _IGNORED))
+        counted = target[target != ignored]
+        return (
+            f"{text.rstrip('.')}: the model has {classes} outputs, so targets are 0 to "
+            f"{classes - 1}; those of this batch are {int(counted.min())} to {int(counted.max())}. "
+            f"{given}"
+        )
+
+
+def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
+    """Makes the loss that a job names."""
+    if spec.entrypoint is not None:
+        own = entrypoints.bind(spec.entrypoint, spec.kwargs, "loss")
+        return _user_loss(own, f'what "{spec.entrypoint}" returns')
+    assert spec.name is not None
+    return NamedLoss(spec.name, _LOSSES[spec.name], thawed(spec.kwargs))
+
+
+def loss_hint(name: str, output: Any, target: Any) -> str:
+    """Return what to write instead where outputs and targets are not those that a loss takes; ""
+    where they do not say."""
+    own = "name a loss of your own of (output, target), as `loss: module:function`"
+    if not isinstance(output, Tensor):
+        kind = type(output).__name__
+        return f"; the model returns a {kind}: return its tensor alone in forward, or {own}"
+    if not isinstance(target, Tensor):
+        pairs = "return pairs (x, y) as rows or from data.collate"
+        return f"; a batch that is no pair (x, y) is input and target at once: {pairs}, or {own}"
+    takes_classes = name in ("cross_entropy", "nll")
+    if takes_classes and output.dim() > 2 and target.shape == output.shape[:-1]:
+        return (
+            "; outputs whose last dimension is the classes, as of a language model, are for "
+            "`loss: token_cross_entropy`"
+        )
+    if takes_classes and target.shape == (output.shape[0], 1):
+        return "; class numbers have one dimension: y.squeeze(1) in data.entrypoint"
+    if takes_classes and target.is_floating_point() and target.dim() < output.dim():
+        return "; class numbers are int64: y.long() in data.entrypoint"
+    if name == "token_cross_entropy" and target.shape != output.shape[:-1]:
+        return f"; targets of such outputs have the shape {list(output.shape[:-1])}"
+    if not takes_classes and output.numel() == target.numel():
+        shape = list(output.shape)
+        return f"; reshape y to {shape} in data.entrypoint, or the output in forward"
+    if not takes_classes and target.shape == output.shape[:1]:
+        return "; targets that are class numbers are for `loss: cross_entropy`"
+    return ""
+
+
+def counts_rows(spec: LossSpec) -> bool:
+    """Returns whether the weight of the loss is the number of rows, independent of their values."""
+    return spec.entrypoint is None and spec.name != "token_cross_entropy"
+
+
+def _user_loss(function: Callable[..., Any], what: str) -> LossFunction:
+    """what: the words for its value."""
+
+    def loss(output: Any, target: Any, num_rows: int) -> LossValue:
+        with noted("the loss", (output, target)):
+            value = function(output, target)
+        pair = value if isinstance(value, tuple) else (value, num_rows)
+        if len(pair) != 2:
+            raise ValueError(f"{what} must be a loss or (loss, weight), not {len(pair)} values")
+        mean, weight = pair
+        return LossValue(one_number(mean, what), float(weight))
+
+    return loss
+
+
+def one_number(mean: Any, what: str) -> Tensor:
+    """Returns a tensor of one element as one of no dimensions; raises ValueError for others."""
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        kind = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+        raise ValueError(f"{what} must be one number as a tensor, not {kind}")
+    return mean.reshape(())
+
+
+def _same_shape(output: Tensor, target: Tensor) -> None:
+    """Refuses what would be broadcast silently into a wrong loss."""
+    if output.shape != target.shape:
+        raise ValueError("outputs and targets must have the same shape")
+
+
+def _cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    return LossValue(F.cross_entropy(x, y, **kwargs), rows)
+
+
+def _nll(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    return LossValue(F.nll_loss(x, y), rows)
+
+
+def _mse(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    _same_shape(x, y)
+    return LossValue(F.mse_loss(x, y), rows)
+
+
+def _l1(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    _same_shape(x, y)
+    return LossValue(F.l1_loss(x, y), rows)
+
+
+def _bce_with_logits(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    target = y.to(x.dtype)
+    _same_shape(x, target)
+    positive = kwargs.get("pos_weight")
+    pos_weight = None if positive is None else torch.as_tensor(positive, dtype=x.dtype).to(x.device)
+    return LossValue(F.binary_cross_entropy_with_logits(x, target, pos_weight=pos_weight), rows)
+
+
+def _token_cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    """Classes last; the mean is over the tokens not ignored; there may be none."""
+    ignored = int(kwargs.get("ignore_index", _IGNORED))
+    total = F.cross_entropy(
+        x.reshape(-1, x.shape[-1]),
+        y.reshape(-1),
+        ignore_index=ignored,
+        label_smoothing=float(kwargs.get("label_smoothing", 0.0)),
+        reduction="sum",
+    )
+    counted = int((y != ignored).sum())
+    return LossValue(total / max(counted, 1), counted)
+
+
+_LOSSES: Final[Mapping[str, Callable[[Tensor, Tensor, int, Mapping[str, Any]], LossValue]]] = {
+    "bce_with_logits": _bce_with_logits,
+    "cross_entropy": _cross_entropy,
+    "l1": _l1,
+    "mse": _mse,
+    "nll": _nll,
+    "token_cross_entropy": _token_cross_entropy,
+}
+
+
+# ---- objective ----
+
+
+class Objective(Protocol):
+    """What a model is trained for. num_rows: of the micro-batch, as the plan asked for."""
+
+    @property
+    def is_users(self) -> bool:
+        """True if code of the user's runs in it, which may draw from any generator."""
+
+    @property
+    def counts_rows(self) -> bool:
+        """True if the weight is always the number of rows, so that it is known beforehand."""
+
+    @property
+    def may_log(self) -> bool:
+        """True if there may be numbers to log beside the loss."""
+
+    def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
+        """Computes the forward pass and the loss of a micro-batch; the caller goes backward."""
+
+    def evaluate(
+        self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
+    ) -> Assessment:
+        """Computes the loss of a batch, without a gradient. wants_output: else output and target
+        may be left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLoss:
+    """The objective of a job with a `loss`: that of the model's output and the target."""
+
+    loss: LossFunction
+    counts_rows: bool
+    may_log: bool = field(default=False, init=False)
+
+    @property
+    def is_users(self) -> bool:
+        """True for a loss by entry point."""
+        return not isinstance(self.loss, NamedLoss)
+
+    def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
+        """An `Objective`."""
+        with noted(model, x):
+            output = model(x)
+        return self.loss(output, y, num_rows)
+
+    def evaluate(
+        self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
+    ) -> Assessment:
+        """Computes output and loss of a batch."""
+        with noted(model, x):
+            output = model(x)
+        return Assessment(self.loss(output, y, num_rows), output, y)
+
+
+# ---- returned loss ----
+#
+# The loss that a model returns itself, as those of transformers do, and what it is a mean over.
+#
+# A sum over uneven parts equals one big batch only if each mean comes with the number of things
+# that it is a mean over. Models do not say it, so it is counted in the labels of the batch, by a
+# rule that is a function of the model's class and the labels' type alone. Must not know shards.
+
+Weight = Literal["rows", "labels", "shifted_labels"]
+
+IGNORED: Final = -100
+"""A label that counts nothing."""
+_CAUSAL: Final = frozenset(
+    {"BertLMHeadModel", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"}
+)
+"""Causal language models of transformers that are not called `...ForCausalLM`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedLoss:
+    """The objective of a job with `loss: {name: model}`: `model(**batch).loss`.
+
+    weight: what the loss is a mean over; None: what `weight_of` says. Where that is nothing, the
+    loss is 0 and has no gradient, whatever the model returned.
+    """
+
+    weight: Weight | None
+
+    @property
+    def is_users(self) -> bool:
+        """Always true: the model's code computes the loss."""
+        return True
+
+    @property
+    def counts_rows(self) -> bool:
+        """True if the job says so; otherwise the labels decide."""
+        return self.weight == "rows"
+
+    @property
+    def may_log(self) -> bool:
+        """Always false: a model returns nothing to log."""
+        return False
+
+    def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
+        """An `Objective`."""
+        return self._run(model, x, y, num_rows)[0]
+
+    def evaluate(
+        self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
+    ) -> Assessment:
+        """Computes the loss of a batch. For metrics the output is its `logits`, or all that it
+        gives besides the loss; the target is `labels`, each where the model predicts it."""
+        loss, outputs = self._run(model, x, y, num_rows)
+        labels = x.get("labels")
+        if isinstance(labels, Tensor) and self._weight(model, labels) == "shifted_labels":
+            labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        return Assessment(loss, _output(outputs), x if labels is None else labels)
+
+    def _run(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> tuple[LossValue, Any]:
+        if not isinstance(x, Mapping) or not (y is x or y is None):
+            what = type(x).__name__ if y is x else "pair"
+            text = f"model calls model(**batch), and the batch is a {what}; rows, or what "
+            raise InvalidInputError.at("loss", f"{text}data.collate makes of them, must be dicts")
+        with noted("model(**batch)", x):
+            outputs = model(**x)
+        counted = self._count(model, x.get("labels"), num_rows)
+        mean = _loss_of(outputs, model, x)
+        if not counted:  # transformers makes NaN of it; this goes backward to nothing
+            mean = mean.new_zeros((), requires_grad=mean.requires_grad)
+        return LossValue(mean, counted), outputs
+
+    def _count(self, model: nn.Module, labels: Any, num_rows: int) -> int:
+        weight = self._weight(model, labels)
+        if weight == "rows":
+            return num_rows
+        if not isinstance(labels, Tensor):
+            text = f"is {weight}, and the batch has no tensor `labels`; set it to rows"
+            raise InvalidInputError.at("loss.weight", text)
+        counted = labels[:, 1:] if weight == "shifted_labels" else labels
+        return int((counted != IGNORED).sum())
+
+    def _weight(self, model: nn.Module, labels: Any) -> Weight:
+        return self.weight or weight_of(model, labels)
+
+
+def weight_of(model: nn.Module, labels: Any) -> Weight:
+    """Returns what the loss of a model is taken to be a mean over, unless the job says it."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return "rows"
+    return "shifted_labels" if labels.dim() > 1 and _shifts_labels(model) else "labels"
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Returns whether the model compares its output at a place with the label of the next one."""
+    wrapped = getattr(model, "get_base_model", None)  # of peft
+    inner = wrapped() if callable(wrapped) else model
+    names = [kind.__name__ for kind in type(inner).__mro__]
+    if any(name.endswith("ForCausalLM") or name in _CAUSAL for name in names):
+        return True
+    # With an encoder of text, labels stand where they are predicted; with one of images they do
+    # not.
+    has_encoder = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    return any(name.endswith("ForConditionalGeneration") for name in names) and not has_encoder
+
+
+def _loss_of(outputs: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if found is None:
+        keys = ", ".join(map(str, batch))
+        text = f"model wants {type(model).__name__} to return a loss, and it returned none for a "
+        raise InvalidInputError.at("loss", f"{text}batch of {keys}")
+    return one_number(found, "the loss")
+
+
+def _output(outputs: Any) -> Any:
+    """Returns what metrics and predictions are made of."""
+    given = outputs if isinstance(outputs, Mapping) else vars(outputs)
+    if given.get("logits") is not None:
+        return given["logits"]
+    return {key: value for key, value in given.items() if key != "loss"}

@@ -1,0 +1,157 @@
+"""The numbers by which known gradients are multiplied to predict one: pure arithmetic.
+
+Both predictors are linear in the gradients, so a prediction is Σ cᵢ·gᵢ with coefficients that
+depend only on when the gradients were computed. Distances are true: steps between the gradients,
+predicted ones included. How far a slope is followed is damped: `d + d² + … + d^ahead` steps, so a
+prediction comes to rest as the distance grows.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from stratagem.common.job.schedules import PredictorSpec
+from stratagem.worker.phases.schedule import Quality
+
+# ---- gradient extrapolation ----
+
+_LEAST_DETERMINANT = 1e-10
+
+
+def coefficients(spec: PredictorSpec, steps: Sequence[int], target: int) -> list[float]:
+    """Returns one coefficient per gradient. steps: when they were computed, ascending; target: the
+    step to predict.
+
+    One gradient alone is carried on as it is. Raises ValueError without gradients, for steps that
+    do not ascend, and for a target that is not ahead.
+    """
+    if not steps:
+        raise ValueError("there is no gradient to predict from")
+    if any(later <= earlier for earlier, later in pairwise(steps)):
+        raise ValueError(f"steps must ascend: {list(steps)}")
+    ahead = target - steps[-1]
+    if ahead < 1:
+        raise ValueError(f"step {target} is not ahead of step {steps[-1]}")
+    if spec.kind == "momentum":
+        return _momentum(steps, _followed(spec.momentum, ahead))
+    return _least_squares(steps, spec.decay, _followed(spec.damping, ahead))
+
+
+def _followed(damping: float, ahead: int) -> float:
+    """Steps that a slope is followed for."""
+    total, power = 0.0, 1.0
+    for _ in range(ahead):
+        power *= damping
+        total += power
+    return total
+
+
+def _momentum(steps: Sequence[int], followed: float) -> list[float]:
+    """The last gradient plus the last difference per step, followed."""
+    if len(steps) == 1:
+        return [1.0]
+    share = followed / (steps[-1] - steps[-2])
+    return [0.0] * (len(steps) - 2) + [-share, 1.0 + share]
+
+
+def _least_squares(steps: Sequence[int], decay: float, followed: float) -> list[float]:
+    """Line b + v·t through the gradients at t = step − newest step, weights decay^(−t)."""
+    times = [float(step - steps[-1]) for step in steps]
+    weights = [decay**-time for time in times]
+    s0 = sum(weights)
+    s1 = sum(weight * time for weight, time in zip(weights, times, strict=True))
+    s2 = sum(weight * time * time for weight, time in zip(weights, times, strict=True))
+    determinant = s0 * s2 - s1 * s1
+    if determinant < _LEAST_DETERMINANT:
+        return [0.0] * (len(steps) - 1) + [1.0]
+    return [
+        weight * ((s2 - s1 * time) + (s0 * time - s1) * followed) / determinant
+        for weight, time in zip(weights, times, strict=True)
+    ]
+
+
+# ---- gradient prediction ----
+#
+# Prediction of gradients from earlier ones, and the quality of the predictions.
+#
+# Works on flat gradients (N,): all parameters one after the other, in the widest of their dtypes
+# and at least float32. Every element is multiplied and added by itself, never with a fused
+# operation, so neither the place of an element nor the vector width of the machine is in its bits;
+# norms are sums in float64 in an order that torch's thread count fixes, as in clipping. Knows no
+# schedule.
+
+MAX_RELATIVE_ERROR = 1e9
+"""Stands for every error above it: a number that JSON has."""
+
+
+def flat_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Returns the dtype that holds gradients of all of these."""
+    return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def norm(flat: Tensor) -> float:
+    """Returns the Euclidean norm, summed in float64."""
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+
+
+def quality(exact: Tensor, predicted: Tensor) -> Quality:
+    """Compares a prediction with the gradient that came out; both (N,).
+
+    The cosine follows from three norms by the law of cosines. Two gradients of zero agree.
+    """
+    distance, length, predicted_length = norm(exact - predicted), norm(exact), norm(predicted)
+    if distance == 0:
+        return Quality(0.0, 1.0)
+    error = distance / length if length else math.inf
+    if not error <= MAX_RELATIVE_ERROR:  # nor where nothing is a number
+        return Quality(MAX_RELATIVE_ERROR, 0.0)
+    if predicted_length == 0:
+        return Quality(error, 0.0)
+    ratio = predicted_length / length
+    cosine = (1.0 + ratio * ratio - error * error) / (2.0 * ratio)
+    return Quality(error, min(1.0, max(-1.0, cosine)))
+
+
+class GradientHistory:
+    """The last exact gradients with the steps they are of, and predictions from them."""
+
+    def __init__(self, spec: PredictorSpec, trust: float) -> None:
+        self._spec, self._trust = spec, trust
+        self._capacity = spec.history if spec.kind == "wls" else 2
+        self.steps: list[int] = []
+        self.gradients: list[Tensor] = []
+        """(N,) each; oldest first."""
+        self._last_norm: float | None = None  # until a prediction asks
+
+    def record(self, step: int, gradient: Tensor) -> None:
+        """Takes the exact gradient (N,) of this step over, uncopied; steps ascend."""
+        if self.steps and step <= self.steps[-1]:
+            raise ValueError(f"step {step} comes after step {self.steps[-1]}")
+        self.replace([*self.steps, step], [*self.gradients, gradient])
+
+    def predict(self, step: int) -> Tensor:
+        """Returns the predicted gradient (N,) of a step after the last recorded one, as a new
+        tensor.
+
+        Its norm is at most `trust` times that of the last exact gradient: where the line has left
+        that region it is shortened, its direction stays.
+        """
+        shares = coefficients(self._spec, self.steps, step)
+        total = self.gradients[0] * shares[0]
+        for share, gradient in zip(shares[1:], self.gradients[1:], strict=True):
+            total += gradient * share
+        if self._last_norm is None:
+            self._last_norm = norm(self.gradients[-1])
+        length, limit = norm(total), self._trust * self._last_norm
+        return total.mul_(limit / length) if length > limit else total
+
+    def replace(self, steps: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Takes these gradients in place of its own, oldest first; keeps the newest ones where
+        there are more than it has room for."""
+        kept = slice(-self._capacity, None)
+        self.steps, self.gradients = list(steps)[kept], list(gradients)[kept]
+        self._last_norm = None

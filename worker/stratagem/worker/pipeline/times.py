@@ -1,0 +1,173 @@
+"""Seconds that the stages of one rank compute and wait in a training step, and what they did when.
+
+Always measured, so it has to cost next to nothing: two looks at a clock around what is computed for
+a micro-batch. On a GPU, which works while the host goes on, events in its stream take their place
+and are read when the step has ended; nothing is waited for in between. Must not know what a stage
+computes.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from stratagem.common.history.recording import NONE, StageAction, StageReport, party_of_stage, told
+from stratagem.common.pipeline.schedules import Action
+from stratagem.worker.engine.reports import PartReport
+from stratagem.worker.host.clock import clock_number
+
+Moment: TypeAlias = float | torch.cuda.Event
+"""By the clock of the host, or in the stream of a GPU."""
+
+
+class TimedPiece(NamedTuple):
+    """A piece of work, as it was measured."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+    began: Moment
+    ended: Moment
+    wait_s: float
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """The times of one step."""
+
+    device: torch.device
+    rank: int
+    """Of the pipeline."""
+    sources: Mapping[int, Sequence[int]]
+    """By stage of this rank, in order: the stages that it receives activations from."""
+    busy_s: dict[int, float] = field(default_factory=dict)
+    wait_s: dict[int, float] = field(default_factory=dict)
+    """By stage: for what others had to send it."""
+    span_s: float = 0.0
+    """From the first piece of work to the end of the last one."""
+    _origin: Moment = 0.0
+    """When the step has begun."""
+    _began_s: float = 0.0
+    """The same by the clock of the host."""
+    _pass_ended: Moment = 0.0
+    _pieces: list[TimedPiece] = field(default_factory=list)
+    _waited_s: float = 0.0
+    """For what the next piece of work needs."""
+    _num_micro_batches: int = 0
+    """Of the passes of this step that have ended."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.busy_s = dict.fromkeys(self.sources, 0.0)
+        self.wait_s = dict.fromkeys(self.sources, 0.0)
+        self.span_s = self._waited_s = 0.0
+        self._num_micro_batches = 0
+        self._pieces = []  # a report may have those of the step before
+        self._origin = self._pass_ended = self._now()
+        # Where both are of one clock they are one reading: a process may lose its core in between.
+        origin = self._origin
+        self._began_s = origin if isinstance(origin, float) else time.perf_counter()
+
+    @contextmanager
+    def computing(self, action: Action) -> Iterator[None]:
+        """Around what a stage computes for a micro-batch."""
+        number, waited_s = self._num_micro_batches + action.micro_batch, self._waited_s
+        self._waited_s = 0.0
+        began = self._now()
+        yield
+        kind = action.kind.name.lower()
+        self._pieces.append(TimedPiece(action.stage, kind, number, began, self._now(), waited_s))
+
+    def exchanged(self) -> None:
+        """What followed the last pass was the exchange of its gradients: sums over stages and
+        replicas."""
+        self._add_once("exchange", self._pass_ended)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the step of the optimizer."""
+        began = self._now()
+        yield
+        self._add_once("optimizer", began)
+
+    def _add_once(self, kind: str, began: Moment) -> None:
+        """Add what the rank does once in a step; it stands with its first stage."""
+        first = next(iter(self.sources))
+        self._pieces.append(TimedPiece(first, kind, NONE, began, self._now(), 0.0))
+
+    @contextmanager
+    def waiting(self, stage: int) -> Iterator[None]:
+        """Around the wait for a message to a stage."""
+        began_s = time.perf_counter()
+        yield
+        self._waited_s = time.perf_counter() - began_s
+        self.wait_s[stage] += self._waited_s
+
+    @contextmanager
+    def working(self, num_micro_batches: int) -> Iterator[None]:
+        """Around all pieces of work of a pass."""
+        began_s = time.perf_counter()
+        yield
+        self.span_s += time.perf_counter() - began_s
+        self._num_micro_batches += num_micro_batches
+        self._pass_ended = self._now()
+
+    def _now(self) -> Moment:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def reports(self) -> list[PartReport]:
+        """Return the step's times by stage, once it has ended; the span is the rank's, and stands
+        with its first stage."""
+        for piece in self._pieces:
+            if piece.micro_batch != NONE:
+                self.busy_s[piece.stage] += _seconds(piece.began, piece.ended)
+        first = next(iter(self.sources), None)
+        return [
+            PartReport(
+                f"stage/{stage}",
+                observed={
+                    "busy_s": self.busy_s[stage],
+                    "wait_s": self.wait_s[stage],
+                    **({"span_s": self.span_s} if stage == first else {}),
+                },
+            )
+            for stage in self.sources
+        ]
+
+    def actions(self) -> Callable[[], list[PartReport]]:
+        """Return what tells, when it is asked, what was done when: it costs more than to measure
+        it, and is asked of one step of a segment."""
+        return partial(self._reported, self._origin, self._began_s, self._pieces)
+
+    def _reported(
+        self, origin: Moment, began_s: float, pieces: Sequence[TimedPiece]
+    ) -> list[PartReport]:
+        """Return what the stages have done in a step that has begun then."""
+        by_stage: dict[int, list[StageAction]] = {stage: [] for stage in self.sources}
+        for stage, kind, number, began, ended, wait_s in pieces:
+            times = _seconds(origin, began), _seconds(origin, ended)
+            by_stage[stage].append(StageAction(kind, number, *times, wait_s))
+        clock = clock_number()
+        reports = {
+            stage: StageReport(self.rank, self.sources[stage], told(its), began_s, clock)
+            for stage, its in by_stage.items()
+        }
+        return [
+            PartReport(party_of_stage(stage), observed=report.values)
+            for stage, report in reports.items()
+        ]
+
+
+def _seconds(began: Moment, ended: Moment) -> float:
+    if isinstance(began, float) or isinstance(ended, float):
+        return float(ended) - float(began)  # type: ignore[arg-type]  # of one clock both
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3

@@ -1,1 +1,0 @@
-"""How long the stages of a pipeline compute and wait."""

@@ -1,0 +1,159 @@
+"""EvaluatePlan: this member's share of the batches of an evaluation of a stored state.
+
+A member knows no other one. When the party changes the same plan is asked for again with another
+share, and what was evaluated already is answered at once. Runs in the torch thread.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from stratagem.common.process.failpoints import failpoint
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine import Batch, Inference
+from stratagem.worker.engine.buffers import constant_buffers
+from stratagem.worker.engine.callbacks import Callbacks, EvaluationView, make_callbacks
+from stratagem.worker.plans.client_state import state_to_evaluate
+from stratagem.worker.plans.train import (
+    PROGRESS_INTERVAL_S,
+    Segment,
+    check_may_end,
+    own_metrics,
+    parts_to_proto,
+)
+from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.control import DRAINED, PlanStopped
+from stratagem.worker.session.profiling import EVALUATING, StepRecorder
+from stratagem.worker.session.states import freeze
+
+# ---- evaluate plan ----
+
+
+def evaluate_state(
+    work: ExecutionContext, plan: pb.EvaluatePlan, segment: Segment
+) -> tuple[pb.ExecuteResult, int]:
+    """Return the sums of the batches asked for, and the membership that they were asked for under.
+
+    Ends early, with a result that is not used, once another share is asked for.
+    """
+    membership = work.control.view.membership
+    work.set_activity("evaluating")
+    inference = _inference(work, plan)
+    evaluator = inference.evaluator
+    share = evaluator.share(plan.splits, plan.rank, max(plan.size, 1), max(plan.count, 1))
+    left = [batch for batch in share if batch not in segment.evaluated]
+    spec = work.job.evaluation
+    is_kept = spec is not None and spec.predictions
+    show = _Progress(work, len(share), len(share) - len(left))
+    evaluator.expect(left)
+    with StepRecorder(work, EVALUATING) as recorder, constant_buffers(inference.model):
+        for number, batch in enumerate(left):
+            work.control.check()
+            if work.control.view.membership != membership:
+                break
+            if work.control.is_draining:
+                raise PlanStopped(DRAINED)
+            recorder.begin(batch[1], len(left) - number)
+            outputs = segment.outputs.setdefault(batch, {}) if is_kept else None
+            segment.evaluated[batch] = inference.part(*batch, outputs)
+            failpoint("worker.batch.evaluated")
+            show.done(evaluator.rows_in(*batch))
+    if is_kept:
+        work.post(work.states.keep, work.segment, freeze(_named(segment.outputs, share), {}))
+    parts = [segment.evaluated[batch] for batch in share if batch in segment.evaluated]
+    own = None
+    if len(parts) == len(share):  # or another share is asked for by now
+        own = own_metrics(work, evaluator, plan.splits, parts, wants_sums=plan.wants_sums)
+    result = pb.EvaluateResult(
+        parts=list(parts_to_proto(parts)),
+        own_metrics=own,
+        wants_evaluation=inference.setup.callbacks.sees_evaluations,
+    )
+    return pb.ExecuteResult(evaluate=result), membership
+
+
+def _named(
+    outputs: Mapping[Batch, Mapping[str, Tensor]], share: Sequence[Batch]
+) -> dict[str, Tensor]:
+    """Return the outputs as "<split>.<output>/<batch>": sorted by name, batches are in order."""
+    return {
+        f"{split}.{name}/{batch:012d}": tensor
+        for split, batch in share
+        for name, tensor in outputs.get((split, batch), {}).items()
+    }
+
+
+def _inference(work: ExecutionContext, plan: pb.EvaluatePlan) -> Inference:
+    """Return the model with the weights of the plan's state, and those that its client keeps."""
+    digest = f"{plan.base.digest} {plan.client_state.digest}"
+    held = work.holding.inference
+    is_other = work.holding.data_version != work.data_version
+    if held is not None and (is_other or held[1].job != work.job):
+        held = work.holding.inference = None
+    if held is not None and held[0] == digest:
+        return held[1]
+    tensors, _ = work.blob(plan.base.digest)
+    own = state_to_evaluate(work, plan.client, plan.client_state)
+    work.holding.inference = None  # one that fails to load is not kept
+    inference = work.new_inference(fresh=False) if held is None else held[1]
+    inference.load_state({**tensors, **own})
+    work.holding.inference, work.holding.data_version = (digest, inference), work.data_version
+    return inference
+
+
+class _Progress:
+    """Reports at intervals how many batches of the share are done, and rows per second."""
+
+    def __init__(self, work: ExecutionContext, num_batches: int, num_done: int) -> None:
+        self._work, self._num_batches, self._num_done = work, num_batches, num_done
+        self._num_rows, self._started_s = 0, time.monotonic()
+        self._reported_s = 0.0
+
+    def done(self, num_rows: int) -> None:
+        self._num_done += 1
+        self._num_rows += num_rows
+        now_s = time.monotonic()
+        is_last = self._num_done == self._num_batches
+        if now_s - self._reported_s < PROGRESS_INTERVAL_S and not is_last:
+            return
+        self._reported_s = now_s
+        progress = pb.Progress(
+            step=self._num_done,
+            to_step=self._num_batches,
+            rows_per_s=self._num_rows / max(now_s - self._started_s, 1e-9),
+        )
+        self._work.post(self._work.outbox.progress, progress)
+
+
+# ---- show plan ----
+#
+# ShowPlan: the numbers of an evaluation of all members, shown to the user's on_evaluation here.
+#
+# The coordinator has added them up and runs no code of the user's. What the hook says comes back
+# before the evaluation is journaled, so it is called once for each one that counts. Runs in the
+# torch thread.
+
+STOPPED: Final = "on_evaluation has called view.stop()"
+
+
+def show(work: ExecutionContext, plan: pb.ShowPlan) -> pb.Shown:
+    """Call the hook; return what it has logged, and whether it wants the training to end."""
+    work.set_activity("showing an evaluation")
+    seen = EvaluationView(plan.step, plan.split, dict(plan.metrics))
+    _callbacks(work).saw_evaluation(seen)
+    if seen.wants_end:
+        check_may_end(work, f"on_evaluation after step {seen.step}")
+    failpoint("worker.evaluation.shown")
+    return pb.Shown(logged=seen.logged, stop_reason=STOPPED if seen.wants_end else "")
+
+
+def _callbacks(work: ExecutionContext) -> Callbacks:
+    """Return those of the model that was evaluated, or new ones where it is here no more."""
+    holding = work.holding
+    if holding.trainer is not None:
+        return holding.trainer.callbacks
+    if holding.inference is not None:
+        return holding.inference[1].setup.callbacks
+    return make_callbacks(work.job, work.entrypoints)

@@ -1,1 +1,0 @@
-"""What one client does in a round beside its training: what it keeps, corrects and codes."""

@@ -1,0 +1,538 @@
+"""TrainPlan: train to a step with the other members, through every change of the party.
+
+Owns the loop for all kinds of trainer: join the party, step until the end, and when the exchange
+fails leave it, say so and wait for the next view. A step is applied by all members or done again,
+so nothing here undoes anything; members that are sole copies of their state drop it, and the
+coordinator returns the party to its last commit. Runs in the torch thread, which it does not keep
+while it waits.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import structlog
+from torch import Tensor
+
+from stratagem.common.base.errors import (
+    IntegrityError,
+    StratagemError,
+    UnavailableError,
+    UserCodeError,
+)
+from stratagem.common.numerics.rules import REFUSES_INFINITE
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import Custom, Federated, are_models_apart
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine import (
+    Batch,
+    EvaluationPart,
+    EvaluationShare,
+    Joined,
+    LocalStepsTrainer,
+    MemberTrainer,
+    SegmentSummary,
+    StepReport,
+    Trainer,
+)
+from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer, StepView
+from stratagem.worker.exchange import ExchangeError
+from stratagem.worker.host.stalls import moved
+from stratagem.worker.mesh.shm import UnshareableError
+from stratagem.worker.objectives.evaluator import Evaluator
+from stratagem.worker.objectives.own_metrics import (
+    LAYOUT,
+    SummedState,
+    from_named,
+    make_own_metrics,
+    named_tensors,
+)
+from stratagem.worker.party.join import give_up, join
+from stratagem.worker.phases import TrainingPhase
+from stratagem.worker.plans.history import StepHistory
+from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.control import DRAINED, MemberView, PlanStopped, ViewChanged
+from stratagem.worker.session.finite import diverged, parameters_of
+from stratagem.worker.session.profiling import EVALUATING, StepRecorder
+from stratagem.worker.session.states import freeze
+
+# ---- train plan ----
+
+PROGRESS_INTERVAL_S: Final = 0.1
+
+
+@dataclass(slots=True)
+class Segment:
+    """The progress of one execution in its segment, kept when it runs again under a new view."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    num_redone_steps: int = 0
+    is_stepping: bool = False
+    step_began_s: float = 0.0
+    num_rows: int = 0
+    reported_s: float = 0.0
+    busy_s: float = 0.0
+    """That stages of a pipeline computed, in the steps since the latest progress."""
+    span_s: float = 0.0
+    num_timed: int = 0
+    """Steps since the latest progress."""
+    engine: str = ""
+    stop_reason: str = ""
+    """Why the user's code has ended the training, if it has."""
+    history: StepHistory | None = None
+    """Records the steps under the present view."""
+    summary: SegmentSummary | None = None
+    """Its summary, once it has ended and its snapshot has been taken."""
+    divided_at: int = -1
+    """The membership whose slices are in the snapshot; -1 where nothing was divided."""
+    kept: str = ""
+    """See TrainResult."""
+    streams: dict[int, str] = field(default_factory=dict)
+    """Marks of the streams of rows that were read, at its end."""
+    evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)
+    """The sums of each batch: the next view may ask for them again."""
+    outputs: dict[Batch, dict[str, Tensor]] = field(default_factory=dict)
+    """The model's outputs by split and batch, where predictions are wanted."""
+
+
+def train(
+    work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
+) -> tuple[pb.ExecuteResult, int]:
+    """Train to plan.to_step; return the result, and the membership that it was computed under."""
+    holding = work.holding
+    holding.begin(plan.lineage, work.segment)
+    view = work.control.view
+    while True:
+        try:
+            result = _conclude(work, plan, view, segment, _train_under(work, plan, view, segment))
+            return pb.ExecuteResult(train=result), view.membership
+        except ViewChanged:
+            pass
+        except (ExchangeError, UnavailableError, IntegrityError) as error:
+            segment.num_redone_steps += int(segment.is_stepping)
+            segment.is_stepping = False
+            if holding.trainer is not None and holding.trainer.is_sole_copy:
+                holding.drop()  # others may have applied the step that this member did not
+            work.control.check()
+            with suppress(ViewChanged):  # the coordinator knows already
+                give_up(work, view, str(error))
+        view = work.control.view_after(view.membership)
+
+
+def _train_under(
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment
+) -> Joined:
+    """Join the party and train to plan.to_step, or until the view is no longer the current one."""
+    held_step, mesh = work.holding.applied_step, work.host.mesh
+    if held_step is not None and held_step > plan.to_step:
+        # The party has returned to an earlier commit; what we hold is ahead of it.
+        work.holding.drop()
+    try:
+        joined = join(work, plan, view)
+        _take_steps(work, plan, view, segment, joined)
+    except UnshareableError as error:
+        mesh.sharing_fails(error)
+        raise
+    if joined.exchange.shares_memory:
+        mesh.sharing_works()
+    failpoint("worker.segment.finished")
+    return joined
+
+
+def _take_steps(
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
+) -> None:
+    """Train to plan.to_step under the view, as long as it is the current one."""
+    trainer, exchange = joined
+    segment.engine = exchange.name
+    trainer.lower_rates(plan.num_lr_reductions)
+    work.set_activity("training")
+    trainer.expect(view.me.shards, plan.num_shards, plan.to_step)
+    late, work.holding.late = work.holding.late, []
+    segment.history = StepHistory(work, plan, view, trainer.step)
+    for report in late:
+        _account(work, plan, segment, report)
+        _leave_to_show(work, trainer, report)
+    listener = StepListener(work, view, trainer.callbacks)
+    with StepRecorder(work) as recorder:
+        while trainer.step < plan.to_step:
+            _look_up(work, plan, view)
+            recorder.begin(trainer.step + 1, plan.to_step - trainer.step)
+            stop = work.control.is_draining
+            segment.is_stepping = True
+            segment.step_began_s = time.perf_counter()
+            report = trainer.train_step(
+                exchange, view.me.shards, plan.num_shards, stop=stop, answer=listener.answer
+            )
+            segment.is_stepping = False
+            if report.is_end:
+                segment.stop_reason = STOPPED
+                return
+            segment.engine = exchange.name  # a schedule may have been chosen again
+            _account(work, plan, segment, report)
+            _end_offer(work, report)
+            if report.is_torn:
+                _leave_to_show(work, trainer, report)
+                raise ExchangeError("the exchange ended before all parameters of a step came")
+            listener.after(report)
+            if view.rank == 0:
+                work.warn(report.news)
+            if report.stop and report.step < plan.to_step:
+                # All members stop after this step. Those that stay continue under the next view.
+                work.control.check()
+                raise PlanStopped(DRAINED) if stop else ViewChanged
+    if listener.answer.wants_end:
+        segment.stop_reason = STOPPED
+
+
+def _leave_to_show(work: ExecutionContext, trainer: MemberTrainer[Any], report: StepReport) -> None:
+    """Have on_step shown the step under the next view: its parameters are not whole before."""
+    if trainer.callbacks.sees_steps:
+        work.holding.tally.latest = report.numbers
+
+
+def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
+    """Check between two steps that the plan is still wanted, and under this view.
+
+    Raises PlanStopped when it is to end, ViewChanged when there is a newer view.
+    """
+    work.control.check()
+    if work.control.view.membership != view.membership:
+        raise ViewChanged
+    # The others of a party stop after the same step; nodes and replicas have no step in common.
+    is_alone = view.size == 1 or are_models_apart(work.job.strategy)
+    if work.control.is_draining and is_alone:
+        raise PlanStopped(DRAINED)
+
+
+def _end_offer(work: ExecutionContext, report: StepReport) -> None:
+    """Let go what this member has for others that were behind, after a step of all together."""
+    if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
+        work.holding.is_offering = False
+        work.holding.kept_slices = None
+        work.post(work.states.drop_live)
+
+
+def _account(
+    work: ExecutionContext, plan: pb.TrainPlan, segment: Segment, report: StepReport
+) -> None:
+    """Add an applied step to the sums of the segment, and report progress at intervals."""
+    tally = work.holding.tally
+    tally.add(report)
+    segment.num_rows += report.num_rows
+    seconds = time.perf_counter() - segment.step_began_s
+    work.host.stats.add_step(seconds, report)
+    if segment.history is not None:
+        segment.history.add(report, seconds)
+    segment.busy_s += sum(part.observed.get("busy_s", 0.0) for part in report.parts)
+    segment.span_s += sum(part.observed.get("span_s", 0.0) for part in report.parts)
+    segment.num_timed += 1
+    work.host.last_words.step(report.step)
+    if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
+        work.post(work.gradients.see_applied, report.step)
+    now_s = time.monotonic()
+    if now_s - segment.reported_s < PROGRESS_INTERVAL_S and report.step < plan.to_step:
+        return
+    segment.reported_s = now_s
+    progress = pb.Progress(
+        step=report.step,
+        to_step=plan.to_step,
+        loss=report.loss,
+        rows_per_s=segment.num_rows / max(now_s - segment.started_s, 1e-9),
+        engine=segment.engine,
+        grad_norm=tally.grad_norm,
+        num_skipped_steps=tally.num_skipped,
+        phase=report.phase,
+        metrics=report.progress_metrics,
+        lr=next(iter(report.learning_rates.values()), 0.0),
+        busy_s=segment.busy_s / segment.num_timed,
+        span_s=segment.span_s / segment.num_timed,
+    )
+    segment.busy_s, segment.span_s, segment.num_timed = 0.0, 0.0, 0
+    work.post(work.outbox.progress, progress)
+
+
+# ---- the end of a segment ----
+
+
+def _conclude(
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
+) -> pb.TrainResult:
+    """Keep a snapshot, evaluate, return the result; what an earlier view did is not repeated."""
+    trainer, exchange = joined
+    if segment.summary is None or segment.divided_at != work.holding.divided_at:
+        segment.divided_at = work.holding.divided_at
+        summary = trainer.end_segment(exchange, work.holding.tally)
+        began_s = time.perf_counter()
+        into = work.states.take_back(work.segment)
+        if plan.keeps and isinstance(trainer, LocalStepsTrainer):
+            segment.kept = _keep_replicas(work, plan, trainer)
+            state = trainer.copy_common_state(into)
+        else:
+            state = trainer.copy_state(is_first=view.rank == 0, into=into)
+            work.host.kept.unsent.discard(work.key.run_id)
+        moved()
+        _check_finite(work, plan, trainer, state[0])
+        moved()
+        copy = trainer.copy_mirror(into) if isinstance(trainer, Trainer) else None
+        mirror = None if copy is None else freeze(*copy, is_reusable=True)
+        moved()
+        frozen = freeze(*state, is_reusable=True, mirror=mirror)
+        work.post(work.states.keep, work.segment, frozen)
+        work.host.stats.snapshot_stall_seconds.add(time.perf_counter() - began_s)
+        segment.streams = trainer.stream_marks() if isinstance(trainer, Trainer) else {}
+        segment.summary = summary
+        failpoint("worker.snapshot.taken")
+    num_history_parts, history_digest = _end_history(plan, segment)
+    parts, own = _evaluate(work, plan, view, segment, joined)
+    return pb.TrainResult(
+        step=trainer.step,
+        loss=segment.summary.loss,
+        num_rows=work.holding.tally.num_rows,
+        state_fingerprint=trainer.fingerprint(),
+        seconds=time.monotonic() - segment.started_s,
+        parts=list(parts_to_proto(parts)),
+        engine=segment.engine,
+        num_redone_steps=segment.num_redone_steps,
+        metrics={**segment.summary.metrics, **work.holding.tally.shown},
+        traffic=segment.summary.traffic,
+        own_metrics=own,
+        streams=segment.streams,
+        stop_reason=segment.stop_reason,
+        wants_evaluation=trainer.callbacks.sees_evaluations,
+        num_history_parts=num_history_parts,
+        history_digest=history_digest,
+        kept=segment.kept,
+    )
+
+
+def _check_finite(
+    work: ExecutionContext,
+    plan: pb.TrainPlan,
+    trainer: MemberTrainer[Any],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Refuse to have a state committed that training has made infinite: the next step would be
+    blamed for it. Raises UserCodeError."""
+    if work.numerics < REFUSES_INFINITE:
+        return
+    known = work.holding.infinite
+    name = diverged(
+        parameters_of(tensors, trainer.model), known, lambda: work.base_state(plan.base)[0]
+    )
+    if name:
+        cure = "optimizer.lr"
+        if isinstance(trainer, LocalStepsTrainer):
+            cure = f"strategy.options.outer.lr, or {cure}"
+        text = (
+            f"the state after step {trainer.step} is not finite: {name!r} has left the range of "
+            f"{str(tensors[name].dtype).removeprefix('torch.')}; lower {cure}"
+        )
+        raise UserCodeError("FloatingPointError", text, activity="ending a segment")
+
+
+def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalStepsTrainer) -> str:
+    """Write what only this member has to a file; return its digest. Files of commits that nobody
+    returns to any more are deleted."""
+    kept, run_id = work.host.kept, work.key.run_id
+    kept.drop_before(run_id, plan.base.segment)
+    digest = kept.write(run_id, work.segment, trainer.copy_state(is_first=False))
+    failpoint("worker.replicas.kept")
+    return digest
+
+
+def _end_history(plan: pb.TrainPlan, segment: Segment) -> tuple[int, str]:
+    """End what is recorded of the steps; return how many parts were sent, and their digest."""
+    if segment.history is None or segment.summary is None:
+        return 0, ""
+    names = ("consensus_distance",) if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP else ()
+    metrics = segment.summary.metrics
+    return segment.history.end({f"train.{name}": metrics[name] for name in names})
+
+
+def _evaluate(
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
+) -> tuple[list[EvaluationPart], pb.OwnMetrics | None]:
+    """Return the sums of this member's share of the batches, and the user's own metrics if it has
+    all of them; the plan can be ended between the batches."""
+    if not plan.evaluate_splits:
+        return [], None
+    work.set_activity("evaluating")
+    with StepRecorder(work, EVALUATING) as recorder:
+
+        def begins(batch: int, num_to_come: int) -> None:
+            work.control.check()
+            recorder.begin(batch, num_to_come)
+
+        splits = list(plan.evaluate_splits)
+        share = EvaluationShare(splits, view.rank, view.size, begins, segment.evaluated)
+        parts = joined.trainer.evaluate(share)
+    return parts, own_metrics(work, joined.trainer.evaluator(), splits, parts)
+
+
+def parts_to_proto(parts: list[EvaluationPart]) -> Iterator[pb.EvaluationPart]:
+    for part in parts:
+        yield pb.EvaluationPart(
+            split=part.split, batch=part.batch, weight=part.weight, sums=part.sums
+        )
+
+
+# ---- step listener ----
+#
+# Shows the steps of a segment to the user's on_step, on the member that owns the first shard.
+#
+# What it says of a step, all members learn with the next one. And every member keeps in its tally
+# what the latest step was, so one that takes over from a lost member shows that step again: what it
+# had said of it would be lost otherwise. Runs in the torch thread.
+
+STOPPED: Final = "on_step has called view.stop()"
+
+
+class StepListener:
+    """The calls of on_step by one member under one view; none where it owns other shards."""
+
+    def __init__(self, work: ExecutionContext, view: MemberView, callbacks: Callbacks) -> None:
+        self._work, self._callbacks = work, callbacks
+        self._is_mine = view.rank == 0
+        tally = work.holding.tally
+        if tally.latest and work.holding.shown_step != tally.latest["step"]:
+            self._show()
+
+    @property
+    def answer(self) -> StepAnswer:
+        """What on_step has said to this member of the latest step."""
+        return self._work.holding.answer if self._is_mine else NO_ANSWER
+
+    def after(self, report: StepReport) -> None:
+        """Takes in a step that was done; a predicted one has nothing to show."""
+        if self._callbacks.sees_steps and report.phase != TrainingPhase.PREDICT:
+            self._work.holding.tally.latest = report.numbers
+            self._show()
+
+    def _show(self) -> None:
+        if not self._is_mine:
+            return
+        holding = self._work.holding
+        seen = StepView(**holding.tally.latest)
+        self._callbacks.saw_step(seen)
+        if seen.wants_end:
+            check_may_end(self._work, f"on_step of training step {seen.step}")
+        holding.shown_step = seen.step
+        holding.answer = StepAnswer(seen.logged, seen.wants_end)
+        holding.tally.shown = {**holding.tally.shown, **seen.logged}
+
+
+def check_may_end(work: ExecutionContext, activity: str) -> None:
+    """Raise where the end of this party would not be that of the run."""
+    text = ""
+    if work.key.party:
+        text = "is not possible in a part of a run, such as a member of a population"
+    if isinstance(work.job.strategy, Federated):
+        text = (
+            "cannot go with strategy.type Federated, whose rounds go on while a state is evaluated;"
+            " evaluation.stop ends such a run"
+        )
+    if work.job.only_evaluates:
+        text = "is not possible where execution.gradient is None: nothing is trained"
+    if isinstance(work.job.strategy, Custom):
+        text = "cannot go with strategy.type Custom, which decides itself when a run ends"
+    if text:
+        raise UserCodeError("ValueError", f"view.stop() {text}", activity=activity)
+
+
+# ---- measure plan ----
+#
+# The user's own metrics at the end of an evaluation: here if this member has all batches, and
+# otherwise by a MeasurePlan, for which the coordinator gathers what the members have kept. Of
+# clients with rows of their own a MeasureSumsPlan brings the sums of their states instead.
+#
+# Runs in the torch thread.
+
+log = structlog.get_logger()
+
+
+def own_metrics(
+    work: ExecutionContext,
+    evaluator: Evaluator,
+    splits: Sequence[str],
+    parts: Sequence[EvaluationPart],
+    *,
+    wants_sums: bool = False,
+) -> pb.OwnMetrics | None:
+    """Return the metrics if these are all batches of the splits; otherwise keep what they need.
+
+    None where the job has no metrics of the user's own, or this member no batches. wants_sums: the
+    rows are all of one client, and states that are sums are told, too.
+    """
+    if evaluator.own is None:
+        return None
+    kept = {(part.split, part.batch): part.kept for part in parts if part.kept is not None}
+    if len(parts) == sum(map(evaluator.num_batches, splits)):
+        work.set_activity("measuring")
+        result = pb.OwnMetrics(are_measured=True)
+        sums: list[SummedState] | None = [] if wants_sums else None
+        for split in splits:
+            batches = [kept[batch] for batch in sorted(kept) if batch[0] == split]
+            result.metrics.update(evaluator.own.measured(split, batches, sums))
+        result.sums.extend(map(_message, sums or ()))
+        return result
+    if not kept:
+        return None
+    named = {}
+    for (split, number), batch in sorted(kept.items()):
+        named.update(named_tensors(split, number, batch))
+    layout = next(iter(kept.values())).layout
+    work.post(work.states.keep_outputs, work.segment, freeze(named, {LAYOUT: layout}))
+    return pb.OwnMetrics()
+
+
+def measure(work: ExecutionContext, plan: pb.MeasurePlan) -> pb.OwnMetrics:
+    """Return the metrics of the batches of all members, which the plan's blob holds."""
+    work.set_activity("measuring")
+    own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
+    tensors, metadata = work.blob(plan.outputs)
+    result = pb.OwnMetrics(are_measured=True)
+    for split in plan.splits:
+        if own is not None:
+            result.metrics.update(own.measured(split, from_named(tensors, metadata, split)))
+    failpoint("worker.metrics.measured")
+    return result
+
+
+def measure_sums(work: ExecutionContext, plan: pb.MeasureSumsPlan) -> pb.OwnMetrics:
+    """Return the metrics of the sums of all clients' states: those that can be computed.
+
+    Raises the error of the first one where none can.
+    """
+    work.set_activity("measuring")
+    own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
+    states = [_state(message) for message in plan.sums]
+    result = pb.OwnMetrics(are_measured=True)
+    errors: list[StratagemError] = []
+    for split in plan.splits:
+        if own is not None:
+            found, failed = own.merged(split, states)
+            result.metrics.update(found)
+            for name, error in failed.items():
+                log.warning("metric not merged", metric=name, reason=str(error))
+                result.unmerged[name] = getattr(error, "type", type(error).__name__)
+            errors += failed.values()
+    if errors and not result.metrics:
+        raise errors[0]
+    failpoint("worker.sums.measured")
+    return result
+
+
+def _message(state: SummedState) -> pb.MetricState:
+    message = pb.MetricState(metric=state.metric, name=state.name, shape=state.values.shape)
+    of_kind = message.numbers if state.values.dtype.kind == "f" else message.counts
+    of_kind.extend(state.values.ravel().tolist())
+    return message
+
+
+def _state(message: pb.MetricState) -> SummedState:
+    wide = np.array(message.numbers) if message.numbers else np.array(message.counts, np.int64)
+    return SummedState(message.metric, message.name, wide.reshape(tuple(message.shape)))

@@ -1,0 +1,499 @@
+"""The settings of one worker process: flags, else STRATAGEM_WORKER_* in the environment.
+
+Owns names, defaults and checks of the settings. Everything below takes plain values; nothing else
+of the worker reads the environment or the command line.
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self, get_args
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    DirectoryPath,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import check_run_id, check_worker_id
+from stratagem.common.base.text import dialled_host, split_address
+from stratagem.common.observe.logs import LEVELS
+from stratagem.common.process.cpu_threads import (
+    ThreadChoice,
+    available_cores,
+    default_threads,
+    threads_told,
+)
+from stratagem.common.process.process import at_least, flag
+from stratagem.common.rpc.channel import split_addresses
+from stratagem.common.rpc.probe import check_proxy
+from stratagem.worker.host.exit_record import check_previous_exit
+from stratagem.worker.process.launch_place import (
+    COORDINATOR,
+    Launcher,
+    coordinator_of,
+    cores_at,
+    detect,
+    device_at,
+)
+
+# ---- worker settings ----
+
+MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
+MAX_STALL_REPORT_S: Final = 365 * 86_400.0
+"""Timers of the system take no time without end."""
+PREEMPT_SIGNALS: Final = ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG")
+"""Signals that schedulers can be configured to send."""
+
+
+def _split(value: object) -> object:
+    """Repeated flags arrive as a list, the environment as "a,b"; both may be mixed."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    pieces = (piece.strip() for item in value for piece in str(item).split(","))
+    return [piece for piece in pieces if piece]
+
+
+def _pairs(value: object) -> object:
+    """Parse NAME=VALUE items into a mapping."""
+    if isinstance(value, dict):
+        return value
+    items = _split(value)
+    if not isinstance(items, list):
+        return items
+    wrong = [item for item in items if not item.partition("=")[2]]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not NAME=FILE")
+    return {name.strip(): rest for name, _, rest in (item.partition("=") for item in items)}
+
+
+Strings = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+
+
+class WorkerSettings(BaseSettings):
+    """One worker process. Lists are repeatable flags, or one value with commas."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="STRATAGEM_WORKER_",
+        extra="forbid",
+        frozen=True,
+        cli_prog_name="stratagem worker",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    coordinator: str = Field(
+        description="HOST:PORT of the coordinator, or of several with commas, of which one leads; "
+        "- reads it from standard input"
+    )
+    name: str = Field(
+        default_factory=socket.gethostname,
+        description="id of this worker, stable over restarts; this host's name unless set",
+    )
+    pool: str = Field(
+        "",
+        description="group of workers that share one certificate; the worker's id is NAME.POOL",
+    )
+    listen: str = Field("127.0.0.1:0", description="HOST:PORT to serve at; port 0 takes a free one")
+    rendezvous: Launcher | None = Field(
+        None,
+        description="the launcher that has started this process among others, whose variables tell "
+        "its place: name, coordinator, address, device and threads unless set; env: whichever has",
+    )
+    for_run: str = Field(
+        "",
+        description="id of the run that this worker is started for: once it has ended the worker "
+        "leaves, with exit status 0; with 2 where no such run is known when it comes",
+    )
+    ephemeral: bool = Field(
+        False,
+        description="the name of this worker does not come back: once lost it is forgotten within "
+        "minutes; so it is with --rendezvous, unless set",
+    )
+    advertise: str = Field(
+        "",
+        description="HOST or HOST:PORT at which others reach this worker; the listen address, or "
+        "this host's name where that is every address",
+    )
+    tunnel: bool = Field(
+        False,
+        description="make outgoing connections only: the coordinator reaches this worker through "
+        "them, and other workers do not",
+    )
+    proxy: str = Field(
+        "",
+        description="http://[USER:PASSWORD@]HOST:PORT of the proxy to the coordinator; https_proxy "
+        "and no_proxy of the environment unless set",
+    )
+    health_port: int | None = Field(
+        None, ge=0, le=65535, description="port of grpc.health.v1; 0 takes a free one"
+    )
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of Prometheus metrics; 0 takes a free one"
+    )
+    metrics_tls: bool = Field(True, description="HTTPS for metrics, where there is a certificate")
+    metrics_tls_cert: Path | None = Field(
+        None, description="certificate of the metrics; --tls-cert unless set"
+    )
+    metrics_tls_key: Path | None = Field(None, description="the key of --metrics-tls-cert")
+    metrics_client_ca: Path | None = Field(
+        None, description="authorities that the certificates of scrapers need"
+    )
+    metrics_token_file: Path | None = Field(
+        None, description="a file with the bearer token that scrapers must send"
+    )
+    metrics_deployment: str = Field(
+        "",
+        description="label `deployment` of all metrics; the trust domain of --tls-cert unless set, "
+        "which is `stratagem` without one",
+    )
+    tags: Strings = Field([], description="labels that strategies select by")
+    allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
+    allow_code: str = Field(
+        "none",
+        description="code that jobs may bring along: none, signed:FILE (by one of the public keys "
+        "in it), digests:FILE (listed in it) or any",
+    )
+    site: Path | None = Field(
+        None,
+        description="site.toml, by which this worker decides what it takes part in and what leaves "
+        "it, in place of --allow, --allow-code and --local-data",
+    )
+    privacy_secret: Path | None = Field(
+        None,
+        description="32 random bytes that protect the rows of this worker in jobs with "
+        "privacy.unit row; made in --data-dir unless set",
+    )
+    import_path: Strings = Field([], description="directories of the users' modules")
+    data_root: Strings = Field(
+        [], description="folders that data.path of a job must be in; --import-path if unset"
+    )
+    local_data: Annotated[dict[str, str], NoDecode, BeforeValidator(_pairs)] = Field(
+        {}, description="NAME=FILE.safetensors, data that never leaves this worker"
+    )
+    threads: int = Field(
+        default_factory=lambda: default_threads(os.environ),
+        ge=1,
+        description="torch threads; OMP_NUM_THREADS or MKL_NUM_THREADS of the environment unless "
+        "set, else the cores that this process may use",
+    )
+    max_readers: int = Field(
+        default_factory=available_cores,
+        ge=0,
+        description="processes that read rows (data.readers) at once; 0: the computing thread does",
+    )
+    device: str = Field("cpu", description="cpu or cuda:N")
+    ready_file: Path | None = Field(None, description="written once the worker serves")
+    data_dir: Path | None = Field(
+        None,
+        description="blobs that exceed the memory limit go here, what clients of federations keep "
+        "to themselves, and what tells the next process how this one has ended",
+    )
+    build_dir: DirectoryPath | None = Field(
+        None,
+        description="existing folder on a disk for nameless files that hold a model while it is "
+        "built from its seed, so that it need not fit this worker's memory; in memory unless set",
+    )
+    state_folder: Path | None = Field(
+        None,
+        description="where this worker sees the folder DATA-DIR/states of a coordinator with "
+        "--state-path direct, to write states there and to read them; needs --data-plane trusted, "
+        "and the rights to write there",
+    )
+    signed_states: bool = Field(
+        True,
+        description="write and read states in the object store of a coordinator with --state-path "
+        "direct, by requests that it signs; a worker of a --site never does; turn it off where the "
+        "store is not reached",
+    )
+    open_files: bool = Field(
+        True,
+        description="read states from files that a coordinator on this machine has open, and have "
+        "it read those of this worker, in place of a stream; a machine that does not allow it is "
+        "noticed",
+    )
+    previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
+        "",
+        description="from a supervisor: how the process before this one ended, as [PID:]STATUS "
+        "(negative: a signal) or [PID:]stopped",
+    )
+    max_blob_memory_bytes: int = Field(
+        MAX_BLOB_MEMORY_BYTES, ge=0, description="states and data of runs held in memory"
+    )
+    max_state_bytes: int = Field(64 << 30, gt=0, description="size of one state or data set")
+    max_state_tensors: int = Field(32_768, gt=0, description="tensors of one state or data set")
+    max_uploads: int = Field(16, gt=0, description="states and data sets that arrive at once")
+    max_early_bytes: int = Field(
+        256 << 20, gt=0, description="messages of other members that come before they are awaited"
+    )
+    max_sessions: int = Field(16_384, gt=0, description="pieces of runs that this worker holds")
+    max_calls: int = Field(4096, gt=0, description="calls that may be open at once")
+    stream_idle_timeout_s: float = Field(
+        30.0, gt=0, description="a caller that is silent this long inside a request is given up"
+    )
+    allow_insecure_network: bool = Field(
+        False, description="serve without TLS on other addresses than loopback"
+    )
+    tls_ca: Path | None = Field(
+        None, description="certificates of the authorities that coordinator and workers need"
+    )
+    tls_cert: Path | None = Field(
+        None, description="this worker's certificate; files are read again on change"
+    )
+    tls_key: Path | None = Field(None, description="the key of --tls-cert")
+    revoked_file: Path | None = Field(
+        None, description="certificates that count no more; see `stratagem certs revoke`"
+    )
+    data_plane: Literal["trusted", "tls"] | None = Field(
+        None,
+        description="who may read what workers exchange: trusted takes any engine, tls gRPC alone; "
+        "tls where there are certificates",
+    )
+    mesh: Literal["auto", "shm", "nccl", "gloo", "grpc"] = Field(
+        "auto",
+        description="engine between workers; auto takes the best that all members of a party have",
+    )
+    activation_store: str = Field(
+        "",
+        description="file:///DIR or s3://BUCKET/PREFIX, the same for all workers: for DataStore",
+    )
+    exchange_timeout_s: float = Field(
+        120.0, gt=0, description="longest wait for another member inside one step"
+    )
+    compile_timeout_s: float = Field(
+        900.0,
+        ge=0,
+        description="added to that in jobs with compiled code: another member may be compiling; "
+        "and to --abort-grace-s while code is compiled, or in the first step of a run that goes on",
+    )
+    drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step at SIGTERM")
+    stall_report_s: float = Field(
+        60.0,
+        gt=0,
+        le=MAX_STALL_REPORT_S,
+        description="from when on the status of a run says that this worker stays at one thing, "
+        "and at which; nothing is ended for it",
+    )
+    abort_grace_s: float = Field(
+        30.0,
+        gt=0,
+        description="how long a plan that was ended, as its run was, may stay at one thing while "
+        "others wait for it; then this process ends with a status at which supervisors start it "
+        "again",
+    )
+    preempt_signal: str = Field(
+        "USR1",
+        description="a signal that drains as SIGTERM does: what schedulers send before they end a "
+        "job; empty for none",
+    )
+    log_level: str = Field("info", description="debug, info, warning or error")
+    log_json: bool = Field(False, description="log JSON lines")
+
+    @property
+    def worker_id(self) -> str:
+        """The id by which the coordinator knows this worker: NAME, or NAME.POOL."""
+        return f"{self.name}.{self.pool}" if self.pool else self.name
+
+    @property
+    def threads_text(self) -> str:
+        """The threads, and the variable of the environment that names as many."""
+        told = threads_told(os.environ)
+        return str(told if told and told.number == self.threads else ThreadChoice(self.threads))
+
+    @property
+    def may_serve_plaintext(self) -> bool:
+        """True if health, which is always in plaintext, may listen on any address."""
+        return self.allow_insecure_network or self.tls_ca is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_place(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values if values.get("rendezvous") is None else with_place(values)
+
+    @field_validator("for_run")
+    @classmethod
+    def _is_run_id(cls, value: str) -> str:
+        return check_run_id(value) if value else value
+
+    @field_validator("name")
+    @classmethod
+    def _is_worker_id(cls, value: str) -> str:
+        return check_worker_id(value)
+
+    @field_validator("pool")
+    @classmethod
+    def _makes_a_worker_id(cls, value: str, info: ValidationInfo) -> str:
+        name = info.data.get("name", "")
+        if value and "." in name:
+            raise ValueError(f"a pool's certificate is for names without dots, and not {name!r}")
+        if value:
+            check_worker_id(f"{name}.{value}")
+        return value
+
+    @field_validator("mesh")
+    @classmethod
+    def _fits_the_device(cls, value: str, info: ValidationInfo) -> str:
+        device = str(info.data.get("device", "cpu"))
+        needs = {"shm": "cpu", "gloo": "cpu", "nccl": "cuda"}.get(value, "")
+        if not device.startswith(needs):
+            raise ValueError(f"{value} is for {needs} devices, and --device is {device}")
+        return value
+
+    @field_validator("log_level")
+    @classmethod
+    def _is_level(cls, value: str) -> str:
+        if value not in LEVELS:
+            raise ValueError(f"{value!r} is not one of {', '.join(LEVELS)}")
+        return value
+
+    @field_validator("preempt_signal")
+    @classmethod
+    def _may_be_handled(cls, value: str) -> str:
+        if value and value not in PREEMPT_SIGNALS:
+            raise ValueError(f"{value!r} is not one of {', '.join(PREEMPT_SIGNALS)}")
+        return value
+
+    @field_validator("activation_store")
+    @classmethod
+    def _is_store(cls, value: str) -> str:
+        if value and not value.startswith(("file:///", "s3://")):
+            raise ValueError(f"{value!r} is neither file:///DIR nor s3://BUCKET/PREFIX")
+        return value
+
+    @field_validator("coordinator", mode="before")
+    @classmethod
+    def _from_standard_input(cls, value: str) -> str:
+        return sys.stdin.readline().strip() if value == "-" else value
+
+    @field_validator("coordinator")
+    @classmethod
+    def _are_addresses(cls, value: str) -> str:
+        for address in split_addresses(value):
+            split_address(address)
+        return value
+
+    @field_validator("listen")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+    @field_validator("proxy")
+    @classmethod
+    def _is_proxy(cls, value: str) -> str:
+        return check_proxy(value)
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        for name in ("listen", "advertise"):
+            if self.tunnel and name in self.model_fields_set:
+                raise ValueError(f"--{name} is for workers that are dialled, and not for --tunnel")
+        at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
+        if self.state_folder is not None and self.site is not None:
+            raise ValueError("--state-folder gives states away, and so is not for --site")
+        given = {
+            "allow": bool(self.allow),
+            "allow_code": self.allow_code != "none",
+            "local_data": bool(self.local_data),
+        }
+        for name, is_given in given.items():
+            if self.site is not None and is_given:
+                text = f"is said by the file of --site, {self.site}; leave {flag(name)} out"
+                raise ValueError(f"{flag(name)} {text}")
+        return self
+
+    @property
+    def takes_signed_requests(self) -> bool:
+        """Return whether states may go to an object store and come from there."""
+        return self.signed_states and self.site is None
+
+    @property
+    def data_roots(self) -> tuple[Path, ...]:
+        """Folders below which jobs may name files, with symbolic links resolved."""
+        return tuple(Path(root).resolve() for root in self.data_root or self.import_path)
+
+
+def advertised(settings: WorkerSettings, bound_port: int) -> str:
+    """Return HOST:PORT at which others reach a worker that listens on this port."""
+    host, _ = split_address(settings.listen)
+    if ":" in settings.advertise:
+        return settings.advertise
+    return f"{settings.advertise or dialled_host(host)}:{bound_port}"
+
+
+def from_command_line(arguments: list[str]) -> WorkerSettings:
+    """Return the settings of this process; exit with a message when they are wrong."""
+    options: dict[str, Any] = {"_cli_parse_args": arguments}
+    return WorkerSettings(**options)
+
+
+# ---- placed settings ----
+#
+# Settings that follow from the place which a launcher gave this process.
+#
+# Reads what the pure `launch_place` needs of this host: its environment, its name, its cores and
+# its CUDA devices, and the address from which it reaches the coordinator.
+
+
+def with_place(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with those added that a launcher's variables tell and nobody has set.
+
+    Raises ValueError where the variables do not tell a place; it names the variable.
+    """
+    if values["rendezvous"] not in get_args(Launcher):
+        return values  # refused with the other wrong values
+    place = detect(values["rendezvous"], os.environ, socket.gethostname(), os.getpid())
+    num_cores = cores_at(place, os.environ, available_cores())
+    by_environment = threads_told(os.environ)
+    told: dict[str, Any] = {
+        "name": place.name,
+        "threads": num_cores if by_environment is None else by_environment.number,
+        "max_readers": num_cores,
+        "ephemeral": True,
+    }
+    if "device" not in values:
+        told["device"] = device_at(place, _num_cuda_devices())
+    coordinator = values.get("coordinator") or coordinator_of(os.environ)
+    if not coordinator:
+        problem = f"neither {COORDINATOR} nor MASTER_ADDR of the environment tells where it is"
+        raise InvalidInputError.at("--coordinator", problem)
+    told["coordinator"] = coordinator
+    if "listen" not in values and not values.get("tunnel") and coordinator != "-":
+        told["listen"] = _own_address_towards(split_addresses(coordinator)[0])
+    return told | {name: value for name, value in values.items() if value is not None}
+
+
+def _num_cuda_devices() -> int:
+    import torch  # only here: other users of the settings have no need of it
+
+    return torch.cuda.device_count()
+
+
+def _own_address_towards(coordinator: str) -> str:
+    """Return the address of this host from which packets to the coordinator go, with a free port.
+
+    Connecting a UDP socket sends nothing.
+    """
+    host, port = split_address(coordinator)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        problem = f"{host} is not known from here: {error}; say --listen HOST:PORT to start anyway"
+        raise InvalidInputError.at("--coordinator", problem) from None
+    return f"[{own}]:0" if ":" in own else f"{own}:0"

@@ -1,0 +1,406 @@
+"""The table of all sessions of this worker, and the execution that a coordinator's call means.
+
+Owns the table of sessions, the fence that every call passes, and what is freed when a run or a
+session is closed. Lives on the event loop; the torch thread sees single sessions only.
+"""
+
+import asyncio
+import contextvars
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from stratagem.common.base.errors import (
+    LimitError,
+    NotFoundError,
+    PermissionDeniedError,
+    StaleError,
+    UnavailableError,
+)
+from stratagem.common.identity.callers import Caller
+from stratagem.common.job import JobSpec
+from stratagem.common.observe import tracing
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.exchange.gradient_streams import GradientPort
+from stratagem.worker.plans.execution import ExecutionPhase, Key, PlanExecution, key_of, view_of
+from stratagem.worker.session.context import (
+    ExecutionContext,
+    Host,
+    RunCache,
+    SessionKey,
+    SessionState,
+)
+from stratagem.worker.session.control import Control, Outbox
+from stratagem.worker.session.states import KnownLeaves, StateStore
+from stratagem.worker.site.gate import SiteAdmission
+
+# ---- session table ----
+
+RETRY_AFTER_S: Final = 1.0
+NUM_RESULTS: Final = 2
+
+
+@dataclass(slots=True)
+class Session:
+    """One piece of a run on this worker."""
+
+    key: SessionKey
+    run_cache: RunCache
+    holding: SessionState = field(default_factory=SessionState)
+    states: StateStore = field(default_factory=StateStore)
+    gradients: GradientPort = field(default_factory=GradientPort)
+    executions: OrderedDict[Key, PlanExecution] = field(default_factory=OrderedDict)
+    leaves: KnownLeaves = field(init=False)
+    """What is known of the leaves that were written last."""
+
+    def __post_init__(self) -> None:
+        self.leaves = KnownLeaves(self.states.glimpsing)
+
+    @property
+    def latest(self) -> PlanExecution:
+        return next(reversed(self.executions.values()))
+
+    def find(self, key: Key) -> PlanExecution | None:
+        """Return the execution of that key, unless a defect ended it."""
+        execution = self.executions.get(key)
+        return None if execution is None or execution.phase is ExecutionPhase.FAILED else execution
+
+    def add(self, execution: PlanExecution) -> None:
+        """Add a new plan, which replaces older ones of its kind and what they left behind."""
+        for other in self.executions.values():
+            if other.key.kind == execution.key.kind:
+                other.abort()
+                other.forget_outputs()
+        self.executions.pop(execution.key, None)
+        self.executions[execution.key] = execution
+        finished = [
+            key for key, held in self.executions.items() if held.phase is not ExecutionPhase.ACTIVE
+        ]
+        for key in finished[: max(0, len(self.executions) - NUM_RESULTS)]:
+            del self.executions[key]
+
+    def refuse_older(self, key: Key) -> None:
+        """Raise StaleError for a plan older than the newest of its kind, from a delayed call."""
+        newest = max((k for k in self.executions if k.kind == key.kind), default=key)
+        if key < newest:
+            raise StaleError(
+                f"segment {key.segment} of lineage {key.lineage} is older than "
+                f"segment {newest.segment} of lineage {newest.lineage} here"
+            )
+
+
+class Sessions:
+    """Everything that this worker holds of runs."""
+
+    def __init__(self, host: Host, max_sessions: int = 16_384) -> None:
+        self._host, self._max_sessions = host, max_sessions
+        self._sessions: dict[SessionKey, Session] = {}
+        self._run_caches: dict[str, RunCache] = {}
+        self._is_draining = False
+        self._num_uploads, self._uploads_changed = 0, asyncio.Event()
+        self.fences = FenceGuard()
+
+    def known(self, request: pb.ExecuteRequest) -> PlanExecution | None:
+        """Return the execution that a request means, attached to it, if there is one already."""
+        session = self._sessions.get(key_from(request.session))
+        known = session.find(key_of(request)) if session is not None else None
+        if known is not None:
+            known.attach(request)
+        return known
+
+    def begin(
+        self, request: pb.ExecuteRequest, job: JobSpec, admission: SiteAdmission | None = None
+    ) -> PlanExecution:
+        """Return a new execution of a request, which is not known. admission: by the site's
+        file."""
+        key, plan_key = key_from(request.session), key_of(request)
+        session = self._sessions.get(key)
+        if self._is_draining:
+            raise UnavailableError(f"worker {self._host.worker_id} is draining")
+        if session is None:
+            self._check_room()
+            cache = self._run_caches.setdefault(key.run_id, RunCache())
+            session = self._sessions[key] = Session(key, cache)
+        session.refuse_older(plan_key)
+        execution = PlanExecution(self._work(session, request, job, admission))
+        session.add(execution)
+        execution.start()
+        return execution
+
+    def _work(
+        self,
+        session: Session,
+        request: pb.ExecuteRequest,
+        job: JobSpec,
+        admission: SiteAdmission | None,
+    ) -> ExecutionContext:
+        return ExecutionContext(
+            host=self._host,
+            key=session.key,
+            holding=session.holding,
+            run_cache=session.run_cache,
+            states=session.states,
+            gradients=session.gradients,
+            control=Control(self._host.loop, view_of(request)),
+            outbox=Outbox(
+                self._host.worker_id, None if admission is None else admission.disclosure
+            ),
+            job=job,
+            segment=request.segment,
+            request=request,
+            admission=admission,
+            traceparent=tracing.traceparent(),
+        )
+
+    def _check_room(self) -> None:
+        if len(self._sessions) >= self._max_sessions:
+            raise LimitError(
+                f"max_sessions: {len(self._sessions)} sessions are open on this worker, the limit "
+                f"is {self._max_sessions}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def holds_run(self, run_id: str) -> bool:
+        """Return whether anything of a run is here: it is not over, as far as this worker knows."""
+        return run_id in self._run_caches
+
+    def check_run(self, run_id: str) -> None:
+        """Raise NotFoundError for a run of which nothing is here."""
+        if not self.holds_run(run_id):
+            raise NotFoundError(f"this worker holds no session of run {run_id!r}")
+
+    def get(self, ref: types_pb2.SessionRef) -> Session:
+        session = self._sessions.get(key_from(ref))
+        if session is None:
+            raise NotFoundError(f"no session {ref.run_id}/{ref.party}:{ref.member} here")
+        return session
+
+    def check_member(self, ref: types_pb2.SessionRef, caller: Caller) -> None:
+        """Refuse a worker that is in no party of this session as it is now formed."""
+        session = self._sessions.get(key_from(ref))
+        views = (
+            [execution.work.control.view for execution in session.executions.values()]
+            if session
+            else []
+        )
+        parties = [view for view in views if view.members]
+        newest = max(parties, key=lambda view: view.membership, default=None)
+        ids = [member.worker_id for member in newest.members] if newest is not None else []
+        if caller.is_worker and not caller.is_one_of(ids):
+            where = f"{ref.run_id}/{ref.party}".rstrip("/")
+            raise PermissionDeniedError(f"{caller.name} is no member of {where}")
+
+    def abort(self, ref: types_pb2.SessionRef) -> None:
+        """End what runs in a session, and what it offers; a session that is not here is fine."""
+        session = self._sessions.get(key_from(ref))
+        if session is None:
+            return
+        for execution in session.executions.values():
+            execution.abort()
+        session.states.drop_copies()
+
+    def close(self, run_id: str, ref: types_pb2.SessionRef | None) -> None:
+        """Free a session, or all of a run and its blobs."""
+        keys = [
+            key
+            for key in self._sessions
+            if key.run_id == run_id and (ref is None or key == key_from(ref))
+        ]
+        for key in keys:
+            self._close(self._sessions.pop(key))
+        if ref is None:
+            self._run_caches.pop(run_id, None)
+            self._host.blobs.drop_run(run_id)
+            self._host.secure.forget_run(run_id)
+            self._host.kept.unsent.discard(run_id)
+            self._uploads_changed.set()
+            self._host.thread.submit(lambda: self._host.kept.drop_run(run_id))
+            self._host.thread.submit(lambda: self._host.readers.close(run_id))
+            self._host.thread.submit(lambda: self._host.user_code.bundles.drop_run(run_id))
+            # After the sessions have left their parties, which happens in the same thread.
+            here = contextvars.copy_context()
+            self._host.thread.submit(lambda: here.run(self._host.activations.clear_run, run_id))
+            # Models are full of cycles (compiled code, the user's own): a few objects that hold
+            # much memory, which the collector would not come by for in a long while.
+            self._host.thread.submit(_collect)
+
+    def _close(self, session: Session) -> None:
+        for execution in session.executions.values():
+            execution.abort()
+            execution.work.outbox.close()
+        session.gradients.close()
+        self._host.thread.submit(session.holding.drop)
+
+    def drain(self) -> None:
+        """Take nothing new; what runs ends after its present step."""
+        self._is_draining = True
+        for execution in self._executions():
+            execution.drain()
+
+    async def idle(self) -> None:
+        """Wait until nothing runs."""
+        for execution in list(self._executions()):
+            await execution.work.outbox.ended()
+
+    async def told(self) -> None:
+        """Wait until nothing runs, and every caller has been sent the outcome."""
+        for execution in list(self._executions()):
+            await execution.work.outbox.told()
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def num_executions(self) -> tuple[int, int]:
+        """Return the numbers of executions (queued or running, parked) just now."""
+        active = [
+            execution
+            for execution in self._executions()
+            if execution.phase is ExecutionPhase.ACTIVE
+        ]
+        num_parked = sum(execution.is_parked for execution in active)
+        return len(active) - num_parked, num_parked
+
+    @contextmanager
+    def uploading(self, request: pb.GetStateRequest) -> Iterator[None]:
+        """While a state is sent; of what only this worker has it is noted."""
+        if request.WhichOneof("which") != "kept":
+            yield
+            return
+        self._num_uploads += 1
+        self._uploads_changed.set()
+        try:
+            yield
+            self._host.kept.unsent.discard(request.session.run_id)
+        finally:
+            self._num_uploads -= 1
+            self._uploads_changed.set()
+
+    async def until_uploaded(self, begins_s: float) -> None:
+        """Wait until what only this worker has is uploaded; no longer than begins_s where nobody
+        asks for it."""
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        while self._host.kept.unsent:
+            left_s = None if self._num_uploads else asked_s + begins_s - loop.time()
+            self._uploads_changed.clear()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._uploads_changed.wait()
+            except TimeoutError:
+                return
+
+    def describe(self) -> Iterator[pb.SessionInfo]:
+        for session in self._sessions.values():
+            work = session.latest.work
+            yield pb.SessionInfo(
+                session=types_pb2.SessionRef(
+                    run_id=session.key.run_id, party=session.key.party, member=session.key.member
+                ),
+                segment=session.latest.key.segment,
+                step=work.outbox.step,
+                membership=work.control.view.membership,
+                activity=work.outbox.activity,
+            )
+
+    def awaiting_thread(self) -> Iterator[PlanExecution]:
+        """Yield the plans that run in the torch thread or wait for it."""
+        for execution in self._executions():
+            if execution.phase is ExecutionPhase.ACTIVE and not execution.is_parked:
+                yield execution
+
+    def _executions(self) -> Iterator[PlanExecution]:
+        for session in list(self._sessions.values()):
+            yield from list(session.executions.values())
+
+
+def _collect() -> None:
+    gc.collect()
+
+
+def key_from(ref: types_pb2.SessionRef) -> SessionKey:
+    return SessionKey(ref.run_id, ref.party, ref.member)
+
+
+# ---- fence ----
+#
+# Refuses orders of coordinators and groups that no longer exist.
+#
+# Owns the highest term, and the highest membership of each party, that this process has seen.
+# Nothing is kept over a restart: a new incarnation holds no session that an old order could hurt.
+#
+# A new term counts once the coordinator has said it in answer to this worker's own call. Else one
+# call with a high number, from any caller, would make the worker deaf to its coordinator.
+
+# Parties of closed runs are remembered too, so that late orders stay harmless; the oldest go.
+MAX_PARTIES: Final = 16_384
+
+ASK_TIMEOUT_S: Final = 0.9
+"""A call with a new term is answered within twice this."""
+
+
+class FenceGuard:
+    """The highest term and memberships seen, and checks of calls. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._term = 0
+        self._said = asyncio.Event()
+        self._ask: Callable[[], None] = lambda: None
+        self._memberships: OrderedDict[tuple[str, str], int] = OrderedDict()
+
+    @property
+    def term(self) -> int:
+        return self._term
+
+    def ask_with(self, ask: Callable[[], None]) -> None:
+        """Set the function that has the coordinator say its term soon, which goes to see_term."""
+        self._ask = ask
+
+    def see_term(self, term: int) -> None:
+        """Take in the term that the coordinator has said."""
+        self._term = max(self._term, term)
+        self._said.set()
+        self._said = asyncio.Event()
+
+    async def check_term(self, term: int) -> None:
+        """Raise StaleError for a term older than the coordinator's, UnavailableError for one that
+        it does not confirm."""
+        for _ in range(2):  # the first answer may have been on its way before the question
+            if term > self._term:
+                await self._wait_for_answer()
+        if term > self._term:
+            raise UnavailableError(
+                f"fence.term: {term}, but the coordinator's is {self._term} as far as it has said"
+            )
+        if term < self._term:
+            raise StaleError(f"term {term} is older than {self._term}: another coordinator leads")
+
+    async def check(
+        self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
+    ) -> None:
+        """Raise StaleError for what is older than what was seen. An order's fence is remembered."""
+        await self.check_term(fence.term)
+        key = (run_id, party)
+        seen = self._memberships.get(key, 0)
+        if fence.membership < seen:
+            where = f"{run_id}/{party}".rstrip("/")
+            raise StaleError(f"membership {fence.membership} of {where} is older than {seen}")
+        if not is_order:
+            return
+        self._memberships[key] = fence.membership
+        self._memberships.move_to_end(key)
+        if len(self._memberships) > MAX_PARTIES:
+            self._memberships.popitem(last=False)
+
+    async def _wait_for_answer(self) -> None:
+        said = self._said
+        self._ask()
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                await said.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,137 @@
+"""What only this worker has of the commits of its runs, in files that outlive the process.
+
+Replicas that take local steps are nowhere else. At the end of a segment they are written here, and
+are on the disk before the segment counts as finished; their digest stands in its fact. They are
+read when the run goes on from that commit, and when they are to be uploaded. A file is deleted once
+a later commit is the one to return to, and those of a run once it has ended. Without a folder all
+is kept in memory, and lost with the process.
+
+Used by the torch thread, and by threads of calls.
+"""
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, SoleCopyLostError
+from stratagem.common.base.files import whole_file
+from stratagem.common.tensors.files import blob_digest, file_digest, header_bytes
+from stratagem.common.tensors.torch_codec import bytes_of, load_file
+from stratagem.worker.host.stalls import moved
+from stratagem.worker.session.states import Frozen, freeze
+
+MAX_RUNS: Final = 64
+"""Runs of which files are kept at a start of the worker, the newest: one that has ended while the
+worker was away is never closed here."""
+
+State = tuple[Mapping[str, Tensor], Mapping[str, str]]
+"""Tensors, which nobody changes, and metadata."""
+
+
+class KeptReplicas:
+    """The files of all runs of one worker."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: of this worker alone; made when it is needed."""
+        self._folder = folder
+        self._in_memory: dict[tuple[str, int], State] = {}
+        self._lock = threading.Lock()
+        self.unsent: set[str] = set()
+        """Runs whose newest segment is in part nowhere but here."""
+        if folder is not None and folder.is_dir():
+            runs = sorted(folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)
+            for run in runs[:-MAX_RUNS]:
+                shutil.rmtree(run, ignore_errors=True)
+
+    @property
+    def is_durable(self) -> bool:
+        """True if they outlive the process."""
+        return self._folder is not None
+
+    def write(self, run_id: str, segment: int, state: State) -> str:
+        """Write what this worker alone has at the end of a segment; return its digest."""
+        frozen = freeze(*state)
+        self.unsent.add(run_id)
+        digest = blob_digest(frozen.manifest, frozen.buffers)
+        if self._folder is None:
+            with self._lock:
+                self._in_memory[run_id, segment] = state
+            return digest
+        path = self._path(run_id, segment)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, mode=0o600) as file:
+            file.write(header_bytes(frozen.manifest))
+            for buffer in frozen.buffers:
+                file.write(buffer)
+                moved()
+        for folder in (path.parent, self._folder):
+            _sync_names(folder)
+        return digest
+
+    def load(self, run_id: str, segment: int, digest: str) -> State:
+        """Return what was written. Raises SoleCopyLostError where it is not here as it was."""
+        with self._lock:
+            state = self._in_memory.get((run_id, segment))
+        if state is not None:
+            return state
+        try:
+            path = self._path(run_id, segment)
+            if file_digest(path) == digest:
+                tensors, manifest = load_file(path)
+                return tensors, manifest.metadata
+        except (OSError, NotFoundError) as error:
+            text = f"what this worker alone had of segment {segment} is not here any more"
+            raise SoleCopyLostError(text) from error
+        text = f"what this worker alone had of segment {segment} has another digest than it had"
+        raise SoleCopyLostError(text)
+
+    def frozen(self, run_id: str, segment: int) -> Frozen:
+        """Return what was written, to be sent; who asks compares the digest. Raises NotFoundError
+        where nothing was."""
+        with self._lock:
+            state = self._in_memory.get((run_id, segment))
+        if state is not None:
+            return freeze(*state)
+        try:
+            tensors, manifest = load_file(self._path(run_id, segment))
+        except (OSError, InvalidInputError) as error:
+            text = f"nothing is kept here of segment {segment} of run {run_id!r}"
+            raise NotFoundError(text) from error
+        return Frozen(manifest, [bytes_of(tensors[spec.name]) for spec in manifest.stored()])
+
+    def drop_before(self, run_id: str, segment: int) -> None:
+        """Delete what was written of earlier segments: nobody returns to them."""
+        with self._lock:
+            for key in [key for key in self._in_memory if key[0] == run_id and key[1] < segment]:
+                del self._in_memory[key]
+        for path in [] if self._folder is None else (self._folder / run_id).glob("*.safetensors"):
+            if path.stem.isdecimal() and int(path.stem) < segment:
+                path.unlink(missing_ok=True)
+
+    def drop_run(self, run_id: str) -> None:
+        """Delete what was written of a run."""
+        self.unsent.discard(run_id)
+        with self._lock:
+            for key in [key for key in self._in_memory if key[0] == run_id]:
+                del self._in_memory[key]
+        if self._folder is not None:
+            shutil.rmtree(self._folder / run_id, ignore_errors=True)
+
+    def _path(self, run_id: str, segment: int) -> Path:
+        if self._folder is None:
+            raise NotFoundError("this worker has no folder for what must last (--data-dir)")
+        return self._folder / run_id / f"{segment}.safetensors"
+
+
+def _sync_names(folder: Path) -> None:
+    """Have the names in a folder on the disk, too."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,441 @@
+"""States of a session that others may fetch: snapshots of ended segments, and the live one.
+
+Owns the frozen copies, ready to be streamed: contiguous CPU tensors with their manifest. Lives on
+the event loop; the copies are made in the torch thread and never change afterwards, until that
+thread takes the memory of the oldest snapshot back, of which the coordinator has asked all that it
+will: it lets no segment begin while two are without a commit.
+"""
+
+import asyncio
+import hashlib
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from torch import Tensor
+
+from stratagem.common.base.errors import NotFoundError, UnavailableError
+from stratagem.common.observe.metrics import Durations
+from stratagem.common.tensors.leaves import leaves_of, pieces_of
+from stratagem.common.tensors.local_files import MemoryCopy
+from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.same_bytes import are_equal, cut, same_bytes
+from stratagem.common.tensors.torch_codec import manifest_of
+from stratagem.v1 import coordinator_pb2, worker_pb2
+from stratagem.v1 import worker_pb2 as pb
+
+if TYPE_CHECKING:
+    from stratagem.worker.engine import StepReport
+
+# ---- session states ----
+
+NUM_SNAPSHOTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """One state that no longer changes. The buffers are views of tensors kept by themselves."""
+
+    manifest: Manifest
+    buffers: Sequence[memoryview]
+    name: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
+    """What no other state has; whoever has got this one can name it."""
+    reusable: Mapping[str, Tensor] = field(default_factory=dict)
+    """Its tensors, where a later snapshot may be copied into them when nobody needs this one."""
+    copy: MemoryCopy | None = field(default=None, compare=False)
+    """Open for who is near for as long as this state is here."""
+    mirror: "Frozen | None" = None
+    """The part that the member before this one has of the same state, where it is here, too."""
+
+    def named(self, name: str) -> "Frozen":
+        """Return this state or its mirror, whichever has the name. Raises NotFoundError."""
+        for state in (self, self.mirror):
+            if state is not None and state.name == name:
+                return state
+        raise NotFoundError(f"no snapshot {name[:40]!r} is here any more")
+
+    def mirrored(self) -> "Frozen":
+        """Return the mirror. Raises NotFoundError where there is none."""
+        if self.mirror is None:
+            raise NotFoundError("no mirror of the part of another member is here")
+        return self.mirror
+
+
+def freeze(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    purpose: Purpose = Purpose.STATE,
+    weight: float = 0.0,
+    *,
+    is_reusable: bool = False,
+    mirror: Frozen | None = None,
+) -> Frozen:
+    """Freeze tensors that the caller no longer changes, with their manifest.
+
+    is_reusable: nobody else has them, so a later snapshot may be copied into them.
+    """
+    manifest, buffers = manifest_of(tensors, purpose, weight=weight, metadata=metadata)
+    return Frozen(manifest, buffers, reusable=tensors if is_reusable else {}, mirror=mirror)
+
+
+class StateStore:
+    """The states of one session."""
+
+    def __init__(self) -> None:
+        self._snapshots: OrderedDict[int, Frozen] = OrderedDict()
+        self._outputs: tuple[int, Frozen] | None = None
+        self._live: tuple[int, Frozen] | None = None
+        self._changed = asyncio.Event()
+        self._num_readers: Counter[int] = Counter()
+        """Of each snapshot that is being read, by its segment."""
+        self._lock = threading.Lock()
+        """Of the snapshots and their readers, which the torch thread asks for as well."""
+        self._offered: set[str] = set()
+        """Names of the snapshots of which a copy was offered, whose bytes count as sent."""
+
+    def keep(self, segment: int, state: Frozen, num_kept: int = NUM_SNAPSHOTS) -> None:
+        """Keep the snapshot at the end of a segment; only the newest ones are kept."""
+        with self._lock:
+            self._snapshots[segment] = state
+            self._snapshots.move_to_end(segment)
+            while len(self._snapshots) > num_kept:
+                self._snapshots.popitem(last=False)
+            held = self._snapshots.values()
+            names = {each.name for state in held for each in (state, state.mirror) if each}
+        self._offered &= names
+        if state.copy is not None:
+            self._offered.add(state.name)
+
+    def note_offered(self, state: Frozen) -> None:
+        """Note that whoever asked for a snapshot was offered a copy in place of a stream."""
+        self._offered.add(state.name)
+
+    def end_offer(self, state: Frozen) -> bool:
+        """Return True where a copy of a snapshot was offered that is asked for as a stream now: it
+        could not be read."""
+        was_offered = state.name in self._offered
+        self._offered.discard(state.name)
+        return was_offered
+
+    def drop_copies(self) -> None:
+        """Close what was offered of snapshots: nobody reads it any more."""
+        with self._lock:
+            copies = [each.copy for each in self._snapshots.values()]
+        for copy in copies:
+            if copy is not None:
+                copy.close()
+
+    def has(self, segment: int) -> bool:
+        return segment in self._snapshots
+
+    @contextmanager
+    def reading(self, segment: int) -> Iterator[Frozen]:
+        """Is the time in which a snapshot is read: its memory is not used again meanwhile."""
+        with self._lock:
+            frozen = self._snapshots.get(segment)
+            if frozen is None:
+                held = ", ".join(map(str, self._snapshots)) or "none"
+                raise NotFoundError(f"no snapshot of segment {segment} here; held: {held}")
+            self._num_readers[segment] += 1
+        try:
+            yield frozen
+        finally:
+            self._end_reading(segment)
+
+    @contextmanager
+    def reading_base(self, name: str) -> Iterator[Frozen | None]:
+        """Is the time in which a snapshot is compared with another one; None where no snapshot of
+        this name is here any more."""
+        with self._lock:
+            found = [(n, each) for n, each in self._snapshots.items() if each.name == name]
+            self._num_readers.update(segment for segment, _ in found)
+        try:
+            yield found[0][1] if found else None
+        finally:
+            for segment, _ in found:
+                self._end_reading(segment)
+
+    @contextmanager
+    def glimpsing(self, name: str) -> Iterator[Frozen | None]:
+        """Is a moment in which a snapshot is looked at, for which whoever wants its memory waits;
+        None where no snapshot of this name is here any more."""
+        with self._lock:
+            yield next((each for each in self._snapshots.values() if each.name == name), None)
+
+    def _end_reading(self, segment: int) -> None:
+        with self._lock:
+            self._num_readers -= Counter((segment,))  # and none is left of those that are 0
+
+    def take_back(self, segment: int, num_kept: int = NUM_SNAPSHOTS) -> Mapping[str, Tensor]:
+        """Drop the snapshot whose place that of this segment will take, and return its tensors to
+        be written over; none while it is being read. Called in the torch thread."""
+        with self._lock:
+            oldest = segment if segment in self._snapshots else next(iter(self._snapshots), -1)
+            is_due = oldest == segment or len(self._snapshots) >= num_kept
+            if not is_due or self._num_readers[oldest]:
+                return {}
+            taken = self._snapshots.pop(oldest)
+            mirrored = {} if taken.mirror is None else taken.mirror.reusable
+            return {**taken.reusable, **mirrored}
+
+    def keep_outputs(self, segment: int, outputs: Frozen) -> None:
+        """Keep what the user's own metrics need of the batches evaluated at the end of a segment,
+        instead of that of an earlier one."""
+        self._outputs = (segment, outputs)
+
+    def outputs(self, segment: int) -> Frozen:
+        if self._outputs is None or self._outputs[0] != segment:
+            raise NotFoundError(f"no outputs of segment {segment} here")
+        return self._outputs[1]
+
+    def set_live(self, membership: int, state: Frozen) -> None:
+        """Set the state that members that heal at this membership may copy."""
+        self._live = (membership, state)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def drop_live(self) -> None:
+        """Drop the live state: all members took part in a step, so none heals any more."""
+        self._live = None
+
+    async def live(self, membership: int, wait_s: float) -> Frozen:
+        """Return the state to heal from at a membership; waits until it has been frozen.
+
+        The caller's deadline and the members' own suspicion end the wait, or UnavailableError.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                while self._live is None or self._live[0] < membership:
+                    await self._changed.wait()
+                return self._live[1]
+        except TimeoutError:
+            text = f"no state of membership {membership} to heal from within {wait_s:g} s"
+            raise UnavailableError(text) from None
+
+
+# ---- sent state ----
+#
+# What is sent of a state: all of it, or what the caller does not have of a snapshot before.
+
+
+@dataclass(frozen=True, slots=True)
+class SentState:
+    """The manifest of a state, and the bytes of it that are sent: all but those of `same`."""
+
+    manifest: Manifest
+    buffers: Sequence[memoryview]
+    same: Sequence[pb.SameBytes] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.manifest.total_bytes - sum(each.size for each in self.same)
+
+
+def without_same(state: Frozen, base: Frozen) -> SentState:
+    """Leave out what the base has, too; takes its time, so in a thread."""
+    same = same_bytes(state.manifest, state.buffers, base.manifest, base.buffers)
+    sent = [
+        pb.SameBytes(offset=each.offset, base_offset=each.base_offset, size=each.size)
+        for each in same
+    ]
+    return SentState(state.manifest, list(cut(state.manifest, state.buffers, same)), sent)
+
+
+# ---- kept slices ----
+#
+# Copies of slices of a state that is being divided anew, until all members are known to have their
+# new ones: when the members change before that, those that are done have what the others still
+# need.
+
+State = tuple[Mapping[str, Tensor], Mapping[str, str]]
+"""Tensors and metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSlices:
+    """What a member had of the division before. The tensors are copies that never change."""
+
+    membership: int
+    """At which the state was divided so."""
+    size: int
+    """Into how many slices."""
+    step: int
+    """After which they were copied."""
+    slices: Mapping[int, State]
+    """By number."""
+    grad_norm: float
+    is_finite: bool
+
+    def said(self) -> coordinator_pb2.KeptSlices:
+        """Return what this member says of them at a rendezvous."""
+        return coordinator_pb2.KeptSlices(
+            numbers=sorted(self.slices),
+            size=self.size,
+            membership=self.membership,
+            step=self.step,
+            grad_norm=self.grad_norm,
+            is_finite=self.is_finite,
+        )
+
+    def given(self, numbers: Iterable[int]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return some of the slices in one state."""
+        parts = [self.slices[number] for number in numbers]
+        tensors = {name: tensor for found, _ in parts for name, tensor in found.items()}
+        metadata = {name: text for _, texts in parts for name, text in texts.items()}
+        return tensors, metadata
+
+
+# ---- known leaves ----
+#
+# The digests of leaves that have not changed since the snapshot before, without hashing them.
+#
+# Parameters that do not train are the same in each commit, and so are their moments. Their bytes
+# are compared with those of the snapshot whose leaves were hashed last, which takes a fifth of the
+# time of SHA-256 where they are equal, and next to none where they are not. Nothing else tells that
+# a tensor has not changed: torch counts changes in place, but not those by `.data`, by views of the
+# storage or by other libraries (decision 19). That snapshot is held for one block at a time: when
+# its memory is wanted for the next one it goes, and leaves are hashed again. Used by several
+# threads.
+
+_BLOCK_BYTES: Final = 2**20
+_Glimpsing = Callable[[str], AbstractContextManager[Frozen | None]]
+_Layout = list[tuple[object, ...]]
+
+
+class KnownLeaves:
+    """The digests of one session's leaves: of the snapshot that was hashed last."""
+
+    def __init__(self, glimpsing: _Glimpsing) -> None:
+        """glimpsing: a moment in which the snapshot of a name is looked at, if it is still here."""
+        self._glimpsing = glimpsing
+        self._name, self._layout = "", _Layout()
+        self._digests: dict[int, bytes] = {}
+
+    def hasher(self, state: Frozen) -> "LeafHasher":
+        """Return what hashes the leaves of a state, which is the last one from now on."""
+        stored = state.manifest.stored()
+        layout: _Layout = [(each.name, each.dtype, each.shape, each.offset) for each in stored]
+        base, known = self._name, self._digests if layout == self._layout else {}
+        found = known if base == state.name else {}
+        self._name, self._layout, self._digests = state.name, layout, found
+        return LeafHasher(state, lambda: self._glimpsing(base), known, found)
+
+
+class LeafHasher:
+    """Takes the digests of the leaves of one snapshot."""
+
+    def __init__(
+        self,
+        state: Frozen,
+        glimpsing: Callable[[], AbstractContextManager[Frozen | None]],
+        known: dict[int, bytes],
+        found: dict[int, bytes],
+    ) -> None:
+        """known: digests of leaves of the base; found: gets those of this one."""
+        self._glimpsing, self._known, self._found = glimpsing, known, found
+        self._leaves = leaves_of(state.manifest)
+
+    def digest(self, number: int, pieces: Sequence[memoryview]) -> bytes:
+        """Return the SHA-256 of a leaf of the state, which these pieces are."""
+        digest = self._known.get(number)
+        if digest is None or not self._is_same(number, pieces):
+            digest = hashed(pieces)
+        self._found[number] = digest
+        return digest
+
+    def _is_same(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        before: Sequence[memoryview] = ()
+        for index, piece in enumerate(pieces):
+            for at in range(0, len(piece), _BLOCK_BYTES):
+                with self._glimpsing() as base:
+                    if base is None:  # its memory may be that of the next snapshot now
+                        return False
+                    if not before:
+                        leaf = self._leaves[number]
+                        before = list(pieces_of(leaf, base.manifest, base.buffers))
+                    block = before[index][at : at + _BLOCK_BYTES]
+                    if not are_equal(piece[at : at + _BLOCK_BYTES], block):
+                        return False
+        return True
+
+
+def hashed(pieces: Sequence[memoryview]) -> bytes:
+    """Return the SHA-256 of all pieces together."""
+    sha256 = hashlib.sha256()
+    for piece in pieces:
+        sha256.update(piece)
+    return sha256.digest()
+
+
+# ---- work statistics ----
+#
+# Counts of this worker's work so far, updated once per step in the torch thread.
+#
+# Read only by `worker_metrics.py`, when the worker is scraped.
+
+DEFECT: Final = "defect"
+"""The outcome of an execution that ended by a defect of ours."""
+OUTCOMES: Final = (
+    *(
+        outcome.name
+        for outcome in worker_pb2.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields
+    ),
+    DEFECT,
+)
+STEP_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+@dataclass(slots=True)
+class WorkStats:
+    """Counts and durations of one worker's work.
+
+    ended: executions by outcome, see `ExecuteResult` in worker.proto. stalled_s: for how long the
+    torch thread has been at one thing, where that is reported.
+    """
+
+    step_seconds: Durations = field(default_factory=lambda: Durations(STEP_BOUNDS_S))
+    snapshot_stall_seconds: Durations = field(default_factory=lambda: Durations(STEP_BOUNDS_S))
+    num_steps: int = 0
+    num_skipped_steps: int = 0
+    num_rows: int = 0
+    exchange_wait_s: float = 0.0
+    stalled_s: float = 0.0
+    ended: Counter[str] = field(default_factory=Counter)
+
+    def add_step(self, seconds: float, report: "StepReport") -> None:
+        """Count one training step."""
+        self.num_steps += 1
+        self.step_seconds.add(seconds)
+        self.num_rows += report.num_rows
+        self.num_skipped_steps += report.num_skipped
+        self.exchange_wait_s += report.exchange_wait_s
+
+
+class ClientSteps:
+    """Times the local steps of one federated client, each until the next one begins."""
+
+    def __init__(self, stats: WorkStats) -> None:
+        self._stats = stats
+        self._began_s: float | None = None
+
+    def begin_step(self) -> None:
+        """Begin a step, which ends the one before."""
+        self._end_step()
+        self._began_s = time.perf_counter()
+
+    def end(self, num_rows: int) -> None:
+        """End the last step; the client has trained on so many rows in all of them."""
+        self._end_step()
+        self._stats.num_rows += num_rows
+
+    def _end_step(self) -> None:
+        if self._began_s is None:
+            return
+        self._stats.num_steps += 1
+        self._stats.step_seconds.add(time.perf_counter() - self._began_s)
+        self._began_s = None

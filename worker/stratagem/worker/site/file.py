@@ -1,0 +1,474 @@
+"""The file by which a site decides what it takes part in, and what of it leaves: `site.toml`.
+
+Owns its keys and what is checked of each, and reading. A file that is wrong is refused as a whole,
+naming the key, the value and what is allowed. Decides nothing.
+"""
+
+import hashlib
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding
+from pydantic import AfterValidator, PlainValidator
+
+from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError, Violation
+from stratagem.common.code.bundle import read_public_keys
+from stratagem.common.identity.tls import certificates_in
+from stratagem.common.job.sections import check_tensor_file
+from stratagem.common.schema.document import (
+    Count,
+    EntrypointName,
+    Items,
+    Kwargs,
+    MetricName,
+    Name,
+    NonEmptyItems,
+    NonEmptyText,
+    Positive,
+    Section,
+    one_of,
+    only_with,
+)
+from stratagem.common.schema.json import FrozenDict, dump_json, under
+from stratagem.common.schema.rules import rule
+from stratagem.worker.data.datasets import Dataset
+from stratagem.worker.data.factory import DataFunction, made_data
+from stratagem.worker.data.sources import LocalData, read_tensors
+from stratagem.worker.data.streams import StreamedSplit
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+# ---- site file ----
+
+SIGNED: Final = "signed:"
+_DIGEST: Final = re.compile("sha256:[0-9a-f]{64}")
+
+
+def _check_code(value: object) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        if value != "none" and (not value.startswith(SIGNED) or value == SIGNED):
+            allowed = 'none, signed:FILE or a list of "sha256:DIGEST"'
+            raise InvalidInputError(f"{value!r} is not one of {allowed}")
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise InvalidInputError(f'{value!r} is not none, signed:FILE or a list of "sha256:DIGEST"')
+    for each in value:
+        if not isinstance(each, str) or not _DIGEST.fullmatch(each):
+            raise InvalidInputError(
+                f"{each!r} is not sha256: and the 64 hex digits that `stratagem code digest` prints"
+            )
+    return tuple(value)
+
+
+def _check_fingerprint(value: str) -> str:
+    """Return a fingerprint in small letters without colons; openssl writes both."""
+    kind, _, digits = value.partition(":")
+    plain = f"{kind}:{digits.replace(':', '').lower()}"
+    if not _DIGEST.fullmatch(plain):
+        text = "is not sha256: and the 64 hex digits of a certificate's fingerprint"
+        raise InvalidInputError(f"{value!r} {text}")
+    return plain
+
+
+def _check_window(value: str) -> str:
+    parse_window(value)
+    return value
+
+
+def _check_zone(value: str) -> str:
+    try:
+        ZoneInfo(value)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        text = f"{value!r} is no time zone that is known here, such as Europe/Vienna or UTC"
+        raise InvalidInputError(text) from None
+    return value
+
+
+def _read_data(value: object) -> Mapping[str, "SiteDataSpec"]:
+    if not isinstance(value, Mapping) or not value:
+        raise InvalidInputError("must have at least one table [data.NAME]")
+    found = {}
+    for name, table in value.items():
+        try:
+            found[name] = SiteDataSpec.parse(table)
+        except InvalidInputError as error:
+            raise InvalidInputError(violations=under(name, error.violations)) from None
+    return FrozenDict(found)
+
+
+Code: TypeAlias = Annotated[Any, PlainValidator(_check_code)]
+Fingerprint: TypeAlias = Annotated[str, AfterValidator(_check_fingerprint)]
+Window: TypeAlias = Annotated[str, AfterValidator(_check_window)]
+Zone: TypeAlias = Annotated[str, AfterValidator(_check_zone)]
+
+
+class SiteDataSpec(Section):
+    """One data set of the site, which jobs name as `data: {worker_local: NAME}`.
+
+    entrypoint: a function of a module that is installed or in --import-path, called with kwargs,
+    that returns {split: rows}; never one that comes with a job. file: a .safetensors file instead.
+    min_rows: rows of the train split, without which nothing is trained on it.
+    """
+
+    entrypoint: EntrypointName | None = None
+    kwargs: Kwargs = FrozenDict()
+    file: Annotated[str, AfterValidator(check_tensor_file)] | None = None
+    min_rows: Count = 1
+
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("entrypoint", "file"))
+        yield from only_with(self, "kwargs", "entrypoint")
+
+
+class AcceptRule(Section):
+    """One kind of job that the site takes part in. A job must fit everything that a rule says; one
+    rule that it fits is enough.
+
+    data: names of the site's data that it may use. entrypoints: patterns of the installed functions
+    that it may name, as "consortium.*:*"; what comes with the job is a matter of code. submitters:
+    patterns of who may have submitted it, as "client/maria" or "token/*"; anybody unless set.
+    require: what it must have. max_epsilon: how much privacy, in ε of client- or row-level
+    differential privacy, all runs together may spend on a data set. min_clients: the updates that
+    each round must at least be made of. code: which code may come with it: none, signed:FILE with
+    the public keys that may have signed it, or a list of "sha256:DIGEST". metrics: what evaluation
+    may compute, beside the loss. report: sums tells the mean loss, the sums of metrics over all
+    rows, and the states of metrics that are sums; none tells nothing of them. windows: when, as
+    "Mon-Fri 19:00-06:00"; always unless set.
+    """
+
+    data: NonEmptyItems[Name]
+    entrypoints: Items[NonEmptyText] = ()
+    submitters: NonEmptyItems[NonEmptyText] | None = None
+    strategies: NonEmptyItems[Literal["Federated"]] = ("Federated",)
+    require: Items[Literal["privacy", "secure_aggregation"]] = ()
+    max_epsilon: Positive | None = None
+    min_clients: Count = 1
+    max_rounds: Count | None = None
+    code: Code = "none"
+    metrics: Items[MetricName] = ()
+    report: Literal["sums", "none"] = "sums"
+    windows: Items[Window] = ()
+    timezone: Zone | None = None
+
+    @rule
+    def _fits_together(self) -> Iterator[Violation]:
+        if self.windows and self.timezone is None:
+            yield Violation("timezone", "missing; windows are hours of a time zone")
+        if self.timezone is not None and not self.windows:
+            yield Violation("timezone", "has a meaning only together with windows")
+
+
+class AuditSpec(Section):
+    """What the site writes down, and whether log lines leave.
+
+    file: where a line is added for each offer, refusal and update; beside site.toml unless the
+    path is absolute. consent: a document whose SHA-256 stands in each line. share_logs: what the
+    job prints and logs, and warnings about its data, go to the coordinator.
+    """
+
+    file: NonEmptyText = "audit.jsonl"
+    consent: NonEmptyText | None = None
+    share_logs: bool = False
+
+
+class SiteSpec(Section):
+    """The whole file.
+
+    site: the name under which refusals and the audit speak of the site. share_errors: of an error
+    of the job, type tells the exception's type and where in the job's code it was raised; message
+    its message, too, in which a row may stand. peers, peer_authority: whose certificates count in
+    secure aggregation: those with one of these SHA-256 fingerprints, and those that an authority in
+    this PEM file has issued; without both the coordinator is trusted to follow the protocol.
+    """
+
+    site: Name
+    data: Annotated[Mapping[str, Any], PlainValidator(_read_data)]
+    accept: NonEmptyItems[AcceptRule]
+    audit: AuditSpec = AuditSpec()
+    share_errors: Literal["type", "message"] = "type"
+    peers: Items[Fingerprint] = ()
+    peer_authority: NonEmptyText | None = None
+
+    @rule
+    def _knows_its_peers(self) -> Iterator[Violation]:
+        if self.peers or self.peer_authority is not None:
+            return
+        text = (
+            '"secure_aggregation" needs peers or peer_authority: a coordinator that chooses whose '
+            "keys are believed can make up the others"
+        )
+        for i, accepted in enumerate(self.accept):
+            if "secure_aggregation" in accepted.require:
+                yield Violation(f"accept[{i}].require", text)
+
+    @rule
+    def _rules_fit(self) -> Iterator[Violation]:
+        known = ", ".join(self.data)
+        for i, accepted in enumerate(self.accept):
+            for j, name in enumerate(accepted.data):
+                if name not in self.data:
+                    yield Violation(f"accept[{i}].data[{j}]", f"{name!r} is not one of {known}")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPins:
+    """Whose certificates a site believes in. fingerprints: SHA-256 of certificates, hexadecimal.
+    authorities: in DER; either is enough."""
+
+    fingerprints: frozenset[str] = frozenset()
+    authorities: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFile:
+    """The site's file with what it names: keys of code, the digest of the consent."""
+
+    spec: SiteSpec
+    folder: Path
+    digest: str
+    """SHA-256 of the text of the file."""
+    consent: str
+    """SHA-256 of the consent; "" without one."""
+    keys: Mapping[str, tuple[Ed25519PublicKey, ...]]
+    """By the file that a rule's `code` names."""
+    files: tuple[Path, ...]
+    """All that was read: when one of them changes, the file is read again."""
+    pins: PeerPins | None = None
+    """Whose certificates count in secure aggregation; None: those of any worker."""
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file that the site's file names: relative ones are beside it."""
+        return self.folder / name
+
+
+def read_site(file: Path) -> SiteFile:
+    """Read a site's file, and what it names. Raises InvalidInputError with what is wrong."""
+    try:
+        raw = file.read_bytes()
+        spec = SiteSpec.parse(tomllib.loads(raw.decode()))
+    except OSError as error:
+        raise InvalidInputError(error.strerror or "cannot be read") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"is not TOML: {error}") from None
+    folder, keys, consent = file.absolute().parent, {}, ""
+    files = [file]
+    for number, accepted in enumerate(spec.accept):
+        if isinstance(accepted.code, str) and accepted.code.startswith(SIGNED):
+            path = folder / accepted.code.removeprefix(SIGNED)
+            files.append(path)
+            try:
+                keys[accepted.code] = read_public_keys(path)
+            except InvalidInputError as error:
+                raise InvalidInputError.at(f"accept[{number}].code", str(error)) from None
+    if spec.audit.consent is not None:
+        path = folder / spec.audit.consent
+        files.append(path)
+        try:
+            consent = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise InvalidInputError.at("audit.consent", f"{path}: {error.strerror}") from None
+    digest = hashlib.sha256(raw).hexdigest()
+    pins = _pins(spec, folder, files)
+    return SiteFile(spec, folder, digest, consent, keys, tuple(files), pins)
+
+
+def _pins(spec: SiteSpec, folder: Path, files: list[Path]) -> PeerPins | None:
+    if not spec.peers and spec.peer_authority is None:
+        return None
+    authorities: tuple[bytes, ...] = ()
+    if spec.peer_authority is not None:
+        path = folder / spec.peer_authority
+        files.append(path)
+        found = certificates_in("peer_authority", path)
+        authorities = tuple(each.public_bytes(Encoding.DER) for each in found)
+    fingerprints = frozenset(each.removeprefix("sha256:") for each in spec.peers)
+    return PeerPins(fingerprints, authorities)
+
+
+# ---- site data ----
+#
+# The data sets of a site, as its file names them: never by a function that came with a job.
+
+_TRAIN: Final = "train"
+
+
+def site_data(site: SiteFile, import_paths: tuple[str, ...]) -> dict[str, LocalData]:
+    """Return what loads each data set of the site, by name."""
+    return {
+        name: partial(_load, site, name, spec, import_paths)
+        for name, spec in site.spec.data.items()
+    }
+
+
+def absent_data(site: SiteFile, import_paths: tuple[str, ...]) -> Iterator[str]:
+    """Yield a sentence for each data set whose file, or whose loader's module, is not there now.
+
+    Nothing is imported: a loader may need minutes for that.
+    """
+    for name, spec in site.spec.data.items():
+        if spec.file is not None and not site.path(spec.file).is_file():
+            yield f"data.{name}.file: {site.path(spec.file)} is no file"
+        package = (spec.entrypoint or "").partition(":")[0].partition(".")[0]
+        if package and not _is_found(package, import_paths):
+            text = f"no module {package!r} is installed, or in --import-path"
+            yield f"data.{name}.entrypoint: {spec.entrypoint!r} cannot be found: {text}"
+
+
+def _is_found(package: str, import_paths: tuple[str, ...]) -> bool:
+    return (
+        package in sys.modules
+        or importlib.util.find_spec(package) is not None
+        or PathFinder.find_spec(package, list(import_paths)) is not None
+    )
+
+
+def data_version(site: SiteFile) -> str:
+    """Return a text that differs when the data of the site are defined otherwise."""
+    return dump_json({name: spec.document() for name, spec in site.spec.data.items()})
+
+
+def _load(
+    site: SiteFile, name: str, spec: SiteDataSpec, import_paths: tuple[str, ...], seed: int | None
+) -> Mapping[str, Dataset]:
+    """Load a data set. Raises RefusedBySiteError where it has too few rows."""
+    if spec.entrypoint is None:
+        assert spec.file is not None
+        splits = read_tensors(Path(site.path(spec.file)), f"data.{name}.file")
+    else:
+        entrypoints = EntryPoints((spec.entrypoint,), import_paths)
+        function = DataFunction(spec.entrypoint, spec.kwargs, collate=None)
+        splits = made_data(function, entrypoints, {}, seed)
+    streams = [split for split, rows in splits.items() if isinstance(rows, StreamedSplit)]
+    if streams:
+        text = f"data.{name}: its split {streams[0]} is a stream, whose rows cannot be counted"
+        raise RefusedBySiteError(f"site {site.spec.site} refuses: {text}")
+    num_rows = len(splits[_TRAIN]) if _TRAIN in splits else 0
+    if num_rows < spec.min_rows:
+        text = f"data.{name}.min_rows: it has fewer rows to train on than {spec.min_rows}"
+        raise RefusedBySiteError(f"site {site.spec.site} refuses: {text}")
+    return splits
+
+
+# ---- windows ----
+#
+# Windows: the times of the week in which a site takes part, in its own time zone.
+#
+# A window is days and, unless whole days are meant, hours: "Mon-Fri 19:00-06:00", "Sat-Sun". Hours
+# whose end is not after their begin end on the next day. Pure functions of the time that is given.
+
+DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+FORM: Final = 'days and perhaps hours, such as "Mon-Fri 19:00-06:00" or "Sat-Sun"'
+_WINDOW: Final = re.compile(
+    r"(?P<days>\w{3}(-\w{3})?(,\w{3}(-\w{3})?)*)( (?P<begin>\d\d:\d\d)-(?P<end>\d\d:\d\d))?"
+)
+_WHOLE_WEEK: Final = timedelta(days=8)
+"""What is open for longer than this from now is taken to be open for ever."""
+_MIDNIGHT: Final = time()
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWindow:
+    """Hours on some days of the week. end: not after begin: on the next day."""
+
+    days: frozenset[int]
+    begin: time = _MIDNIGHT
+    end: time = _MIDNIGHT
+
+    def on(self, day: date, zone: ZoneInfo) -> tuple[datetime, datetime] | None:
+        """Return when the window that begins on a day opens and closes; None on other days."""
+        if day.weekday() not in self.days:
+            return None
+        last = day + timedelta(days=self.end <= self.begin)
+        opens = datetime.combine(day, self.begin, zone)
+        return opens, datetime.combine(last, self.end, zone)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Whether it is open at a time, and when that changes."""
+
+    is_open: bool
+    changes: datetime | None = None
+    """None: never, as far as the next week says."""
+
+
+def parse_window(text: str) -> SiteWindow:
+    """Return the window that a text means. Raises InvalidInputError with what is allowed."""
+    found = _WINDOW.fullmatch(text)
+    if found is None:
+        raise InvalidInputError(f"{text!r} is not {FORM}")
+    days = frozenset(day for part in found["days"].split(",") for day in _days(part, text))
+    if found["begin"] is None:
+        return SiteWindow(days)
+    return SiteWindow(days, _hour(found["begin"], text), _hour(found["end"], text))
+
+
+def _days(part: str, text: str) -> Iterator[int]:
+    names = part.split("-")
+    unknown = [name for name in names if name not in DAYS]
+    if unknown:
+        raise InvalidInputError(f"{text!r}: {unknown[0]!r} is not one of {', '.join(DAYS)}")
+    first, last = DAYS.index(names[0]), DAYS.index(names[-1])
+    for offset in range((last - first) % len(DAYS) + 1):
+        yield (first + offset) % len(DAYS)
+
+
+def _hour(text: str, whole: str) -> time:
+    if text == "24:00":
+        return _MIDNIGHT
+    try:
+        return time.fromisoformat(text)
+    except ValueError:
+        raise InvalidInputError(f"{whole!r}: {text!r} is not a time from 00:00 to 24:00") from None
+
+
+def opening(windows: Sequence[SiteWindow], zone: ZoneInfo, at: datetime) -> Opening:
+    """Return whether one of the windows is open at a time, which has a time zone; always without
+    any.
+
+    Windows that follow each other without a gap are one. Times are compared as moments, so that a
+    night on which the clocks are put back is an hour longer.
+    """
+    if not windows:
+        return Opening(is_open=True)
+    now = at.timestamp()
+    spans = _spans(windows, zone, at.astimezone(zone).date())
+    for opens, closes in spans:
+        if opens.timestamp() <= now < closes.timestamp():
+            is_endless = closes.timestamp() - now > _WHOLE_WEEK.total_seconds()
+            return Opening(is_open=True, changes=None if is_endless else closes)
+    later = [opens for opens, _ in spans if opens.timestamp() > now]
+    return Opening(is_open=False, changes=later[0] if later else None)
+
+
+def _spans(
+    windows: Sequence[SiteWindow], zone: ZoneInfo, today: date
+) -> list[tuple[datetime, datetime]]:
+    """Return when it is open from yesterday to two weeks from now, in order and without overlap."""
+    days = [today + timedelta(days=number) for number in range(-1, 15)]
+    found = (window.on(day, zone) for day in days for window in windows)
+    merged: list[tuple[datetime, datetime]] = []
+    for opens, closes in sorted(filter(None, found), key=lambda span: span[0].timestamp()):
+        if merged and opens.timestamp() <= merged[-1][1].timestamp():
+            before = merged.pop()
+            merged.append((before[0], max(before[1], closes, key=lambda end: end.timestamp())))
+        else:
+            merged.append((opens, closes))
+    return merged
+
+
+def told(moment: datetime, zone: ZoneInfo) -> str:
+    """Return a moment as "Mon 19:00 Europe/Vienna"."""
+    local = moment.astimezone(zone)
+    return f"{DAYS[local.weekday()]} {local:%H:%M} {zone.key}"

@@ -1,0 +1,411 @@
+"""Imports modules of code bundles, each bundle under a name of its own.
+
+The modules of a bundle are `stratagem_code_<digest>.<module>`, so that two bundles may both have a
+`model.py` in one process; nothing else sees them, and `sys.path` stays as it is. Each module of a
+bundle has an `__import__` of its own, which looks in the bundle first, as a script looks in its
+folder first. Importing this module installs the finder: processes that are started for user code,
+which find by name what they are given, import it too. Knows nothing of jobs, and must not import
+torch.
+"""
+
+import builtins
+import importlib
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Final
+
+from stratagem.common.base.errors import IntegrityError, InvalidInputError, StratagemError
+from stratagem.common.base.files import WatchedFiles
+from stratagem.common.code.bundle import (
+    MAX_FILES,
+    digest_of,
+    is_signed,
+    pack,
+    read_public_keys,
+    unpack,
+)
+from stratagem.common.job import CodeSpec
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.process.process import remove_tree, temporary_folder
+
+# ---- bundle import ----
+
+PREFIX: Final = "stratagem_code_"
+FOLDER_VARIABLE: Final = "STRATAGEM_CODE_FOLDER"
+"""Names, to this process and its children, the folder that holds the unpacked bundles."""
+_ROOT_CHARS: Final = len(PREFIX) + 64
+_homes: dict[tuple[str, str], bool] = {}
+
+
+def root_of(digest: str) -> str:
+    """The name below which the modules of a bundle stand."""
+    return f"{PREFIX}{digest}"
+
+
+def plain_name(name: str) -> str:
+    """The name of a module as the bundle says it, without the bundle's own."""
+    return name[_ROOT_CHARS + 1 :] if name.startswith(PREFIX) else name
+
+
+def plain_path(filename: str) -> str:
+    """The path of a file as the bundle says it, without the folder in which it is unpacked."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder or not filename.startswith(os.path.join(folder, "")):
+        return filename
+    _, *inside = Path(filename).relative_to(folder).parts  # behind the digest
+    return "/".join(inside)
+
+
+def has_module(digest: str, module_name: str) -> bool:
+    """Return whether a module is looked for in the bundle: its first part is a module or a package
+    there, or a folder without `__init__.py` that no installed package has the name of."""
+    return _is_home(root_of(digest), module_name.partition(".")[0])
+
+
+def import_module(digest: str, module_name: str) -> ModuleType:
+    """Import a module of a bundle. Raises what it raises, and ModuleNotFoundError, with the names
+    that the bundle knows."""
+    try:
+        return importlib.import_module(f"{root_of(digest)}.{module_name}")
+    except ModuleNotFoundError as error:
+        raise _in_its_words(error) from error.__cause__
+
+
+def forget(digest: str) -> None:
+    """Take the modules of a bundle away: what imports it next runs it anew."""
+    root = root_of(digest)
+    for key in [key for key in _homes if key[0] == root]:
+        del _homes[key]
+    for name in [name for name in list(sys.modules) if name.partition(".")[0] == root]:
+        del sys.modules[name]
+
+
+def _is_home(root: str, head: str) -> bool:
+    known = _homes.get((root, head))
+    if known is None:
+        spec = find_spec(f"{root}.{head}")
+        known = spec is not None and (spec.has_location or not _is_installed(head))
+        _homes[root, head] = known
+    return known
+
+
+def _is_installed(head: str) -> bool:
+    try:
+        spec = find_spec(head)
+    except ValueError:  # of a module that has no spec, such as __main__
+        return True
+    return spec is not None and spec.loader is not None and spec.origin is not None
+
+
+def _importer(root: str) -> Callable[..., ModuleType]:
+    """Return the `__import__` of the modules below a root."""
+
+    def import_in_bundle(
+        name: str,
+        globals: Mapping[str, object] | None = None,  # noqa: A002  (as Python's own is called)
+        locals: Mapping[str, object] | None = None,  # noqa: A002
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        head = name.partition(".")[0]
+        try:
+            if level or not _is_home(root, head):
+                return builtins.__import__(name, globals, locals, fromlist or (), level)
+            if fromlist:
+                return builtins.__import__(f"{root}.{name}", globals, locals, fromlist, 0)
+            importlib.import_module(f"{root}.{name}")
+        except ModuleNotFoundError as error:
+            raise _in_its_words(error) from error.__cause__
+        return sys.modules[f"{root}.{head}"]
+
+    return import_in_bundle
+
+
+def _in_its_words(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    name = error.name or ""
+    if not name.startswith(PREFIX):
+        return error
+    plain = plain_name(name)
+    return ModuleNotFoundError(f"No module named {plain!r} in the job's code", name=plain)
+
+
+class _Loader(SourceFileLoader):
+    """Runs a module with the `__import__` of its bundle; writes and reads no compiled files."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        root = module.__name__.partition(".")[0]
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(root)}
+        super().exec_module(module)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of all bundles that are unpacked in the folder of this process."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(PREFIX):
+            return None
+        if path is None:
+            return self._root(fullname)
+        for folder in path:
+            spec = FileFinder(folder, (_Loader, [".py"])).find_spec(fullname, target)
+            if spec is not None:
+                return spec
+        return None
+
+    def _root(self, name: str) -> ModuleSpec | None:
+        parent = os.environ.get(FOLDER_VARIABLE)
+        folder = Path(parent or "", name.removeprefix(PREFIX))
+        if parent is None or "." in name or not folder.is_dir():
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        return spec
+
+
+def install() -> None:
+    """Install the finder, once; first, as Python's own would find modules below a bundle, too."""
+    if not any(isinstance(each, _Finder) for each in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+install()
+
+
+# ---- code store ----
+#
+# The unpacked code bundles of one worker: folders named by their digests.
+#
+# A folder is there whole or not at all, also after a kill; nobody may write into it; and before
+# this process first uses one that it has not unpacked itself, its files are packed again and
+# compared with the digest. Those that no run of this worker has are removed, the longest unused
+# first, where all together exceed a limit. Used in the torch thread.
+
+MAX_STORED_BYTES: Final = 2**30
+_PART: Final = ".part-"
+
+
+class CodeStore:
+    """The bundles below a folder of this worker, which the process has to itself."""
+
+    def __init__(self, folder: Path | None, max_bytes: int = MAX_STORED_BYTES) -> None:
+        """Make the folder known to imports; remove what a process that was killed has left.
+
+        folder: None for a temporary one, which `close` removes.
+        """
+        self._max_bytes = max_bytes
+        self._temporary = temporary_folder("code") if folder is None else None
+        self._folder = self._temporary.path if self._temporary is not None else Path(folder or "")
+        self._users: dict[str, set[str]] = {}
+        self._checked: set[str] = set()
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.environ[FOLDER_VARIABLE] = str(self._folder.absolute())
+        for path in self._folder.glob(f"{_PART}*"):
+            remove_tree(path)
+
+    def close(self) -> None:
+        if self._temporary is not None:
+            self._temporary.remove()
+
+    def take(self, digest: str, run_id: str, fetch: Callable[[], bytes]) -> None:
+        """Have a bundle here for a run, ready to be imported.
+
+        fetch: gives the archive, where it is not here. Raises IntegrityError where that has another
+        digest, InvalidInputError where it is no bundle.
+        """
+        self._users.setdefault(digest, set()).add(run_id)
+        path = self._folder / digest
+        if digest not in self._checked:
+            if not _is_intact(path, digest):
+                remove_tree(path)
+                self._unpack(path, digest, fetch())
+            self._checked.add(digest)
+            self._make_room()
+        os.utime(path)
+
+    def drop_run(self, run_id: str) -> None:
+        """A run has ended here: modules that no other run uses are forgotten, their files kept."""
+        for digest, users in list(self._users.items()):
+            users.discard(run_id)
+            if not users:
+                del self._users[digest]
+                forget(digest)
+
+    def _unpack(self, path: Path, digest: str, archive: bytes) -> None:
+        found = digest_of(archive)
+        if found != digest:
+            raise IntegrityError(f"code.digest: the bundle {digest} has the digest {found}")
+        files = unpack(archive)
+        part = Path(tempfile.mkdtemp(prefix=_PART, dir=self._folder))
+        for name, content in files.items():
+            _write(part / name, content)
+        folders = [part, *(Path(where) for where, _, _ in os.walk(part) if Path(where) != part)]
+        for folder in reversed(folders):
+            folder.chmod(0o555)
+            _sync(folder)
+        failpoint("worker.code.unpacked")
+        part.rename(path)
+        _sync(self._folder)
+
+    def _make_room(self) -> None:
+        """Remove what is unused longest until the rest fits; never what a run here has."""
+        kept = [path for path in self._folder.iterdir() if not path.name.startswith(_PART)]
+        sizes = {path: _size(path) for path in sorted(kept, key=lambda path: path.stat().st_mtime)}
+        total = sum(sizes.values())
+        for path, size in sizes.items():
+            if total <= self._max_bytes or path.name in self._users:
+                continue
+            self._checked.discard(path.name)
+            remove_tree(path)
+            total -= size
+
+
+def _is_intact(path: Path, digest: str) -> bool:
+    """Return whether a folder holds the files of the digest, and nothing else."""
+    if not path.is_dir():
+        return False
+    try:
+        return digest_of(pack(_read(path))) == digest
+    except (OSError, StratagemError):
+        return False
+
+
+def _read(path: Path) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for where, _, names in os.walk(path):
+        for name in names:
+            file = Path(where, name)
+            if len(files) > MAX_FILES or not stat.S_ISREG(file.lstat().st_mode):
+                raise IntegrityError(f"{file}: is not of the bundle")
+            files[file.relative_to(path).as_posix()] = file.read_bytes()
+    return files
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fchmod(file.fileno(), 0o444)
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _size(path: Path) -> int:
+    return sum(
+        Path(where, name).stat().st_size for where, _, names in os.walk(path) for name in names
+    )
+
+
+# ---- code policy ----
+#
+# The operator's policy of which code may come to this worker with a job.
+#
+# `none` (code must be installed), `signed:FILE` (by one of the public keys of the file),
+# `digests:FILE` (listed in the file) or `any`. The files are read again when they change. A bundle
+# that the policy admits may name all that is in it: no list of entry points is asked.
+
+Check = Callable[[CodeSpec], str]
+"""Returns the reason against a bundle; nothing where it may run."""
+FORMS: Final = "none, signed:FILE, digests:FILE or any"
+
+
+class CodePolicy:
+    """One policy, as `--allow-code` says it. Raises InvalidInputError for another text, or a file
+    that cannot be used."""
+
+    def __init__(self, text: str = "none") -> None:
+        self._text = text
+        kind, _, file = text.partition(":")
+        if (kind in ("signed", "digests")) != bool(file) or kind not in _CHECKS:
+            raise InvalidInputError.at("--allow-code", f"{text!r} is not one of {FORMS}")
+        try:
+            self._check = _CHECKS[kind](Path(file))
+        except InvalidInputError as error:
+            raise InvalidInputError.at("--allow-code", str(error)) from None
+
+    def admit(self, code: CodeSpec) -> None:
+        """Raise InvalidInputError, with the policy and what to do, unless the bundle may run."""
+        reason = self._check(code)
+        if reason:
+            raise InvalidInputError.at("code", f"{reason} (--allow-code {self._text})")
+
+
+def _none(_file: Path) -> Check:
+    return lambda _: (
+        "this worker takes no code from jobs: install the package on the workers and leave `code` "
+        "out, or have their operator set --allow-code to signed:FILE, digests:FILE or any"
+    )
+
+
+def _any(_file: Path) -> Check:
+    return lambda _: ""
+
+
+def _signed(file: Path) -> Check:
+    keys = WatchedFiles(
+        [file], lambda: read_public_keys(file), unusable="keys of code cannot be used"
+    )
+
+    def check(code: CodeSpec) -> str:
+        if code.signature is None:
+            return (
+                f"the bundle {code.digest} is not signed: `stratagem code sign` prints what "
+                "belongs into code.signature"
+            )
+        if is_signed(code.digest or "", code.signature, keys.newest()):
+            return ""
+        return (
+            f"code.signature is of another bundle than {code.digest}, or by a key that this worker "
+            "does not trust: sign the files as they are now, with a key of its operator"
+        )
+
+    return check
+
+
+def _digests(file: Path) -> Check:
+    listed = WatchedFiles(
+        [file], lambda: _read_digests(file), unusable="digests of code cannot be used"
+    )
+
+    def check(code: CodeSpec) -> str:
+        if code.digest in listed.newest():
+            return ""
+        return f"the bundle {code.digest} is not among those that the operator has listed"
+
+    return check
+
+
+def _read_digests(file: Path) -> frozenset[str]:
+    """The first word of each line; `#` begins a remark."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{file}: {error}") from None
+    words = (line.partition("#")[0].split() for line in lines)
+    return frozenset(first for first, *_ in filter(None, words))
+
+
+_CHECKS: Final = {"none": _none, "signed": _signed, "digests": _digests, "any": _any}

@@ -1,0 +1,186 @@
+"""Tells which of the users' modules have changed on disk since this process has imported them.
+
+An imported module stays as it was for as long as its process lives, so a job runs text that stands
+in no file any more. What a module's file was is kept when it is first seen here, right after the
+import of an entry point; a file that was only touched has not changed.
+"""
+
+import hashlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+# ---- changed modules ----
+
+MAX_SEEN: Final = 4096
+"""Modules that are looked after; further ones are not."""
+_OURS: Final = "stratagem"
+MAX_BYTES: Final = 4 * 1024 * 1024
+"""Of a file that is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SeenFile:
+    """What the file of a module was."""
+
+    path: str
+    stamp: tuple[int, int]
+    """When it was changed, in nanoseconds, and its size."""
+    digest: bytes
+
+
+_seen: dict[str, _SeenFile] = {}
+"""By name of the module. Used by one thread."""
+_passed_over: dict[tuple[str, ...], set[str]] = {}
+"""By places: names of modules that are in none of them. They are thousands, and each entry point of
+each job looks for what is new."""
+
+
+def see_modules(folders: Iterable[str | Path]) -> None:
+    """Keep what the files are of those modules in these folders that are imported by now.
+
+    Installed packages are left out, also where the folder has an environment in it: who installs
+    another version starts the worker anew.
+    """
+    kinds = (Path(folder) for folder in folders)
+    places = tuple(f"{each}/" for folder in kinds for each in {folder.absolute(), folder.resolve()})
+    if not places:
+        return
+    passed_over = _passed_over.setdefault(places, set())
+    for name in set(sys.modules).difference(passed_over, _seen):
+        path = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+        # attributes are not asked for: some modules import others then
+        if not isinstance(path, str) or not path.startswith(places) or _is_installed(name, path):
+            passed_over.add(name)
+        elif len(_seen) < MAX_SEEN and (found := _looked_at(path)) is not None:
+            _seen[name] = found
+
+
+def changed_modules() -> Iterator[tuple[str, str]]:
+    """Yield the name and the path of each module whose file is another one now, or is gone."""
+    for name, seen in sorted(_seen.items()):
+        if _stamp(seen.path) == seen.stamp:
+            continue
+        now = _looked_at(seen.path)
+        if now is None or now.digest != seen.digest:
+            yield name, seen.path
+        else:
+            _seen[name] = now
+
+
+def _is_installed(name: str, path: str) -> bool:
+    own = name.partition(".")[0] == _OURS
+    return own or "/site-packages/" in path or path.startswith(f"{sys.prefix}/")
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _looked_at(path: str) -> _SeenFile | None:
+    stamp = _stamp(path)
+    if stamp is None or stamp[1] > MAX_BYTES:
+        return None
+    try:
+        return _SeenFile(path, stamp, hashlib.sha256(Path(path).read_bytes()).digest())
+    except OSError:
+        return None
+
+
+# ---- output capture ----
+#
+# Captures what the user's code prints and logs in the torch thread, line by line.
+#
+# Owns the proxies that stand in for sys.stdout and sys.stderr. They pass everything through to the
+# real streams, and give complete lines to the sink of the thread that wrote them. Other threads,
+# and the worker's own log lines, have no sink and stay out. Knows nothing of runs or gRPC.
+
+Sink = Callable[[str, str], None]
+"""Takes a level ("PRINT", "ERROR", "DEBUG" to "CRITICAL") and one line of text."""
+
+MAX_LINE_CHARS: Final = 16_384
+_OWN_LOGGERS: Final = "stratagem"
+
+
+class _PerThread(threading.local):
+    """The sink of this thread, and what it has written since its last line end."""
+
+    def __init__(self) -> None:
+        self.sink: Sink | None = None
+        self.partial: dict[str, str] = {}
+
+
+_here = _PerThread()
+
+
+class _Tee:
+    """A text stream that also gives the lines of threads with a sink to that sink."""
+
+    def __init__(self, stream: TextIO, level: str) -> None:
+        self._stream = stream
+        self._level = level
+
+    def write(self, text: str) -> int:
+        if _here.sink is not None:
+            self._collect(text, _here.sink)
+        return self._stream.write(text)
+
+    def _collect(self, text: str, sink: Sink) -> None:
+        *lines, rest = (_here.partial.get(self._level, "") + text).split("\n")
+        for line in lines:
+            sink(self._level, line[:MAX_LINE_CHARS])
+        _here.partial[self._level] = rest[:MAX_LINE_CHARS]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Records(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        sink = _here.sink
+        if sink is None or record.name.split(".")[0] == _OWN_LOGGERS:
+            return
+        for line in record.getMessage().splitlines():
+            sink(record.levelname, line[:MAX_LINE_CHARS])
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Put the proxies in place for this process; call after the process's logging is set up."""
+    real_out, real_err, records = sys.stdout, sys.stderr, _Records()
+    sys.stdout, sys.stderr = _Tee(real_out, "PRINT"), _Tee(real_err, "ERROR")
+    logging.getLogger().addHandler(records)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(records)
+        sys.stdout, sys.stderr = real_out, real_err
+
+
+def pass_on(level: str, text: str) -> None:
+    """Give a line, which another process has captured, to the sink of this thread."""
+    if _here.sink is not None:
+        _here.sink(level, text[:MAX_LINE_CHARS])
+
+
+@contextmanager
+def to(sink: Sink) -> Iterator[None]:
+    """Give what this thread prints and logs inside the `with` to the sink."""
+    _here.sink = sink
+    try:
+        yield
+    finally:
+        for level, rest in _here.partial.items():
+            if rest:
+                sink(level, rest)
+        _here.partial.clear()
+        _here.sink = None
