@@ -29,12 +29,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `tests`
 
 from stratagem.common.base.ids import Digest
-from stratagem.coordinator.store.blobs.blob_cache import BlobCache
-from stratagem.coordinator.store.blobs.blob_store import BlobStore
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.blobs.object_store import Objects, StoredObject
-from stratagem.coordinator.store.blobs.s3 import open_s3
-from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
+from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs
+from stratagem.coordinator.store.bucket import Objects, StoredObject, open_s3
+from stratagem.coordinator.store.shared_blobs import BlobCache, SharedBlobs
 from tests.worker.pipeline.s3_server import s3_server
 
 PIECE = os.urandom(1 << 20)

@@ -22,7 +22,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from stratagem.common.base.ids import Incarnation, WorkerId  # noqa: E402
+from stratagem.coordinator.app.plugins import BUILT_IN  # noqa: E402
+from stratagem.coordinator.core.apply import CLUSTER, apply  # noqa: E402
 from stratagem.coordinator.core.commands import LoseWorker, RegisterWorker  # noqa: E402
+from stratagem.coordinator.core.decide import Agenda  # noqa: E402
+from stratagem.coordinator.core.fact_text import SCHEMA_VERSION, encode  # noqa: E402
 from stratagem.coordinator.core.facts import (  # noqa: E402
     Capability,
     Fact,
@@ -30,17 +34,10 @@ from stratagem.coordinator.core.facts import (  # noqa: E402
     WorkerLost,
     WorkerRegistered,
 )
-from stratagem.coordinator.core.facts.fact_serialization import (  # noqa: E402
-    SCHEMA_VERSION,
-    encode,
-)
 from stratagem.coordinator.core.state import CoordinatorState  # noqa: E402
-from stratagem.coordinator.core.state_machine.agenda import Agenda  # noqa: E402
-from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply  # noqa: E402
 from stratagem.coordinator.runtime.loop import Loop  # noqa: E402
-from stratagem.coordinator.runtime.plugins import BUILT_IN  # noqa: E402
-from stratagem.coordinator.store.journal.journal import Journal, Record  # noqa: E402
-from stratagem.coordinator.store.journal.lead_holder import Holder  # noqa: E402
+from stratagem.coordinator.store.journal import Journal, Record  # noqa: E402
+from stratagem.coordinator.store.lead import Holder  # noqa: E402
 
 BATCH = 2000
 LED_FACTS = 40_000

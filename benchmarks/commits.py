@@ -167,7 +167,7 @@ def _cpu_s(pid: int) -> float:
 
 def coordinator_without_bases() -> None:
     """A coordinator that asks for all of each snapshot."""
-    from stratagem.coordinator.effects.synchronous import snapshot
+    from stratagem.coordinator.effects import snapshot
     from stratagem.coordinator.process.main import main as run_coordinator
 
     async def none(env: Any, at: Any) -> Any:

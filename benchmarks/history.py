@@ -35,10 +35,10 @@ from stratagem.client.sinks.tensorboard import TensorBoardSink
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import MAX_ROWS, Columns, Recorder, Series, stride_of
 from stratagem.common.history.recording import pack, pack_columns
-from stratagem.coordinator.store.journal import step_histories
-from stratagem.coordinator.store.journal.history_rows import HistoryRow
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store import step_history as step_histories
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import Holder
+from stratagem.coordinator.store.step_history import HistoryRow
 from stratagem.v1 import worker_pb2
 from stratagem.worker.engine import StepReport
 from stratagem.worker.plans.history import StepHistory

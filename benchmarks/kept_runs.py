@@ -35,17 +35,14 @@ from stratagem.coordinator.core.facts import (  # noqa: E402
     RunReleased,
     RunSubmitted,
 )
-from stratagem.coordinator.core.state_machine.archived_runs import at_rest  # noqa: E402
-from stratagem.coordinator.core.state_machine.blob_owners import (  # noqa: E402
-    has_brought,
-    is_shared,
-)
-from stratagem.coordinator.process.coordinator_metrics import CoordinatorMonitor  # noqa: E402
-from stratagem.coordinator.service.run_queries import Runs  # noqa: E402
-from stratagem.coordinator.store.journal import fact_codec  # noqa: E402
-from stratagem.coordinator.store.journal.fact_codec import Committed  # noqa: E402
-from stratagem.coordinator.store.journal.journal import Journal  # noqa: E402
-from stratagem.coordinator.store.journal.lead_holder import Holder  # noqa: E402
+from stratagem.coordinator.core.retention import has_brought, is_shared  # noqa: E402
+from stratagem.coordinator.core.run_view import at_rest  # noqa: E402
+from stratagem.coordinator.process.metrics import CoordinatorMonitor  # noqa: E402
+from stratagem.coordinator.service.queries import Runs  # noqa: E402
+from stratagem.coordinator.store import fact_log  # noqa: E402
+from stratagem.coordinator.store.fact_log import Committed  # noqa: E402
+from stratagem.coordinator.store.journal import Journal  # noqa: E402
+from stratagem.coordinator.store.lead import Holder  # noqa: E402
 from tests.coordinator.core.jobs import LOCAL, job_text  # noqa: E402
 from tests.coordinator.core.simulation import Simulation  # noqa: E402
 from tests.coordinator.open_gate import entrance  # noqa: E402
@@ -84,14 +81,14 @@ def fill(place: Path, num_runs: int) -> None:
             name, at_s = RunId(f"run-{number:06}"), float(number)
             for index, fact in enumerate(facts):
                 entry = JournalEntry(name, fact)
-                records.append(fact_codec.record(Committed(entry, index, at_s, at_s)))
+                records.append(fact_log.record(Committed(entry, index, at_s, at_s)))
             own = (digest_of(2 * number), digest_of(2 * number + 1))
             kept = replace(
                 run, run_id=name, blobs=(*own, data), submitted_wall_s=at_s, ended_s=at_s,
                 num_facts=3,
             )  # fmt: skip
             shown = view.model_copy(update={"run_id": name, "submitted_at_s": at_s})
-            summaries.append(fact_codec.summary(kept, shown))
+            summaries.append(fact_log.summary(kept, shown))
         journal.append(term, records, summaries)
     journal.release(term)
     journal.close()

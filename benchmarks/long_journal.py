@@ -15,14 +15,13 @@ from typing import Final
 
 from benchmarks.replay import long_run
 from stratagem.common.base.ids import RunId
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.fact_text import decode, encode
 from stratagem.coordinator.core.facts import RunCancelled, RunReleased
-from stratagem.coordinator.core.facts.fact_serialization import decode, encode
 from stratagem.coordinator.runtime.loop import Loop
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.store.journal import fact_codec
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.summaries import RunSummary
+from stratagem.coordinator.store import fact_log
+from stratagem.coordinator.store.journal import Journal, Record, RunSummary
+from stratagem.coordinator.store.lead import Holder
 from tests.golden.replay import FOLDER, load
 
 BATCH: Final = 2000
@@ -131,6 +130,6 @@ async def _summed_up(journal: Journal, counts: Mapping[RunId, int]) -> list[RunS
     found = []
     for run_id, run in loop.state.ended.items():
         shown = views[run_id].model_copy(update={"num_facts": counts[run_id]})
-        found.append(fact_codec.summary(replace(run, num_facts=counts[run_id]), shown))
+        found.append(fact_log.summary(replace(run, num_facts=counts[run_id]), shown))
     await loop.close()
     return found

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from stratagem.common.base.ids import RunId  # noqa: E402
+from stratagem.coordinator.app.plugins import BUILT_IN  # noqa: E402
 from stratagem.coordinator.runtime.loop import Loop  # noqa: E402
-from stratagem.coordinator.runtime.plugins import BUILT_IN  # noqa: E402
-from stratagem.coordinator.store.journal.journal import Journal, Record  # noqa: E402
-from stratagem.coordinator.store.journal.lead_holder import Holder  # noqa: E402
+from stratagem.coordinator.store.journal import Journal, Record  # noqa: E402
+from stratagem.coordinator.store.lead import Holder  # noqa: E402
 from tests.golden.replay import FOLDER, load  # noqa: E402
 from tests.postgres import Postgres  # noqa: E402
 

@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.replay import BATCH, long_run  # noqa: E402
 from benchmarks.watched_coordinator import stalls_of  # noqa: E402
 from stratagem.common.base.ids import RunId  # noqa: E402
-from stratagem.coordinator.store.journal.journal import Journal  # noqa: E402
-from stratagem.coordinator.store.journal.lead_holder import Holder  # noqa: E402
+from stratagem.coordinator.store.journal import Journal  # noqa: E402
+from stratagem.coordinator.store.lead import Holder  # noqa: E402
 from tests.free_ports import free_port  # noqa: E402
 from tests.golden.replay import FOLDER, load  # noqa: E402
 

@@ -33,15 +33,12 @@ from stratagem.common.strategy import (
 )
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
-from stratagem.coordinator.updates.robust.rules import combination, places_read
-from stratagem.coordinator.updates.robust.verdict import judge
-from stratagem.coordinator.updates.spool import Spool
-from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
-from stratagem.coordinator.updates.spool_upload import SpoolEntry
-from stratagem.coordinator.updates.state_reader import open_state
-from stratagem.coordinator.updates.update_sources import WholeSource
+from stratagem.coordinator.store.blobs import DirectoryBlobs
+from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.reading import WholeSource, open_state
+from stratagem.coordinator.updates.robust import combination, judge, places_read
+from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
+from stratagem.coordinator.updates.upload import SpoolEntry
 
 PIECE = 1 << 20
 QUOTA = 1 << 40

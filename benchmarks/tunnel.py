@@ -34,9 +34,9 @@ from stratagem.common.rpc.channel import PLAINTEXT, Coordinators, Proof
 from stratagem.common.rpc.server import bind, bind_socket, bind_tls, make_server
 from stratagem.common.rpc.streams import SocketFolder
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.runtime.relay_hub import RelayHub
-from stratagem.coordinator.runtime.worker_links import WorkerLink
-from stratagem.coordinator.service.relay_calls import carry
+from stratagem.coordinator.runtime.links import WorkerLink
+from stratagem.coordinator.runtime.relay import RelayHub
+from stratagem.coordinator.service.workers import carry
 from stratagem.v1 import coordinator_pb2_grpc, tensor_pb2, worker_pb2, worker_pb2_grpc
 from stratagem.worker.process.tunnel import Tunnel
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import (
     CancelRun,
     LoseWorker,
@@ -19,16 +21,14 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     Tick,
 )
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import TrainClient
+from stratagem.coordinator.core.fact_text import decode
 from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected
-from stratagem.coordinator.core.facts.fact_serialization import decode
+from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
-from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
-from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.pending_effects import pending, pending_of
-from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
+from stratagem.coordinator.core.strategy_calls import parties_of
 from stratagem.coordinator.core.strategy_contract import Status
-from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import RUN, Simulation, ending, member, register, start
 

@@ -10,8 +10,8 @@ from docs.tables import table
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import describe, parse_strategy
-from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
-from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.strategy_calls import objections_to
 
 ALL_REDUCE: Final = {
     "type": "DataParallel",

@@ -16,7 +16,7 @@ from docs.tables import default_text, table, value_text
 from stratagem.client.cli.main import app
 from stratagem.common.observe.metrics import Metric
 from stratagem.common.observe.metrics_server import SHARED
-from stratagem.coordinator.process import coordinator_metrics as coordinator
+from stratagem.coordinator.process import metrics as coordinator
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.worker.process import metrics as worker
 from stratagem.worker.process.settings import WorkerSettings

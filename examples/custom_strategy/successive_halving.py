@@ -22,8 +22,7 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
 )
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import Child, Status, Strategy
-from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.core.strategy_contract import Child, Status, Strategies, Strategy
 from stratagem.coordinator.strategies import nested
 
 

@@ -9,7 +9,7 @@ from stratagem.common.base.ids import WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.facts import ClientBinding
-from stratagem.coordinator.strategies.federated.client_selection import select
+from stratagem.coordinator.strategies.federated.decisions import select
 from tests.cluster.jobs import ALLOWED
 from tests.reference.client_turns import federated_turns_loop
 from tests.reference.compressed_loop import compressed_loop

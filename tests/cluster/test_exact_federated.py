@@ -12,7 +12,7 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.ids import WorkerId
 from stratagem.common.strategy import Federated, Random
 from stratagem.coordinator.core.facts import ClientBinding
-from stratagem.coordinator.strategies.federated.client_selection import select
+from stratagem.coordinator.strategies.federated.decisions import select
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,

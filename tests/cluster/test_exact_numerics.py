@@ -13,9 +13,9 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT, FIRST
-from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.core.fact_text import SCHEMA_VERSION
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import Holder
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,

@@ -10,7 +10,7 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy import DataParallel, Federated, ModelParallel
-from stratagem.coordinator.strategies.client_parties.silos import client_job
+from stratagem.coordinator.strategies.federated.silos import client_job
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.models.build import build_model
 from tests.cluster.jobs import (

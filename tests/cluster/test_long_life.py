@@ -9,8 +9,8 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.base.ids import RunId
 from stratagem.common.rpc.health_probe import health_of
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import Holder
 from tests.coordinator.core.jobs import LOCAL as ONE_WORKER
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import Simulation, start

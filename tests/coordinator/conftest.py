@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.coordinator.store.journal import fact_codec
+from stratagem.coordinator.store import fact_log
 from tests.postgres import Postgres
 
 
@@ -25,7 +25,7 @@ def journal_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[s
 @pytest.fixture
 def timeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a run ended is the wall clock's, which the simulation does not have."""
-    original = fact_codec.view_of
+    original = fact_log.view_of
     monkeypatch.setattr(
-        fact_codec, "view_of", lambda text: original(text).model_copy(update={"ended_at_s": 0.0})
+        fact_log, "view_of", lambda text: original(text).model_copy(update={"ended_at_s": 0.0})
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from stratagem.common.rpc.health_service import HealthService
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
+from stratagem.coordinator.runtime.leader_gate import LeaderGate
 from tests.settings import coordinator_settings
 
 

@@ -7,7 +7,7 @@ from stratagem.common.base.ids import new_submission
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import CancelRun, DeleteRun, SubmitRun
 from stratagem.coordinator.core.facts import ROOT
-from stratagem.coordinator.updates.spool_keys import SpoolKey
+from stratagem.coordinator.updates.spool import SpoolKey
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN
 from tests.coordinator.open_gate import leading

@@ -10,7 +10,7 @@ import pytest
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.leaves import LeafList, StateFolder, digest_and_upload, read_list
-from stratagem.coordinator.store.blobs.s3 import open_s3
+from stratagem.coordinator.store.bucket import open_s3
 from tests.coordinator.store.places import BUCKET, environ_of
 from tests.coordinator.store.troubled import Troubled, troubled
 from tests.worker.pipeline.s3_server import s3_server

@@ -16,8 +16,7 @@ import yaml
 from sqlalchemy import make_url
 
 from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
-from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file
-from stratagem.coordinator.store.blobs.s3 import check_url
+from stratagem.coordinator.store.bucket import check_url, credentials_from_file
 from stratagem.worker.process.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
 from stratagem.worker.process.settings import from_command_line
 from tests.deploy.compose import (

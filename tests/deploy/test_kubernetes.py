@@ -15,9 +15,9 @@ from sqlalchemy import make_url
 
 from stratagem.client.launch.kubernetes_pod import MAX_PER_POD
 from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
-from stratagem.coordinator.runtime.leadership.leader_gate import LIVE
-from stratagem.coordinator.store.blobs.s3 import check_url
-from stratagem.coordinator.store.journal.postgres import SCHEME
+from stratagem.coordinator.runtime.leader_gate import LIVE
+from stratagem.coordinator.store.bucket import check_url
+from stratagem.coordinator.store.postgres import SCHEME
 from stratagem.worker.process.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
 from tests.deploy.compose import VERSION
 from tests.deploy.overlays import (

@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from stratagem.client.launch.kubernetes_pod import MAX_PER_POD
 from stratagem.common.identity.certificates import init, show
 from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN, worker_name
-from stratagem.coordinator.process.coordinator_metrics import METRICS
+from stratagem.coordinator.process.metrics import METRICS
 from tests.deploy.launches import launched_pod
 from tests.deploy.overlays import (
     MONITORED,

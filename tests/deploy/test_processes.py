@@ -16,8 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from stratagem.common.health import main
 from stratagem.common.rpc.health_probe import health_of
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder
 from stratagem.worker.process.settings import WorkerSettings, advertised, from_command_line
 from tests.client.cli.command_line import invoke
 from tests.crash.rig import until

@@ -31,21 +31,19 @@ MAY_READ: Mapping[str, str] = {
     "common/identity/tls.py": EXPIRY,
     "common/rpc/probe.py": EXPIRY,
     "coordinator/app/app.py": LOG_LINES,
-    "coordinator/store/blobs/object_store_keys.py": EXPIRY,
-    "coordinator/store/blobs/directory_blobs.py": (
-        "which copy of an object was used last, as the disk notes it"
-    ),
-    "coordinator/effects/federated/client_failures.py": LOG_LINES,
+    "coordinator/store/bucket.py": EXPIRY,
+    "coordinator/store/blobs.py": ("which copy of an object was used last, as the disk notes it"),
+    "coordinator/effects/client_reports.py": LOG_LINES,
     "coordinator/runtime/loop.py": "when a fact was journaled",
-    "coordinator/runtime/tasks/effect_supervisor.py": (
+    "coordinator/runtime/supervisor.py": (
         "since when what fails has failed, and when it is tried next, as a status shows it"
     ),
-    "coordinator/service/cluster_diagnosis.py": "compares clocks, and says which one is wrong",
-    "coordinator/service/run_queries.py": "how old what is shown is",
-    "coordinator/service/coordinator_service.py": f"when a run was submitted; {RECORDINGS}",
+    "coordinator/service/workers.py": "compares clocks, and says which one is wrong",
+    "coordinator/service/queries.py": "how old what is shown is",
+    "coordinator/service/service.py": f"when a run was submitted; {RECORDINGS}",
     "worker/process/heartbeat.py": RECORDINGS,
     "worker/process/heartbeat.py": RECORDINGS,
-    "coordinator/runtime/leadership/heartbeat_streams.py": RECORDINGS,
+    "coordinator/runtime/leases.py": RECORDINGS,
     "worker/federated/secure_secrets.py": EXPIRY,
     "worker/site/gate.py": "a site takes part at hours of its own, and dates its audit",
     "worker/plans/execution.py": LOG_LINES,

@@ -15,10 +15,10 @@ from benchmarks.replay import BATCH, long_run
 from benchmarks.soak import status_of
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.fact_text import encode
 from stratagem.coordinator.core.facts import RunCompleted, RunReleased
-from stratagem.coordinator.core.facts.fact_serialization import encode
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.common.observe.scrape import labelled, scrape_from_outside

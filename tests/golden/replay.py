@@ -8,14 +8,14 @@ from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.pending import pending
+from stratagem.coordinator.core.run_view import RunView, view_of
 from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.core.state_machine.pending_effects import pending
-from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
 from stratagem.coordinator.runtime.loop import Loop
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.service.protobuf_views import run_info
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.service.queries import run_info
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder
 
 FOLDER = Path(__file__).parent / "journals"
 

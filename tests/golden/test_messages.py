@@ -13,10 +13,10 @@ from google.protobuf.json_format import MessageToDict
 from stratagem.common.base.ids import RunId
 from stratagem.common.base.retry import Backoff
 from stratagem.common.numerics.rules import OF_SILENT_WORKERS
+from stratagem.coordinator.core.fact_text import SCHEMA_VERSION, encode
 from stratagem.coordinator.core.facts import RunSubmitted
-from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION, encode
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import Holder
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.coordinator.service.serving import served
 from tests.golden.record_messages import STRATEGIES

@@ -9,16 +9,11 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.numerics.rules import FIRST
 from stratagem.coordinator.core.commands import SubmitRun
+from stratagem.coordinator.core.decide import decide
+from stratagem.coordinator.core.fact_text import SCHEMA_VERSION, decode, encode, payload_now
 from stratagem.coordinator.core.facts import KINDS, RunSubmitted
-from stratagem.coordinator.core.facts.fact_serialization import (
-    SCHEMA_VERSION,
-    decode,
-    encode,
-    payload_now,
-)
-from stratagem.coordinator.core.state_machine.decide import decide
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import Holder
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.store.journals import events
 from tests.golden.replay import FOLDER, load, replay, summary_of

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.text import is_printable
-from stratagem.coordinator.effects.execution.execute_plan import MAX_PROFILES, blobs_named
-from stratagem.coordinator.effects.execution.report_intake import MAX_NAMES, let_in
+from stratagem.coordinator.effects.execute import MAX_NAMES, MAX_PROFILES, blobs_named, let_in
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import types_pb2

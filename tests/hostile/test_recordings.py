@@ -9,8 +9,7 @@ import pytest
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.observe import profiles as profiles_module
-from stratagem.coordinator.observe.profile_recording import MAX_EVENT_BYTES, MAX_ROWS
-from stratagem.coordinator.observe.profiles import Profiles
+from stratagem.coordinator.observe.profiles import MAX_EVENT_BYTES, MAX_ROWS, Profiles
 from stratagem.v1 import worker_pb2 as wpb
 
 RUN = RunId("run")

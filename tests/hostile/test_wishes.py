@@ -12,9 +12,9 @@ from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, Incarnation, WorkerId
 from stratagem.common.base.retry import Backoff
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects.execution import execute_plan as module
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import attend
+from stratagem.coordinator.effects import execute as module
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.execute import attend
 from stratagem.v1 import worker_pb2
 from tests.coordinator.core.jobs import LOCAL, job_text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.process.failpoints import FAILPOINTS
-from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
+from stratagem.coordinator.service.service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
 from stratagem.worker.mesh.peers import PeerServicer
 from stratagem.worker.service.service import WorkerServicer

@@ -13,10 +13,10 @@ from stratagem.common.identity.tls import Role, TlsFiles
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.app.listeners import CoordinatorSecurity
-from stratagem.coordinator.observe.refused_workers import Refusals
+from stratagem.coordinator.app.storage import CoordinatorSecurity
+from stratagem.coordinator.observe.troubles import Refusals
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
+from stratagem.coordinator.service.service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2_grpc
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.service.serving import Acquaintance

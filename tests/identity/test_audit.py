@@ -7,9 +7,8 @@ import pytest
 
 from stratagem.common.identity.certificates import Authority
 from stratagem.common.numerics.rules import CURRENT
-from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.fact_text import decode, sentence
 from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted
-from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from tests.coordinator.service.serving import refused, submit

@@ -23,8 +23,8 @@ from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.coordinator.core.facts import ROOT
-from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
-from stratagem.coordinator.service import resource_ownership
+from stratagem.coordinator.core.strategy_calls import parties_of
+from stratagem.coordinator.service import service as resource_ownership
 from stratagem.v1 import (
     coordinator_pb2,
     peer_pb2,

@@ -13,7 +13,7 @@ from stratagem.common.identity.callers import Scope, read_tokens
 from stratagem.common.identity.certificates import Authority, show
 from stratagem.common.identity.tls import TlsFiles
 from stratagem.common.rpc.server import make_server
-from stratagem.coordinator.app import listeners
+from stratagem.coordinator.app import storage
 from stratagem.worker.process.host import WorkerSecurity
 from tests.settings import coordinator_settings, worker_settings
 
@@ -72,7 +72,7 @@ def test_certs_are_revoked_by_name_or_one_by_one(tmp_path: Path) -> None:
     wrong = invoke("certs", "revoke", "me", "--revoked-file", str(path), exit_code=1)
     assert "'me' is neither a file nor one of coordinator/NAME, worker/NAME" in wrong.stderr
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
-        listeners.CoordinatorSecurity(coordinator_settings(revoked_file=path))
+        storage.CoordinatorSecurity(coordinator_settings(revoked_file=path))
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
         WorkerSecurity(worker_settings(coordinator="h:1", name="w0", revoked_file=path))
 
@@ -140,8 +140,8 @@ def test_a_wrong_file_of_the_caller_is_named(authority: Authority, tmp_path: Pat
         )
 
 
-def coordinator(**settings: Any) -> listeners.CoordinatorSecurity:
-    return listeners.CoordinatorSecurity(coordinator_settings(**settings))
+def coordinator(**settings: Any) -> storage.CoordinatorSecurity:
+    return storage.CoordinatorSecurity(coordinator_settings(**settings))
 
 
 def files_of(authority: Authority, name: str) -> dict[str, Any]:

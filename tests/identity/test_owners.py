@@ -14,12 +14,12 @@ from stratagem.common.identity.certificates import Authority
 from stratagem.common.rpc.tensor_transfer import push
 from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import Report
 from stratagem.coordinator.core.facts import ROOT, ModelBuilt, RunSubmitted
+from stratagem.coordinator.core.retention import has_brought
 from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.core.state_machine.blob_owners import has_brought
-from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.service.serving import refused, submit

@@ -8,8 +8,7 @@ from functools import cache
 from typing import Any
 
 from stratagem.client.sdk.views import Event, Phase
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.fact_serialization import decode
+from stratagem.coordinator.core.fact_text import decode, sentence
 from tests.coordinator.core.simulation import RUN, Simulation
 from tests.golden.replay import FOLDER
 

@@ -12,8 +12,8 @@ from stratagem.client.course.population import (
     winner_text,
 )
 from stratagem.client.sdk.views import Commit
-from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.run_view import view_of
+from stratagem.coordinator.core.decide import world_of
+from stratagem.coordinator.core.run_view import view_of
 from tests.client.course.recorded import golden, job_of, simulated
 from tests.coordinator.core.jobs import POPULATION_SECTIONS, job_text
 from tests.coordinator.core.jobs import population as strategy

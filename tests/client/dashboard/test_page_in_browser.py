@@ -9,7 +9,7 @@ import pytest
 from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.views import Event, Progress
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.observe.run_logs import RunLogLine
+from stratagem.coordinator.observe.logs import RunLogLine
 from tests.client.dashboard.page_rig import PageRig, rig
 from tests.client.dashboard.page_shape import misplaced
 from tests.client.dashboard.page_tabs import expect, go, tab

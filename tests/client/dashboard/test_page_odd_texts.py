@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.observe.run_logs import RunLogLine
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.observe.logs import RunLogLine
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import Holder
 from tests.client.dashboard.page_rig import PageRig, rig
 from tests.client.dashboard.page_shape import misplaced
 from tests.client.dashboard.page_tabs import expect, go, tab

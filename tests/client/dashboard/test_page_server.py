@@ -17,7 +17,7 @@ from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.base.ids import RunId
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls import Role
-from stratagem.coordinator.observe.run_logs import RunLogLine
+from stratagem.coordinator.observe.logs import RunLogLine
 from tests.client.dashboard.page_rig import PageRig, enter, page_of, rig
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S

@@ -19,10 +19,10 @@ from stratagem.common.job import JobSpec, entry_points, member_job, with_fields
 from stratagem.common.schema.document import Kwargs
 from stratagem.common.schema.json import FrozenDict, FrozenList, frozen, thawed
 from stratagem.common.strategy import Custom, Strategy, describe, dump_strategy
-from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
-from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.strategy_calls import objections_to
 from stratagem.coordinator.strategies.population.evolution import draw, explored, stream
-from stratagem.coordinator.strategies.population.population_run import space_of, spec_of
+from stratagem.coordinator.strategies.population.run import space_of, spec_of
 from tests.common.job.documents import MINIMAL
 from tests.common.strategy.documents import FEDERATED
 from tests.common.strategy.strategies import json_values

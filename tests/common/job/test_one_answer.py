@@ -14,8 +14,8 @@ from stratagem.common.base.errors import InvalidInputError, UnavailableError, Vi
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.job.files import parse_yaml
 from stratagem.common.observe.findings import Level
-from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
-from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.strategy_calls import objections_to
 from tests.common.job.documents import MINIMAL
 
 pytestmark = pytest.mark.core

@@ -7,7 +7,7 @@ import pytest
 
 from stratagem.common.observe.exposition import render
 from stratagem.common.observe.metrics import Durations, Metric
-from stratagem.coordinator.process.coordinator_metrics import METRICS as COORDINATOR
+from stratagem.coordinator.process.metrics import METRICS as COORDINATOR
 from stratagem.worker.process.metrics import METRICS as WORKER
 from tests.common.observe.scrape import labelled, parsed
 

@@ -22,8 +22,8 @@ from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.facts import KINDS
-from stratagem.coordinator.process.coordinator_metrics import METRICS, CoordinatorMonitor
-from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
+from stratagem.coordinator.process.metrics import METRICS, CoordinatorMonitor
+from stratagem.coordinator.service.service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 from tests.common.observe.scrape import families, labelled, raw, scrape

@@ -18,11 +18,13 @@ from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Purpose, build_manifest
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.core.commands import (
     CancelRun,
     Command,
     DeleteRun,
+    EventSpan,
     LoseWorker,
     PinRun,
     Report,
@@ -30,7 +32,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
-from stratagem.coordinator.core.event_span import EventSpan
+from stratagem.coordinator.core.fact_text import decode
 from stratagem.coordinator.core.facts import (
     ROOT,
     ErrorRecord,
@@ -42,13 +44,11 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
 )
-from stratagem.coordinator.core.facts.fact_serialization import decode
+from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
-from stratagem.coordinator.core.strategy_table import Strategies
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.service.run_queries import Runs
-from stratagem.coordinator.service.stream_calls import download, which
+from stratagem.coordinator.core.strategy_contract import Strategies
+from stratagem.coordinator.service.queries import Runs
+from stratagem.coordinator.service.streams import download, which
 from stratagem.v1.coordinator_pb2 import (
     RUN_PHASE_CANCELLED,
     RUN_PHASE_COMPLETED,

@@ -12,9 +12,9 @@ import pytest
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import InProgressError, WrongStateError
 from stratagem.common.base.ids import Digest
-from stratagem.coordinator.app import kept_blobs
-from stratagem.coordinator.app.kept_blobs import KeptBlobs
-from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.app import keeping
+from stratagem.coordinator.app.keeping import KeptBlobs
+from stratagem.coordinator.store.blobs import BlobStore
 from tests.coordinator.core.jobs import LOCAL
 from tests.coordinator.service.serving import served
 from tests.jobs import document
@@ -80,7 +80,7 @@ async def test_what_was_kept_long_ago_is_kept_anew(monkeypatch: pytest.MonkeyPat
         return True
 
     store = SlowStore(as_long_as_ever_the_second_time)
-    monkeypatch.setattr(kept_blobs, "STAYS_S", 0.0)
+    monkeypatch.setattr(keeping, "STAYS_S", 0.0)
     kept = ToldBlobs(store)
     with pytest.raises(InProgressError):
         await kept.keep(DIGEST)
@@ -121,7 +121,7 @@ async def test_a_job_is_submitted_once_while_what_it_names_is_being_copied(
         store = SlowStore(lambda: True)
         kept = ToldBlobs(store)
         monkeypatch.setattr(app, "kept", kept)
-        monkeypatch.setattr("stratagem.coordinator.service.stream_calls.may_name", _anything)
+        monkeypatch.setattr("stratagem.coordinator.service.streams.may_name", _anything)
         job = document(strategy=LOCAL, initial={"digest": DIGEST})
         async with asyncio.TaskGroup() as group:
             submitting = group.create_task(client.submit(job, "mine"))

@@ -10,11 +10,10 @@ from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series
 from stratagem.common.history.recording import pack
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.app.housekeeping import House
+from stratagem.coordinator.app.keeping import House
 from stratagem.coordinator.core.commands import CancelRun, DeleteRun, SubmitRun
-from stratagem.coordinator.store.journal import fact_log
-from stratagem.coordinator.store.journal.history_rows import HistoryRow
-from stratagem.coordinator.store.journal.step_histories import StepSpan
+from stratagem.coordinator.store import fact_log
+from stratagem.coordinator.store.step_history import HistoryRow, StepSpan
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.open_gate import leading
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Digest, RunId
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core.commands import CancelRun, DeleteRun, ExpireRuns, PinRun, SubmitRun
-from stratagem.coordinator.observe.run_logs import RunLogLine
+from stratagem.coordinator.observe.logs import RunLogLine
 from stratagem.coordinator.runtime import loop as loop_module
 from stratagem.coordinator.runtime.loop import Loop
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import Holder
 from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import Twins, twins
 from tests.coordinator.core.jobs import LOCAL, job_text
@@ -147,7 +147,7 @@ async def test_a_replay_that_is_killed_again_and_again_gets_to_its_end(
     """What has ended is summed up on the way, so that nobody reads it twice."""
     place = journal_place(database)
     monkeypatch.setattr(loop_module, "SUMMED_UP_FACTS", 1)
-    monkeypatch.setattr("stratagem.coordinator.store.journal.fact_log.PAGE_FACTS", 10)
+    monkeypatch.setattr("stratagem.coordinator.store.fact_log.PAGE_FACTS", 10)
     number_of_runs, left = 12, [13]
     simulation = start(job_text(LOCAL), "a")
     simulation.run()

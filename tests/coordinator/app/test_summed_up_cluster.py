@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import LoseWorker, SubmitRun
-from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.runtime import loop
-from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal import Journal
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.core.simulation import RUN, member, register
 from tests.coordinator.open_gate import decides, leading

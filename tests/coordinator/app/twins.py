@@ -10,15 +10,15 @@ from typing import Any
 
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.base.ids import RunId
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core.commands import Command, Refusal
+from stratagem.coordinator.core.pending import live_blobs, pending
+from stratagem.coordinator.core.run_view import RunView, view_of
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
-from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
-from stratagem.coordinator.core.strategy_table import MISSING, Strategies
+from stratagem.coordinator.core.strategy_contract import MISSING, Strategies
 from stratagem.coordinator.runtime.loop import Loop
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder
 from tests.coordinator.core.simulation import Simulation, register
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
-from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.strategy_calls import objections_to
 from tests.jobs import NOT_TRAINED, document
 
 

@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from stratagem.coordinator.core.strategy_contract import Strategy
-from stratagem.coordinator.core.strategy_table import Strategies
-from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.strategy_contract import Strategies, Strategy
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
 
 

@@ -8,8 +8,10 @@ from typing import Any, Self, TypeVar
 
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.common.numerics.rules import CURRENT
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import (
     Command,
     Ending,
@@ -21,17 +23,13 @@ from stratagem.coordinator.core.commands import (
     SubmitRun,
     Tick,
 )
-from stratagem.coordinator.core.facts.fact_serialization import decode, encode
-from stratagem.coordinator.core.facts.rejection_causes import Cause
-from stratagem.coordinator.core.persistent_map import PersistentMap
+from stratagem.coordinator.core.decide import Agenda, decide, world_of
+from stratagem.coordinator.core.fact_text import decode, encode
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import pending
+from stratagem.coordinator.core.persistent import PersistentMap
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord
-from stratagem.coordinator.core.state_machine.agenda import Agenda
-from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.core.state_machine.decide import decide, world_of
-from stratagem.coordinator.core.state_machine.pending_effects import pending
-from stratagem.coordinator.core.strategy_contract import Status
-from stratagem.coordinator.core.strategy_table import Strategies
-from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.core.strategy_contract import Status, Strategies
 from tests.coordinator.core.ask_every_run import next_deadline, next_entry
 from tests.coordinator.core.jobs import job_text
 

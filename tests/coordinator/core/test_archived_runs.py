@@ -5,28 +5,24 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Digest, RunId
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.decide import decide, world_of
 from stratagem.coordinator.core.ended_runs import EndedRuns
-from stratagem.coordinator.core.facts.fact_serialization import decode
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
-from stratagem.coordinator.core.state_machine.archived_runs import (
+from stratagem.coordinator.core.fact_text import decode
+from stratagem.coordinator.core.pending import live_blobs
+from stratagem.coordinator.core.retention import expire_runs, has_brought, resting_with, runs_with
+from stratagem.coordinator.core.run_view import (
     at_rest,
     num_to_recall,
+    phase_of,
     put_to_rest,
     recall,
+    view_of,
 )
-from stratagem.coordinator.core.state_machine.blob_owners import (
-    has_brought,
-    resting_with,
-    runs_with,
-)
-from stratagem.coordinator.core.state_machine.decide import decide, world_of
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
-from stratagem.coordinator.core.state_machine.retention import expire_runs
-from stratagem.coordinator.core.state_machine.run_view import phase_of, view_of
-from stratagem.coordinator.core.strategy_table import Strategies
-from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
+from stratagem.coordinator.core.strategy_contract import Strategies
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.core.raising_strategies import raising
 from tests.coordinator.core.simulation import RUN, Simulation, digest, start

@@ -6,22 +6,17 @@ from dataclasses import replace
 import pytest
 
 from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.apply import CLUSTER, MAX_UPLOADS, apply
 from stratagem.coordinator.core.effects import RunSegment
+from stratagem.coordinator.core.pending import live_blobs
+from stratagem.coordinator.core.retention import has_brought, is_shared, resting_with, runs_with
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
-from stratagem.coordinator.core.state_machine.apply import CLUSTER, MAX_UPLOADS, apply
-from stratagem.coordinator.core.state_machine.blob_owners import (
-    has_brought,
-    is_shared,
-    resting_with,
-    runs_with,
-)
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
-from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of, value_of
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
-from stratagem.coordinator.strategies.population.population_run import PopulationRun
+from stratagem.coordinator.core.strategy_calls import parties_of, value_of
+from stratagem.coordinator.strategies.federated.run import FederatedRun
+from stratagem.coordinator.strategies.population.run import PopulationRun
 from tests.coordinator.core.jobs import (
     FEDERATED,
     LOCAL,

@@ -19,9 +19,9 @@ from stratagem.coordinator.core.effect_failures import (
     retry_of,
 )
 from stratagem.coordinator.core.facts import ROOT, PartyFailed, RunFailed
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import pending
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, start
 from tests.coordinator.runtime.effects import member, segment

@@ -10,9 +10,19 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
 from stratagem.common.numerics.rules import CURRENT, FIRST, KEEPS_DTYPES, check_numerics
+from stratagem.coordinator.core import fact_text
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
-from stratagem.coordinator.core.fact_messages import MAX_METRICS, metrics_text, sentence
+from stratagem.coordinator.core.decide import decide
+from stratagem.coordinator.core.fact_text import (
+    MAX_METRICS,
+    decode,
+    encode,
+    metrics_text,
+    payload_now,
+    sentence,
+)
 from stratagem.coordinator.core.facts import (
     ROOT,
     Evaluated,
@@ -20,11 +30,7 @@ from stratagem.coordinator.core.facts import (
     RunCancelled,
     RunSubmitted,
     SegmentCommitted,
-    fact_serialization,
 )
-from stratagem.coordinator.core.facts.fact_serialization import decode, encode, payload_now
-from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.core.state_machine.decide import decide
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.core.simulation import (
     RUN,
@@ -59,15 +65,15 @@ def test_each_schema_between_is_passed_and_those_that_changed_nothing_are_skippe
     def rename(payload: dict[str, Any]) -> dict[str, Any]:
         return {"reason": payload["why"]}
 
-    monkeypatch.setattr(fact_serialization, "SCHEMA_VERSION", 3)
-    monkeypatch.setattr(fact_serialization, "UPGRADES", {("RunCancelled", 2): rename})
+    monkeypatch.setattr(fact_text, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(fact_text, "UPGRADES", {("RunCancelled", 2): rename})
     assert decode("RunCancelled", 1, '{"why":"no reason"}') == RunCancelled(reason="no reason")
     assert decode("RunCancelled", 3, '{"reason":"no reason"}') == RunCancelled(reason="no reason")
     assert decode("SegmentCommitted", 1, encode(COMMITTED)[1]) == COMMITTED
 
 
 @pytest.mark.parametrize(
-    ("kind", "schema"), [("RunCancelled", fact_serialization.SCHEMA_VERSION + 1), ("RunPainted", 1)]
+    ("kind", "schema"), [("RunCancelled", fact_text.SCHEMA_VERSION + 1), ("RunPainted", 1)]
 )
 def test_what_a_newer_version_wrote_is_refused(kind: str, schema: int) -> None:
     with pytest.raises(ValueError, match=f"{kind} of schema {schema}, written by a newer version"):

@@ -10,20 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.ids import RunId
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core import cluster_summary, persistent
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core import persistent_map
+from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import ExpireRuns
 from stratagem.coordinator.core.ended_runs import EndedRuns
-from stratagem.coordinator.core.facts.fact_serialization import decode, encode
-from stratagem.coordinator.core.persistent_map import PersistentMap
-from stratagem.coordinator.core.persistent_order import PersistentOrder
+from stratagem.coordinator.core.fact_text import decode, encode
+from stratagem.coordinator.core.pending import live_blobs, needed
+from stratagem.coordinator.core.persistent import PersistentMap, PersistentOrder
+from stratagem.coordinator.core.retention import expire_runs, resting_with
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
-from stratagem.coordinator.core.state_machine import cluster_summary
-from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
-from stratagem.coordinator.core.state_machine.blob_owners import resting_with
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, needed
-from stratagem.coordinator.core.state_machine.retention import expire_runs
-from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.coordinator.core.simulation import digest, member
 
 pytestmark = pytest.mark.core
@@ -63,7 +60,7 @@ def test_it_is_a_dict_that_never_changes(changes: Sequence[tuple[str, int | None
 
 
 def test_keys_whose_hashes_are_the_same_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistent_map, "_place", lambda key: 7)
+    monkeypatch.setattr(persistent, "_place", lambda key: 7)
     made = PersistentMap({f"{number}": number for number in range(100)})
     made = made.with_item("x", 100).without("50")
     assert sorted(made.values()) == [*range(50), *range(51, 101)]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.core.metric_course import num_lr_reductions, with_course
-from stratagem.coordinator.strategies.client_parties.silos import client_job
+from stratagem.coordinator.core.courses import num_lr_reductions, with_course
+from stratagem.coordinator.strategies.federated.silos import client_job
 from tests.coordinator.core.jobs import (
     FEDERATED,
     LOCAL,

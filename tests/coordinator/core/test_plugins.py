@@ -12,19 +12,15 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.app.plugins import BUILT_IN, with_plugins
+from stratagem.coordinator.core import decide
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import ReportTrouble, SubmitRun
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
-from stratagem.coordinator.core.state_machine import decide
-from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.core.state_machine.strategy_boundary import (
-    objections_to,
-    parties_of,
-    status_of,
-)
-from stratagem.coordinator.core.strategy_table import GROUP, Strategies
-from stratagem.coordinator.runtime.plugins import BUILT_IN, with_plugins
+from stratagem.coordinator.core.strategy_calls import objections_to, parties_of, status_of
+from stratagem.coordinator.core.strategy_contract import GROUP, Strategies
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
 from tests.coordinator.core.jobs import FEDERATED, LOCAL, POPULATION_SECTIONS, job_text, population

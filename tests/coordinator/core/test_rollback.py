@@ -12,16 +12,15 @@ from stratagem.common.job import JobSpec
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import EvaluateState, RunSegment, TrainClient
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.fact_serialization import decode, encode
+from stratagem.coordinator.core.fact_text import decode, encode, sentence
+from stratagem.coordinator.core.pending import blobs_of, live_blobs, pending
+from stratagem.coordinator.core.retention import is_shared
 from stratagem.coordinator.core.state import retained
-from stratagem.coordinator.core.state_machine.blob_owners import is_shared
-from stratagem.coordinator.core.state_machine.pending_effects import blobs_of, live_blobs, pending
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.strategies.client_parties.silos import client_job
-from stratagem.coordinator.strategies.federated import round_effects
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.strategies.federated import due as round_effects
+from stratagem.coordinator.strategies.federated.silos import client_job
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
-from stratagem.coordinator.updates.spool_keys import SpoolKey
+from stratagem.coordinator.updates.spool import SpoolKey
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     EVALUATION,

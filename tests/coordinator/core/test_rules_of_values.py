@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.coordinator.core.crash_loops import (
+from stratagem.coordinator.core.commands import EventSpan
+from stratagem.coordinator.core.courses import (
     OWN,
     UNEXPLAINED,
     UNEXPLAINED_S,
@@ -19,10 +20,9 @@ from stratagem.coordinator.core.crash_loops import (
     was_asked_to_end,
     why,
 )
-from stratagem.coordinator.core.event_span import EventSpan
+from stratagem.coordinator.core.effects import Request, grant
 from stratagem.coordinator.core.facts import ROOT, Member, ProcessDied
-from stratagem.coordinator.core.gang_scheduler import Request, grant
-from stratagem.coordinator.core.time_left import MIN_MARKS, Pace, epoch_of, steps_per_epoch
+from stratagem.coordinator.core.run_view import MIN_MARKS, Pace, epoch_of, steps_per_epoch
 from tests.coordinator.core.simulation import member
 
 pytestmark = pytest.mark.core

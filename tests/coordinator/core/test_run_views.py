@@ -11,21 +11,31 @@ from stratagem.common.base.errors import UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effect_failures import FailedTries
 from stratagem.coordinator.core.effects import AccountRound, TrainClient
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.secret_draws import draws_in_secret, hides_draws, is_hidden, shown
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.core.run_view import RunView, at_rest, phase_of, phase_then, view_of
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.archived_runs import at_rest
-from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.run_view import RunView, phase_of, phase_then, view_of
-from stratagem.coordinator.core.state_machine.strategy_boundary import shown_status_of, status_of
+from stratagem.coordinator.core.strategy_calls import (
+    draws_in_secret,
+    hides_draws,
+    is_hidden,
+    shown,
+    shown_status_of,
+    status_of,
+)
 from stratagem.coordinator.core.strategy_contract import RunCounts
-from stratagem.coordinator.observe.counted_progress import publish_counts
-from stratagem.coordinator.observe.event_feed import Feed, FeedEvent, SegmentProgress
-from stratagem.coordinator.observe.run_paces import Paces
-from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
-from stratagem.coordinator.service.protobuf_views import progress
+from stratagem.coordinator.observe.feed import (
+    Feed,
+    FeedEvent,
+    Paces,
+    SegmentProgress,
+    publish_counts,
+    say_what_fails,
+    say_what_is_missing,
+)
+from stratagem.coordinator.service.queries import progress
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     EVALUATION,

@@ -8,6 +8,7 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party, WorkerId
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.apply import MIN_COMMITS, apply
 from stratagem.coordinator.core.commands import (
     CancelRun,
     DeleteRun,
@@ -19,11 +20,9 @@ from stratagem.coordinator.core.commands import (
     SubmitRun,
 )
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.fact_serialization import decode
+from stratagem.coordinator.core.fact_text import decode, sentence
+from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase, best_commit, retained
-from stratagem.coordinator.core.state_machine.apply import MIN_COMMITS, apply
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     EVALUATION,

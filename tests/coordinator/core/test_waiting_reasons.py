@@ -6,14 +6,13 @@ import pytest
 
 from stratagem.common.base.ids import RunId
 from stratagem.common.numerics.rules import CURRENT
+from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import SubmitRun
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.facts import MembersFormed, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.apply import CLUSTER
-from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
-from stratagem.coordinator.observe.event_feed import Feed, FeedEvent, SegmentProgress
-from stratagem.coordinator.observe.waiting_reasons import say_what_is_missing
+from stratagem.coordinator.core.strategy_calls import why_waiting
+from stratagem.coordinator.observe.feed import Feed, FeedEvent, SegmentProgress, say_what_is_missing
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,

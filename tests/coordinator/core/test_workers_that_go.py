@@ -8,12 +8,12 @@ import pytest
 from stratagem.common.base.ids import WorkerId
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.apply import apply
+from stratagem.coordinator.core.decide import Agenda
 from stratagem.coordinator.core.effects import Release
-from stratagem.coordinator.core.facts.fact_serialization import decode
+from stratagem.coordinator.core.fact_text import decode
+from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.core.state_machine.agenda import Agenda
-from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.core.state_machine.pending_effects import pending
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, ending, member, register, start
 

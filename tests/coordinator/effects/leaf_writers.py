@@ -15,11 +15,10 @@ from stratagem.common.base.ids import Incarnation, RunId, WorkerId
 from stratagem.common.tensors.leaves import StateFolder
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
 from stratagem.coordinator.core.facts import ROOT, Capability, Member
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
-from stratagem.coordinator.store.leaves.state_places import in_folder
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.runtime.links import WorkerSession
+from stratagem.coordinator.store.blobs import DirectoryBlobs
+from stratagem.coordinator.store.leaves import LeafBlobs, in_folder
 from stratagem.v1 import types_pb2, worker_pb2
 from stratagem.worker.session.leaves import written_leaves
 from stratagem.worker.session.states import Frozen

@@ -12,9 +12,9 @@ from stratagem.common.job import JobSpec
 from stratagem.common.privacy import accountant
 from stratagem.coordinator.core.effects import AccountRound
 from stratagem.coordinator.core.facts import RoundAccounted
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.federated.account_round import account_round
-from stratagem.coordinator.runtime.tasks.chores import Chores
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.private import account_round
+from stratagem.coordinator.runtime.supervisor import Chores
 from tests.jobs import document
 
 JOB = JobSpec.parse(

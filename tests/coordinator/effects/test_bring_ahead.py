@@ -7,9 +7,9 @@ from typing import Any, cast
 from stratagem.common.base.ids import Digest, Incarnation, Party, WorkerId
 from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import ROOT, ClientBinding, Member
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.federated.aggregate_round import _bring_ahead
-from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
+from stratagem.coordinator.effects.aggregate import _bring_ahead
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.strategies.federated.run import FederatedRun
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, start
 

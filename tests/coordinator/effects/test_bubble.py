@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.coordinator.effects.synchronous.run_segment import ShownProgress
-from stratagem.coordinator.observe.event_feed import SegmentProgress
+from stratagem.coordinator.effects.segment import ShownProgress
+from stratagem.coordinator.observe.feed import SegmentProgress
 from stratagem.v1.worker_pb2 import Progress
 
 

@@ -16,10 +16,10 @@ from stratagem.common.base.errors import LimitError
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.leaves import SMALL_BYTES, StateFolder, state_digest
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects.execution.leaf_signing import MAX_ASKED, MAX_SIGNED, LeafSigning
-from stratagem.coordinator.effects.execution.state_writing import reads_by_itself
-from stratagem.coordinator.effects.synchronous.direct_commit import written_by_members
-from stratagem.coordinator.updates.members.merge_parts import ContradictionError
+from stratagem.coordinator.effects.context import MAX_ASKED, MAX_SIGNED, LeafSigning
+from stratagem.coordinator.effects.direct_commit import written_by_members
+from stratagem.coordinator.effects.execute import reads_by_itself
+from stratagem.coordinator.updates.merge import ContradictionError
 from stratagem.v1 import worker_pb2
 from stratagem.worker.session.states import Frozen, freeze
 from tests.coordinator.effects.leaf_writers import (

@@ -20,9 +20,9 @@ from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.same_bytes import SliceName
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.core.facts import Capability, Member
-from stratagem.coordinator.effects.synchronous.divided_commit import written_by_owners
-from stratagem.coordinator.effects.synchronous.snapshot import PartHolder
-from stratagem.coordinator.updates.members.merge_parts import ContradictionError
+from stratagem.coordinator.effects.direct_commit import written_by_owners
+from stratagem.coordinator.effects.snapshot import PartHolder
+from stratagem.coordinator.updates.merge import ContradictionError
 from stratagem.v1 import worker_pb2
 from stratagem.worker.session.leaves import written_leaves
 from stratagem.worker.session.states import Frozen, freeze

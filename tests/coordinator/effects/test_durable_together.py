@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from stratagem.coordinator.effects.execution import durable_together
-from stratagem.coordinator.effects.execution.durable_together import Together
+from stratagem.coordinator.effects import context
+from stratagem.coordinator.effects.context import Together
 from tests.patience import PATIENCE_S
 
 
@@ -17,7 +17,7 @@ class Writers:
         self._clock_s = 0.0
         self._gates: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        monkeypatch.setattr(durable_together, "LONGEST_WAIT_S", PATIENCE_S)
+        monkeypatch.setattr(context, "LONGEST_WAIT_S", PATIENCE_S)
         monkeypatch.setattr(asyncio.get_running_loop(), "time", self._time)
 
     @classmethod

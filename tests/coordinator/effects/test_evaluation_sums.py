@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
+from stratagem.coordinator.effects.evaluate import fold_parts
 from stratagem.v1 import worker_pb2
 
 pytestmark = pytest.mark.core

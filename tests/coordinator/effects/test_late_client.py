@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Party
-from stratagem.coordinator.effects.federated import train_client
+from stratagem.coordinator.effects import train_client
 from tests.coordinator.core.simulation import RUN, member
 
 EFFECT: Any = SimpleNamespace(

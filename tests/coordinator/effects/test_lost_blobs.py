@@ -10,8 +10,8 @@ import pytest
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import attend
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.execute import attend
 from stratagem.v1 import worker_pb2
 from tests.coordinator.core.jobs import LOCAL, job_text
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.coordinator.effects.federated import merge_metrics
-from stratagem.coordinator.effects.federated.merge_metrics import MAX_NUMBERS, kept_states, summed
+from stratagem.coordinator.effects import party_updates
+from stratagem.coordinator.effects.party_updates import MAX_NUMBERS, kept_states, summed
 from stratagem.v1 import worker_pb2 as pb
 
 
@@ -74,7 +74,7 @@ def test_each_client_is_read_once_and_a_metric_that_differs_leaves_the_others() 
         metrics=("test.b:g", "test.a:f", "test.c:h"),
         states=tuple((client, str(client)) for client in range(4)),
     )
-    sums, unlike = merge_metrics._sums(env, effect)
+    sums, unlike = party_updates._sums(env, effect)
     assert sums == [state(metric="test.b:g", numbers=[2.0])]
     assert unlike == {
         "test.a:f": "state hits of test.a:f is int64 (2,) at client 2, and int64 () at client 0"

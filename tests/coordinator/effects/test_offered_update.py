@@ -14,8 +14,8 @@ from stratagem.common.base.errors import InvalidInputError, LimitError
 from stratagem.common.tensors.local_files import MemoryCopy, place
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Purpose, to_proto
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.effects.federated.offered_update import OfferedUpdate, offered_update
-from stratagem.coordinator.runtime.worker_links import WorkerLink
+from stratagem.coordinator.effects.train_client import OfferedUpdate, offered_update
+from stratagem.coordinator.runtime.links import WorkerLink
 from stratagem.v1 import worker_pb2
 
 WEIGHT = torch.arange(7.0)

@@ -14,10 +14,10 @@ from stratagem.common.rpc.channel import PLAINTEXT
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.common.tensors.stream import CHUNK_BYTES, fill_chunk
 from stratagem.coordinator.core.effects import ExchangeMethod
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
-from stratagem.coordinator.runtime.relay_hub import RelayHub
-from stratagem.coordinator.runtime.worker_links import WorkerLink
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.parameter_server import serve_steps
+from stratagem.coordinator.runtime.links import WorkerLink
+from stratagem.coordinator.runtime.relay import RelayHub
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 from tests.common.rpc.rig import serving
 from tests.coordinator.runtime.effects import segment

@@ -7,7 +7,7 @@ import pytest
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec, with_fields
-from stratagem.coordinator.effects.synchronous.build_model import streams_of
+from stratagem.coordinator.effects.build import streams_of
 from tests.coordinator.core.jobs import DATA_PARALLEL, job_text
 from tests.coordinator.core.simulation import RUN, start
 

@@ -10,9 +10,9 @@ import pytest
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series, joined
 from stratagem.common.history.recording import packed_parts, unpack
-from stratagem.coordinator.effects.synchronous.segment_history import TrainedSteps, rows_of
-from stratagem.coordinator.observe.live_history import PackedRows
-from stratagem.coordinator.store.journal.history_rows import HistoryRow
+from stratagem.coordinator.effects.segment import TrainedSteps, rows_of
+from stratagem.coordinator.observe.history import PackedRows
+from stratagem.coordinator.store.step_history import HistoryRow
 
 STRIDE = 4
 SILO = Party("client1")

@@ -25,12 +25,10 @@ from stratagem.common.tensors.files import blob_digest, header_bytes, header_of
 from stratagem.common.tensors.manifest import Manifest, to_proto
 from stratagem.common.tensors.stream import crc32c
 from stratagem.coordinator.core.facts import ROOT, Member
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
-from stratagem.coordinator.effects.synchronous.snapshot_intake import BaseBlob, SnapshotIntake
-from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.store.blobs.blob_store import file_writer
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.snapshot import BaseBlob, SnapshotIntake, pull_snapshot
+from stratagem.coordinator.runtime.links import WorkerSession
+from stratagem.coordinator.store.blobs import DirectoryBlobs, file_writer
 from stratagem.v1 import tensor_pb2, worker_pb2
 from stratagem.worker.session.states import Frozen, SentState, freeze, without_same
 

@@ -7,12 +7,7 @@ import numpy as np
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series
 from stratagem.common.history.recording import pack
-from stratagem.coordinator.observe.live_history import (
-    LiveHistory,
-    SegmentTail,
-    TailKey,
-    rows_in_flight,
-)
+from stratagem.coordinator.observe.history import LiveHistory, SegmentTail, TailKey, rows_in_flight
 from stratagem.v1 import worker_pb2
 
 RUN, ROOT = RunId("r"), Party("")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
-from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import (
     KINDS,
     ROOT,
@@ -19,7 +19,7 @@ from stratagem.coordinator.core.facts import (
     MemberEvolved,
     ProcessDied,
 )
-from stratagem.coordinator.observe.log_ids import ids_of
+from stratagem.coordinator.observe.logs import ids_of
 
 pytestmark = pytest.mark.core
 

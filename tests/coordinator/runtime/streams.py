@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.runtime.relay_hub import RelayHub
+from stratagem.coordinator.runtime.relay import RelayHub
 from tests.patience import AT_ONCE_S
 
 

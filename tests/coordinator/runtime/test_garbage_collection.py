@@ -8,12 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.runtime.garbage_collection import (
-    GROWTH,
-    LEAST_BLOCKS,
-    Portions,
-    small_portions,
-)
+from stratagem.coordinator.runtime.memory import GROWTH, LEAST_BLOCKS, Portions, small_portions
 
 
 class Circle:

@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 
-from stratagem.coordinator.runtime.malloc_trim import rest
+from stratagem.coordinator.runtime.memory import rest
 
 LEAVES_HOLES = """
 from stratagem.common.process.process import give_back, tune_malloc

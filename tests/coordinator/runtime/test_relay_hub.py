@@ -14,8 +14,8 @@ from stratagem.common.base.errors import LimitError, UnavailableError, WrongStat
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.common.rpc.streams import FRAME_BYTES
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.runtime import relay_hub
-from stratagem.coordinator.runtime.relay_hub import RelayHub
+from stratagem.coordinator.runtime import relay
+from stratagem.coordinator.runtime.relay import RelayHub
 from tests.coordinator.runtime.streams import Stream
 from tests.patience import AT_ONCE_S
 
@@ -73,7 +73,7 @@ async def test_a_dial_reaches_a_parked_stream_and_bytes_go_both_ways() -> None:
 async def test_a_dial_without_a_stream_is_ended_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relay_hub, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=lambda: 5.0))
     async with hubs(dial_wait_s=0) as hub:
         connection = await dialled(hub)
         assert await read(connection) == b""

@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from stratagem.common.base.errors import InvalidInputError, LimitError
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.runtime import relay_hub
-from stratagem.coordinator.runtime.relay_hub import DIAL_WAIT_S, PARKED_FOR_S, RelayHub
+from stratagem.coordinator.runtime import relay
+from stratagem.coordinator.runtime.relay import DIAL_WAIT_S, PARKED_FOR_S, RelayHub
 
 MEMBERS = [
     Member(worker_id=WorkerId(name), incarnation=Incarnation(start))
@@ -88,8 +88,8 @@ class HubMachine(RuleBasedStateMachine):
         self.loop = StillLoop()
         self.patch = pytest.MonkeyPatch()
         for name in ("MAX_PARKED", "MAX_LIVE", "MAX_STREAMS"):
-            self.patch.setattr(relay_hub, name, globals()[name])
-        self.patch.setattr(relay_hub, "time", SimpleNamespace(monotonic=self.loop.time))
+            self.patch.setattr(relay, name, globals()[name])
+        self.patch.setattr(relay, "time", SimpleNamespace(monotonic=self.loop.time))
         self.registered: dict[WorkerId, Member] = {}
         self.lots: dict[Member, Lot] = {}
         self.streams: list[Stream] = []

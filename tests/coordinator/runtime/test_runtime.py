@@ -5,18 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from stratagem.common.base.ids import Party, RunId
-from stratagem.coordinator.core.event_span import EventSpan
+from stratagem.coordinator.core.commands import EventSpan
 from stratagem.coordinator.core.facts import RunFailed, RunReleased
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.observe.event_feed import (
+from stratagem.coordinator.observe.feed import (
     MAX_EVENTS,
     PAGE_BYTES,
     Feed,
     FeedEvent,
     SegmentProgress,
 )
-from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
-from stratagem.coordinator.runtime.tasks.throttle import Paced
+from stratagem.coordinator.observe.logs import RunLogLine, RunLogs
+from stratagem.coordinator.runtime.supervisor import Paced
 from tests.patience import PATIENCE_S
 
 RUN = RunId("run-1")

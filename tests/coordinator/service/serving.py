@@ -12,8 +12,8 @@ import pytest
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.observe.refused_workers import Refusals
-from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
+from stratagem.coordinator.observe.troubles import Refusals
+from stratagem.coordinator.service.service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.coordinator.core.jobs import LOCAL, job_text

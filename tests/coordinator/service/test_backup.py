@@ -11,11 +11,11 @@ import pytest
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, WrongStateError
 from stratagem.common.base.ids import Digest
-from stratagem.coordinator.app import backups
+from stratagem.coordinator.app import keeping
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.core.state_machine.pending_effects import needed
+from stratagem.coordinator.core.pending import needed
 from stratagem.coordinator.process.restore import RestoreSettings, restore
-from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD
+from stratagem.coordinator.store.snapshot import TERMS_AHEAD
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.service.serving import served
 from tests.coordinator.updates.updates import flip_bit
@@ -58,7 +58,7 @@ async def test_what_a_backup_copies_stays_and_comes_back(
             await collect(app)
             assert app.blobs.exists(gone), "a backup may not have copied it yet"
         assert not list((tmp_path / "a" / "backups").iterdir())
-        monkeypatch.setattr(backups, "HOLD_S", -1.0)
+        monkeypatch.setattr(keeping, "HOLD_S", -1.0)
         done = await client.back_up(folder)
         assert (done.num_blobs, done.num_copied) == (1, 1), "no list of what an earlier one held"
         assert (await client.back_up(folder)).num_copied == 0

@@ -21,9 +21,9 @@ from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
-from stratagem.coordinator.observe.event_feed import SegmentProgress
-from stratagem.coordinator.service import run_queries
-from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.observe.feed import SegmentProgress
+from stratagem.coordinator.service import queries
+from stratagem.coordinator.store.journal import Journal
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -241,7 +241,7 @@ async def test_events_are_asked_for_by_kind_and_by_the_page(tmp_path: Path) -> N
         assert [some.event, *some.more] == newest
         assert [item async for item in ask(from_index=7, follow=False, several=True)] == []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("stratagem.coordinator.service.event_requests.MAX_EVENTS", 3)
+            patch.setattr("stratagem.coordinator.service.queries.MAX_EVENTS", 3)
             parts = [item async for item in ask(follow=False, several=True)]
         assert [len(part.more) for part in parts] == [2, 2, 0]
         assert [each for part in parts for each in (part.event, *part.more)] == so_far
@@ -277,7 +277,7 @@ async def test_a_pinned_run_says_so_and_is_not_deleted(tmp_path: Path) -> None:
 async def test_one_subscription_follows_all_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_queries, "READ_AT_ONCE", 3)
+    monkeypatch.setattr(queries, "READ_AT_ONCE", 3)
     async with coordinator(tmp_path) as stub:
         for number in range(7):
             await stub.SubmitRun(submit(f"r-{number}"))

@@ -14,12 +14,11 @@ from stratagem.common.history.recording import pack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import JournalEntry, SubmitRun
 from stratagem.coordinator.core.facts import RunResumed
-from stratagem.coordinator.observe.live_history import SegmentTail, TailKey
-from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
-from stratagem.coordinator.service.history_queries import HistoryQueries
-from stratagem.coordinator.store.journal.fact_codec import Committed
-from stratagem.coordinator.store.journal.history_rows import HistoryRow
-from stratagem.coordinator.store.journal.step_histories import StepSpan
+from stratagem.coordinator.observe.history import SegmentTail, TailKey
+from stratagem.coordinator.service.queries import HistoryQueries
+from stratagem.coordinator.service.service import CoordinatorServicer
+from stratagem.coordinator.store.fact_log import Committed
+from stratagem.coordinator.store.step_history import HistoryRow, StepSpan
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import worker_pb2
 from tests.coordinator.core.jobs import LOCAL, job_text

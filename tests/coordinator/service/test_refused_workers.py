@@ -8,7 +8,7 @@ import grpc
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import PROTOCOL_KEY, PROTOCOL_VERSION
 from stratagem.common.rpc.channel import open_channel
-from stratagem.coordinator.observe.refused_workers import FORGET_S, MAX_REFUSED, Refusals
+from stratagem.coordinator.observe.troubles import FORGET_S, MAX_REFUSED, Refusals
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub

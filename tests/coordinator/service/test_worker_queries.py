@@ -12,7 +12,7 @@ from stratagem.common.tensors.leaves import StateFolder
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import LeaveWorker, LoseWorker, RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
-from stratagem.coordinator.service import worker_queries
+from stratagem.coordinator.service import queries
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.coordinator.service.serving import refused, served, worker
@@ -47,7 +47,7 @@ async def test_all_pages_together_are_all_workers_by_name(
             found = await pages(stub, page_size)
             assert [name for names in found for name in names] == NAMES
             assert all(len(names) <= (page_size or len(NAMES)) for names in found)
-        monkeypatch.setattr(worker_queries, "MAX_PAGE_BYTES", 1)
+        monkeypatch.setattr(queries, "MAX_PAGE_BYTES", 1)
         assert await pages(stub, 5) == [[name] for name in NAMES], "no larger than a message"
         assert await pages(stub, 0) == [NAMES], "an older client, which knows no pages, gets all"
 

@@ -3,9 +3,8 @@
 import pytest
 
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.store.journal.journal import Journal, Record, StoredRecord
-from stratagem.coordinator.store.journal.lead import Lease
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal, Record, StoredRecord
+from stratagem.coordinator.store.lead import Holder, Lease
 
 A, B = RunId("a-1"), RunId("b-2")
 US = Holder.of_this_process("us")

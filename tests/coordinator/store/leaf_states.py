@@ -6,7 +6,7 @@ from functools import cache
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.leaves import SMALL_BYTES, leaves_of, pieces_of
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs import BlobStore
 from tests.coordinator.store.places import digest_of, read
 
 SIZES = (SMALL_BYTES + 5, 3, SMALL_BYTES, 0, 7)

@@ -14,16 +14,12 @@ from obstore.store import MemoryStore
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
-from stratagem.coordinator.store.blobs import s3
-from stratagem.coordinator.store.blobs.blob_cache import BlobCache
-from stratagem.coordinator.store.blobs.blob_store import BlobStore
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.blobs.object_store import Objects
-from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
-from stratagem.coordinator.store.leaves.state_places import in_folder, in_objects
-from stratagem.coordinator.updates.shared_spool import SharedSpool
-from stratagem.coordinator.updates.spool import Spool
+from stratagem.coordinator.store import bucket
+from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs
+from stratagem.coordinator.store.bucket import Objects
+from stratagem.coordinator.store.leaves import LeafBlobs, in_folder, in_objects
+from stratagem.coordinator.store.shared_blobs import BlobCache, SharedBlobs
+from stratagem.coordinator.updates.spool import SharedSpool, Spool
 from tests.coordinator.updates.updates import flip_bit
 
 BUCKET = "stratagem"
@@ -119,7 +115,7 @@ class Bucket:
             return Objects(self.memory, self.url)
         endpoint = os.environ["AWS_ENDPOINT_URL"]
         if endpoint not in self._opened:
-            self._opened[endpoint] = Objects(s3._store(self.url, self.environ), self.url)
+            self._opened[endpoint] = Objects(bucket._store(self.url, self.environ), self.url)
         return self._opened[endpoint]
 
     def names(self, folder: str = "blobs") -> list[str]:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import IntegrityError, NotFoundError, StaleError
-from stratagem.coordinator.store.blobs import directory_blobs, durable_file
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
+from stratagem.coordinator.store import blobs, files
+from stratagem.coordinator.store.blobs import DirectoryBlobs
 from tests.coordinator.store.places import CONTENT, digest_of, put, read
 from tests.programs import run
 
 WRITE = """
 from stratagem.common.base.errors import UnavailableError
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
+from stratagem.coordinator.store.blobs import DirectoryBlobs
 store = DirectoryBlobs(Path(sys.argv[1]))
 def put(content):
     writer = store.writer(len(content))
@@ -187,8 +187,8 @@ def test_a_blob_whose_writing_failed_after_it_had_its_name_is_collected(
         raise OSError(errno.EIO, "the disk does not answer")
 
     with monkeypatch.context() as failing:
-        failing.setattr(directory_blobs, "sync_folder", fail)
-        failing.setattr(durable_file, "sync_folder", lambda _path: None)
+        failing.setattr(blobs, "sync_folder", fail)
+        failing.setattr(files, "sync_folder", lambda _path: None)
         with pytest.raises(OSError, match="does not answer"):
             put(store, b"half")
     assert store.exists(digest_of(b"half"))

@@ -13,12 +13,9 @@ from stratagem.common.base.errors import ConflictError
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series, joined
 from stratagem.common.history.recording import pack, unpack
-from stratagem.coordinator.store.journal.history_rows import HistoryRow, one_row
-from stratagem.coordinator.store.journal.journal import DuplicateKeyError, Journal
-from stratagem.coordinator.store.journal.lead import FencedError
-from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.step_histories import StepSpan
-from stratagem.coordinator.store.journal.summaries import RunSummary
+from stratagem.coordinator.store.journal import DuplicateKeyError, Journal, RunSummary
+from stratagem.coordinator.store.lead import FencedError, Holder
+from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, one_row
 from tests.coordinator.store.journals import ELSEWHERE, US, A, B, events, lead, record
 from tests.programs import run
 
@@ -126,8 +123,8 @@ def test_a_released_lead_is_free_and_cannot_write_and_a_wait_can_be_given_up(log
 
 def test_a_holder_that_died_on_this_host_is_replaced_at_once(log: Journal, place: str) -> None:
     code = """
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder
 print(Journal.open(sys.argv[1]).take_lead(Holder.of_this_process(), ttl_s=10).term)
 """
     assert run(code, place) == (0, "1\n")

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder
 from tests.coordinator.store.journals import events
 from tests.programs import conversation, run
 
 IMPORTS = """
 import json, random
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead import FencedError
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import FencedError
+from stratagem.coordinator.store.lead import Holder
 def lead(place):
     log = Journal.open(place)
     return log, log.take_lead(Holder.of_this_process(), ttl_s=60).term

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError
-from stratagem.coordinator.store.journal import postgres, schema
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead import FencedError, Lease, Silence, leading, look
+from stratagem.coordinator.store import postgres, schema
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import FencedError, Lease, Silence, leading, look
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, lead, record
 from tests.patience import PATIENCE_S
 from tests.postgres import GUARDED, SOCKET, Postgres
@@ -202,7 +202,7 @@ def test_the_server_may_crash_and_come_back_under_a_journal(
 def test_a_server_that_does_not_come_back_is_an_error(
     url: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.coordinator.store.journal.postgres._PATIENCE_S", 0.2)
+    monkeypatch.setattr("stratagem.coordinator.store.postgres._PATIENCE_S", 0.2)
     log = Journal.open(url)
     term = lead(log)
     postgres.stop()

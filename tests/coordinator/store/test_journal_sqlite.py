@@ -10,9 +10,9 @@ from sqlalchemy.event import listen
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Party
-from stratagem.coordinator.store.journal import database
-from stratagem.coordinator.store.journal.history_rows import HistoryRow
-from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store import database
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.step_history import HistoryRow
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, events, lead, record
 from tests.programs import run
 
@@ -109,8 +109,8 @@ def test_what_is_no_journal_is_refused(path: Path) -> None:
 def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
     path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, pauses_s: list[float]
 ) -> None:
-    monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._PATIENCE_S", patience_s)
+    monkeypatch.setattr("stratagem.coordinator.store.sqlite._BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("stratagem.coordinator.store.sqlite._PATIENCE_S", patience_s)
     time = FakeTime()
     monkeypatch.setattr(database, "time", time)
     log = Journal.open(path)
@@ -130,8 +130,8 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(path: Path) -> None:
     code = """
 from stratagem.common.base.errors import UnavailableError
 from stratagem.coordinator.store.journal import sqlite
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal import Journal, Record
+from stratagem.coordinator.store.lead import Holder
 sqlite._PATIENCE_S = 0.0
 log = Journal.open(Path(sys.argv[1]))
 term = log.take_lead(Holder.of_this_process(), ttl_s=10).term

@@ -11,11 +11,9 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.files import blob_digest, header_bytes, header_of
 from stratagem.common.tensors.leaves import SMALL_BYTES, StateFolder, state_digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
-from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.leaves import leaf_blobs
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
-from stratagem.coordinator.store.leaves.state_places import in_folder
+from stratagem.coordinator.store import leaves as leaf_blobs
+from stratagem.coordinator.store.blobs import DamagedBlobError, DirectoryBlobs, MissingBlobError
+from stratagem.coordinator.store.leaves import LeafBlobs, in_folder
 from tests.coordinator.store.leaf_states import State, holds, leaves, state
 from tests.coordinator.store.places import digest_of, put
 from tests.coordinator.updates.updates import flip_bit

@@ -10,9 +10,9 @@ import pytest
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.rpc.signed_objects import SignedObjects
-from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
-from stratagem.coordinator.store.leaves.leaf_objects import LeafObjects
+from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
+from stratagem.coordinator.store.leaf_objects import LeafObjects
+from stratagem.coordinator.store.leaves import LeafBlobs
 from tests.coordinator.store.leaf_states import State, holds, leaves, state
 from tests.coordinator.store.places import LeafBucket, digest_of, read
 

@@ -15,11 +15,10 @@ from hatchling.builders.wheel import WheelBuilder
 from sqlalchemy import Connection, inspect
 
 from stratagem.common.base.errors import ConflictError
-from stratagem.coordinator.store.journal import schema
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.schema import FOLDER
-from stratagem.coordinator.store.journal.tables import REVISION, metadata
+from stratagem.coordinator.store import schema
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder
+from stratagem.coordinator.store.schema import FOLDER, REVISION, metadata
 from tests.coordinator.store.journals import events
 from tests.golden.replay import FOLDER as GOLDEN
 from tests.golden.replay import load

@@ -12,7 +12,7 @@ from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.process.restore import RestoreSettings, restore
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store.leaves import LeafBlobs
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.service.serving import served
 from tests.coordinator.store.leaf_states import state

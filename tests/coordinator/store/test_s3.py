@@ -13,9 +13,9 @@ from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls import Role
 from stratagem.common.rpc import signed_objects
-from stratagem.coordinator.store.blobs import object_store_keys, s3
-from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file
-from stratagem.coordinator.store.blobs.s3 import check_url, open_s3
+from stratagem.coordinator.store import bucket as object_store_keys
+from stratagem.coordinator.store import bucket as s3
+from stratagem.coordinator.store.bucket import check_url, credentials_from_file, open_s3
 from tests.coordinator.store.places import Bucket
 from tests.coordinator.store.troubled import EMPTY, FORBIDDEN, NOT_IMPLEMENTED, troubled
 from tests.patience import PATIENCE_S

@@ -10,11 +10,12 @@ import obstore
 import pytest
 
 from stratagem.common.base.errors import IntegrityError, NotFoundError, UnavailableError
-from stratagem.coordinator.store.blobs import blob_cache as cache_module
-from stratagem.coordinator.store.blobs import directory_blobs, durable_file, object_store
-from stratagem.coordinator.store.blobs.blob_cache import BlobCache, default_limit_bytes
-from stratagem.coordinator.store.blobs.durable_file import NoSpaceError
-from stratagem.coordinator.store.blobs.shared_blobs import own_pieces
+from stratagem.coordinator.store import blobs as directory_blobs
+from stratagem.coordinator.store import bucket as object_store
+from stratagem.coordinator.store import files
+from stratagem.coordinator.store import shared_blobs as cache_module
+from stratagem.coordinator.store.files import NoSpaceError
+from stratagem.coordinator.store.shared_blobs import BlobCache, default_limit_bytes, own_pieces
 from stratagem.coordinator.updates.spool import Spool
 from tests.coordinator.store.places import CONTENT, MIB, Bucket, digest_of, put, read
 from tests.coordinator.store.troubled import FORBIDDEN, HALF, UNAVAILABLE, troubled
@@ -22,9 +23,9 @@ from tests.coordinator.updates.updates import MIXED, OF_RUN, accept, data_of, fl
 from tests.programs import run
 
 WRITE = """
-from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
-from stratagem.coordinator.store.blobs.blob_cache import BlobCache
-from stratagem.coordinator.store.blobs.s3 import open_s3
+from stratagem.coordinator.store.shared_blobs import SharedBlobs
+from stratagem.coordinator.store.shared_blobs import BlobCache
+from stratagem.coordinator.store.bucket import open_s3
 cache = BlobCache(Path(sys.argv[2]), 1 << 30)
 store = SharedBlobs(open_s3(sys.argv[1], os.environ), cache, 1)
 writer = store.writer(17 << 20)  # three parts of an upload
@@ -139,7 +140,7 @@ def test_copies_make_room_on_a_full_disk(
     disk = tmp_path / "disk"
     store = memory.blobs(cache=BlobCache(disk / "cache", MIB))
     spool = Spool(disk / "spool", quota_bytes=MIB, make_room=store.make_room)
-    monkeypatch.setattr(durable_file, "os", SmallDisk(disk, 2500))
+    monkeypatch.setattr(files, "os", SmallDisk(disk, 2500))
     digests = [put(store, bytes([number]) * 1000) for number in range(5)]
     assert copies(disk / "cache") == set(digests[-2:])
     assert [read(store, each) for each in digests] == [bytes([n]) * 1000 for n in range(5)]

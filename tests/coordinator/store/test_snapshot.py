@@ -8,9 +8,9 @@ import pytest
 
 from stratagem.common.base.errors import ConflictError, IntegrityError
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD, Known
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder
+from stratagem.coordinator.store.snapshot import TERMS_AHEAD, Known
 from tests.coordinator.store.journals import OVER_BOTH, A, B, events, lead, record
 
 

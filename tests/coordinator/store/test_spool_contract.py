@@ -9,8 +9,7 @@ import pytest
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.tensors.files import read_header
-from stratagem.coordinator.updates.spool import Spool
-from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
+from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
 from tests.coordinator.store.places import Bucket, Place
 from tests.coordinator.store.troubled import FORBIDDEN, troubled
 from tests.coordinator.updates.coded import MODEL, CodedRound, job_with, mean, update_of
@@ -32,8 +31,8 @@ MANIFEST = manifest_of(MIXED)
 DATA = data_of(MANIFEST, 1)
 OTHER_DATA = data_of(MANIFEST, 2)
 WRITE = """
-from stratagem.coordinator.store.blobs.s3 import open_s3
-from stratagem.coordinator.updates.shared_spool import SharedSpool
+from stratagem.coordinator.store.bucket import open_s3
+from stratagem.coordinator.updates.spool import SharedSpool
 from stratagem.coordinator.updates.spool import Spool
 from tests.coordinator.updates.updates import MIXED, accept, data_of, manifest_of
 MANIFEST = manifest_of(MIXED)

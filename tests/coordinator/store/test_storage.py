@@ -9,8 +9,8 @@ from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import InvalidInputError, UnavailableError, WrongStateError
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.store.blobs import s3
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store import bucket as s3
+from stratagem.coordinator.store.leaves import LeafBlobs
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.service.serving import served

@@ -16,11 +16,10 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.files import header_bytes, header_of
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c, frame, has_crc, piece_bytes
-from stratagem.coordinator.runtime.broadcast import SharedFrames
-from stratagem.coordinator.service.stream_calls import download
-from stratagem.coordinator.store.blobs.blob_store import BlobStore, DamagedBlobError
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.blobs.verified_file import Sums
+from stratagem.coordinator.runtime.links import SharedFrames
+from stratagem.coordinator.service.streams import download
+from stratagem.coordinator.store.blobs import BlobStore, DamagedBlobError, DirectoryBlobs
+from stratagem.coordinator.store.files import Sums
 from stratagem.v1.coordinator_pb2 import DownloadStateResponse
 from tests.coordinator.store.places import Bucket, put, read
 from tests.coordinator.updates.updates import flip_bit

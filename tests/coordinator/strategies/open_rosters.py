@@ -6,7 +6,7 @@ from typing import Any
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import AggregateRound, EvaluateState
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.facts.fact_values import Cause
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, do, member, rejected, trained

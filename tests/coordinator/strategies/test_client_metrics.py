@@ -15,12 +15,11 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.fields import of_metric, range_of, without_spreads
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun
 from stratagem.coordinator.core.effects import EvaluateState, MergeMetrics
-from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import ROOT, ClientEvaluated, Evaluated, MetricsMerged
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
-from stratagem.coordinator.strategies.evaluation.client_spread_metrics import over_clients, spread
-from stratagem.coordinator.strategies.evaluation.commit_metrics import commit_metrics, is_evaluated
-from stratagem.coordinator.strategies.evaluation.metric_sums import added, means
+from stratagem.coordinator.core.pending import live_blobs
+from stratagem.coordinator.strategies.federated.evaluation import over_clients, spread
+from stratagem.coordinator.strategies.schedule import added, commit_metrics, is_evaluated, means
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import (
     RUN,

@@ -8,6 +8,7 @@ import pytest
 
 from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, Report, ResumeRun
 from stratagem.coordinator.core.effects import (
@@ -18,13 +19,11 @@ from stratagem.coordinator.core.effects import (
     SumRegion,
     TrainClient,
 )
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
-from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to, status_of
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.strategies.client_parties.region_members import roster_of_region
-from stratagem.coordinator.strategies.client_parties.regional import rounds_inside
+from stratagem.coordinator.core.strategy_calls import objections_to, status_of
+from stratagem.coordinator.strategies.federated.regions import roster_of_region, rounds_inside
 from tests.coordinator.core.jobs import (
     FEDERATED,
     INNER,

@@ -7,10 +7,10 @@ import pytest
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun
 from stratagem.coordinator.core.effects import AggregateRound, EvaluateState, KeptState
+from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
-from stratagem.coordinator.strategies.client_states.client_states import ClientStates
-from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
+from stratagem.coordinator.strategies.federated.ledgers import ClientStates
+from stratagem.coordinator.strategies.federated.run import FederatedRun
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, digest, do, rejected, start, trained
 

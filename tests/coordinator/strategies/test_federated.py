@@ -12,12 +12,12 @@ from stratagem.common.strategy import All, ByCapability, Random
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, Refusal, RefusalKind, ResumeRun
 from stratagem.coordinator.core.effects import EvaluateState
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
-from stratagem.coordinator.strategies.federated.client_selection import select
-from stratagem.coordinator.strategies.federated.federated_run import MAX_CLIENTS_AHEAD
+from stratagem.coordinator.strategies.federated.decisions import select
+from stratagem.coordinator.strategies.federated.run import MAX_CLIENTS_AHEAD
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import (

@@ -9,11 +9,11 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import MultiKrum, TrimmedMean, fewest_updates, is_judged
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates
-from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import ROOT, RoundClosed, RoundWaits, UpdatesJudged
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import pending
 from tests.coordinator.core.jobs import FEDERATED, INNER, job_text, silos
 from tests.coordinator.core.simulation import Simulation, do, opened, rejected, start, trained
 

@@ -9,11 +9,11 @@ from stratagem.common.job import JobSpec
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment, UploadCommit
+from stratagem.coordinator.core.pending import blobs_of, pending
+from stratagem.coordinator.core.rollback import resumed_from
 from stratagem.coordinator.core.state import RunPhase, retained
-from stratagem.coordinator.core.state_machine.pending_effects import blobs_of, pending
-from stratagem.coordinator.core.state_machine.rollback import resumed_from
-from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import RETURN_S
+from stratagem.coordinator.strategies.schedule import schedule_of
+from stratagem.coordinator.strategies.synchronous.party import RETURN_S
 from tests.coordinator.core.jobs import DATA_PARALLEL, job_text
 from tests.coordinator.core.simulation import ROWS, RUN, Simulation, digest, finished, member, start
 

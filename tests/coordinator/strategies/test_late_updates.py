@@ -8,10 +8,10 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import LoseWorker, SubmitRun
 from stratagem.coordinator.core.effects import AggregateRound, TrainClient
+from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
-from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
-from stratagem.coordinator.strategies.federated.late_updates import weight
+from stratagem.coordinator.strategies.federated.closing import weight
+from stratagem.coordinator.strategies.federated.run import FederatedRun
 from tests.coordinator.core.jobs import FEDERATED, INNER, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, do, opened, rejected, start
 

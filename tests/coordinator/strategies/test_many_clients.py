@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import AggregateRound
+from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.pending_effects import pending
-from stratagem.coordinator.strategies.federated.federated_run import MAX_CLIENTS_AHEAD
-from stratagem.coordinator.strategies.federated.round_decisions import next_trainers
-from stratagem.coordinator.strategies.scheduling import placement
+from stratagem.coordinator.strategies import placement
+from stratagem.coordinator.strategies.federated.decisions import next_trainers
+from stratagem.coordinator.strategies.federated.run import MAX_CLIENTS_AHEAD
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import Simulation, start, trained
 

@@ -7,15 +7,15 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun
 from stratagem.coordinator.core.effects import CommitSegment, EvaluateState, RunSegment
 from stratagem.coordinator.core.facts import MembersFormed, SegmentCommitted, SegmentFinished
+from stratagem.coordinator.core.pending import live_blobs
+from stratagem.coordinator.core.retention import is_shared
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.blob_owners import is_shared
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
-from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.strategies.scheduling.segment_schedule import SegmentSchedule
+from stratagem.coordinator.core.strategy_calls import objections_to
+from stratagem.coordinator.strategies.schedule import SegmentSchedule
 from tests.coordinator.core.jobs import DATA_PARALLEL, evaluation_only, job_text
 from tests.coordinator.core.simulation import (
     RUN,

@@ -6,8 +6,8 @@ import pytest
 
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.state import RunPhase
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import do, start, trained

@@ -7,10 +7,10 @@ import pytest
 from stratagem.common.job.fields import without_spreads
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import pending
 from tests.coordinator.core.jobs import (
     FEDERATED,
     POPULATION_SECTIONS,

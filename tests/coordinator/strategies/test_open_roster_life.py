@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import Effect, TrainClient
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import pending
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, do, member, rejected, trained

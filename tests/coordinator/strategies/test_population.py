@@ -9,14 +9,14 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import Refusal, RefusalKind, Report
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import Build, RunSegment
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import live_blobs
+from stratagem.coordinator.core.run_view import view_of
 from stratagem.coordinator.core.state import RunPhase, retained
-from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
-from stratagem.coordinator.core.state_machine.run_view import view_of
-from stratagem.coordinator.strategies.population.member_failures import Failures
+from stratagem.coordinator.strategies.population.run import Failures
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     FEDERATED,

@@ -23,10 +23,15 @@ from stratagem.common.job.search_space import (
 )
 from stratagem.common.schema.json import JSON
 from stratagem.common.strategy import Binary, Perturbation, Resample, Truncation
-from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.strategies.population.evolution import donors, draw, explored, stream
-from stratagem.coordinator.strategies.population.structural_hyperparameters import spread
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.strategy_calls import objections_to
+from stratagem.coordinator.strategies.population.evolution import (
+    donors,
+    draw,
+    explored,
+    spread,
+    stream,
+)
 from tests.coordinator.core.jobs import (
     FEDERATED,
     POPULATION_SECTIONS,

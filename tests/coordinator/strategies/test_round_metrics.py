@@ -8,10 +8,10 @@ import pytest
 
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import Report
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.strategies.federated.round_metrics import mean_loss, round_metrics
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.strategies.federated.evaluation import mean_loss, round_metrics
 from tests.coordinator.core.jobs import FEDERATED, POPULATION_SECTIONS, job_text, population, silos
 from tests.coordinator.core.simulation import RUN, Simulation, opened, rejected, start
 

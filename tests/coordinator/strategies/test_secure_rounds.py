@@ -7,10 +7,10 @@ import pytest
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, Refusal, Report, ResumeRun
 from stratagem.coordinator.core.effects import AggregateRound, PostKeys, RouteShares
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import (
     RUN,

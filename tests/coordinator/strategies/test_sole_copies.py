@@ -13,17 +13,14 @@ from stratagem.coordinator.core.effects import Base, CommitSegment, RunSegment
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import Strategy
 from stratagem.coordinator.strategies.synchronous import data_parallel
-from stratagem.coordinator.strategies.synchronous.segments.party_decisions import (
-    members_due,
-    reform,
-)
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+from stratagem.coordinator.strategies.synchronous.decisions import members_due, reform
+from stratagem.coordinator.strategies.synchronous.party import (
     PartyRun,
     SegmentRules,
     one_part,
     part_per_member,
 )
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
+from stratagem.coordinator.strategies.synchronous.strategy import synchronous
 from tests.coordinator.core.jobs import DATA_PARALLEL, LOCAL, evaluation_only, job_text
 from tests.coordinator.core.simulation import (
     RUN,

@@ -11,16 +11,18 @@ from stratagem.common.job import JobSpec, member_job, with_fields
 from stratagem.common.job.search_space import read_short_form
 from stratagem.common.schema.json import JSON
 from stratagem.common.strategy import ExploreStrategy, Perturbation, Resample
+from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import Build
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.strategies.population.evolution import draw, explored, stream
-from stratagem.coordinator.strategies.population.population_run import PopulationRun, form
-from stratagem.coordinator.strategies.population.structural_hyperparameters import (
+from stratagem.coordinator.strategies.population.evolution import (
+    draw,
+    explored,
     known_structure,
+    stream,
     variants,
     with_parents,
 )
+from stratagem.coordinator.strategies.population.run import PopulationRun, form
 from tests.coordinator.core.jobs import (
     POPULATION_SECTIONS,
     check_at_submit,

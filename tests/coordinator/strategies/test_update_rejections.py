@@ -9,16 +9,16 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.fields import without_spreads
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import ResumeRun, Tick
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import Build, EvaluateState, TrainClient
-from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.effects.execution.reported_errors import MAX_ERRORS, Told
-from stratagem.coordinator.effects.federated.client_failures import defect, defect_before
-from stratagem.coordinator.strategies.federated.model_building import may_move, only_one_to_build
-from stratagem.coordinator.strategies.federated.open_roster import ASK_AGAIN_S
-from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
+from stratagem.coordinator.effects.client_reports import defect, defect_before
+from stratagem.coordinator.effects.context import MAX_ERRORS, Told
+from stratagem.coordinator.strategies.federated.decisions import may_move, only_one_to_build
+from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of
+from stratagem.coordinator.strategies.federated.roster import ASK_AGAIN_S
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import FEDERATED, POPULATION_SECTIONS, job_text, population
 from tests.coordinator.core.simulation import (

@@ -13,14 +13,12 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.coordinator.effects.federated.coded_client_update import commit_update
-from stratagem.coordinator.store.blobs.blob_store import BlobStore
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
-from stratagem.coordinator.updates.folding.rebasing import Rebasing
+from stratagem.coordinator.effects.train_client import commit_update
+from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs
+from stratagem.coordinator.updates.fold import Rebasing, fold_weighted_mean
+from stratagem.coordinator.updates.reading import UpdateDecoding
 from stratagem.coordinator.updates.spool import Spool
-from stratagem.coordinator.updates.spool_upload import SpoolEntry
-from stratagem.coordinator.updates.update_decoding import UpdateDecoding
+from stratagem.coordinator.updates.upload import SpoolEntry
 from tests.coordinator.updates.updates import (
     FEDERATED,
     arrays,

@@ -8,12 +8,11 @@ from typing import Any
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.files import blob_digest, header_bytes, read_header
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.coordinator.store.blobs.blob_store import BlobWriter
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.folding.fold import Folded, fold_weighted_mean
+from stratagem.coordinator.store.blobs import BlobWriter, DirectoryBlobs
+from stratagem.coordinator.updates.fold import Folded, fold_weighted_mean
+from stratagem.coordinator.updates.reading import StateReader, open_state
 from stratagem.coordinator.updates.spool import Spool
-from stratagem.coordinator.updates.spool_upload import SpoolEntry
-from stratagem.coordinator.updates.state_reader import StateReader, open_state
+from stratagem.coordinator.updates.upload import SpoolEntry
 from tests.coordinator.updates.updates import MIXED, OF_RUN, ROOT, accept, data_of, manifest_of
 
 MANIFEST = manifest_of(MIXED, metadata={"step": "4"})

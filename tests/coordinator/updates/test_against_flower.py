@@ -12,14 +12,13 @@ import pytest
 from numpy.typing import NDArray
 
 from stratagem.common.strategy import Krum, MultiKrum, TrimmedMean
-from stratagem.coordinator.updates.robust.row_statistics import (
+from stratagem.coordinator.updates.robust import (
     mean_around_median,
     median,
     trimmed_mean,
+    verdict_on,
 )
-from stratagem.coordinator.updates.robust.verdict import verdict_on
-from stratagem.coordinator.updates.weighing.fair_shares import fair_shares
-from stratagem.coordinator.updates.weighing.normalized_steps import length_of_steps, nova_factors
+from stratagem.coordinator.updates.weighing import fair_shares, length_of_steps, nova_factors
 
 Rows = NDArray[np.float64]
 

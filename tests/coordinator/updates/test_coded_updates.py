@@ -13,13 +13,12 @@ import torch
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.coordinator.core.facts.rejection_causes import Cause
-from stratagem.coordinator.updates import update_decoding
-from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.updates import fold, reading
+from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.reading import CheckedData
 from stratagem.coordinator.updates.spool import Spool
-from stratagem.coordinator.updates.update_checks import UpdateRejectedError
-from stratagem.coordinator.updates.update_sources import CheckedData
+from stratagem.coordinator.updates.upload import UpdateRejectedError
 from stratagem.worker.federated.client_trainer import ClientRound
 from stratagem.worker.plans.client_round import coded_update
 from stratagem.worker.session.states import Frozen
@@ -68,7 +67,7 @@ def test_a_fold_of_coded_updates_has_the_bits_of_whole_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(fold, "WINDOW_ELEMENTS", 13)
-    monkeypatch.setattr(update_decoding, "_WINDOW_BYTES", 4 * 13)
+    monkeypatch.setattr(reading, "_WINDOW_BYTES", 4 * 13)
     a_round = CodedRound(tmp_path, job_with(FEDERATED[name]))
     updates = [update_of(a_round.spec, client) for client in range(3)]
     entries = [a_round.enter(client, update) for client, update in enumerate(updates)]
@@ -161,7 +160,7 @@ def test_memory_does_not_grow_with_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fold, "WINDOW_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(update_decoding, "_WINDOW_BYTES", 4 << 12)
+    monkeypatch.setattr(reading, "_WINDOW_BYTES", 4 << 12)
     model = manifest_of([("model/a", "float32", (3 << 18,))])
     a_round = CodedRound(tmp_path, TERNARY, model=model)
     updates = [update_of(TERNARY, client, model=model) for client in range(2)]

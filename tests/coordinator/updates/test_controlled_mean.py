@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.weighing.controlled_mean import ControlledMean
+from stratagem.coordinator.updates import fold
+from stratagem.coordinator.updates.weighing import ControlledMean
 from tests.coordinator.updates.fold_round import BASE, Round
 from tests.coordinator.updates.updates import Layout, arrays, elements, manifest_of
 

@@ -12,8 +12,7 @@ from stratagem.common.tensors.leaves import ByteReader, leaves_of, pieces_of
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest, Purpose
 from stratagem.common.tensors.same_bytes import SliceName
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.updates.members.leaf_pieces import PartPiece, pieced_leaves, shared_out
-from stratagem.coordinator.updates.members.merge_slices import whole_of
+from stratagem.coordinator.updates.merge import PartPiece, pieced_leaves, shared_out, whole_of
 
 MODEL = {"model/a": torch.randn(400_001), "model/b": torch.randn(7), "model/n": torch.tensor(3)}
 WHOLE = {

@@ -12,18 +12,17 @@ from torch import Tensor
 from stratagem.common.tensors.files import header_bytes, read_header
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Manifest, Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.store.blobs.blob_store import file_writer
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
-from stratagem.coordinator.updates.members.merge_parts import (
+from stratagem.coordinator.store.blobs import DirectoryBlobs, file_writer
+from stratagem.coordinator.store.files import PIECE_BYTES
+from stratagem.coordinator.updates.merge import (
     ContradictionError,
     MergeStoppedError,
     StatePart,
     joined_rows,
     merged_manifest,
+    whole_of,
     write_merged,
 )
-from stratagem.coordinator.updates.members.merge_slices import whole_of
 
 LARGE = torch.arange(PIECE_BYTES // 4 + 7, dtype=torch.float32)
 STATE = {

@@ -19,8 +19,7 @@ from stratagem.common.tensors.same_bytes import (
     slice_name,
 )
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.updates.members.merge_parts import ContradictionError
-from stratagem.coordinator.updates.members.merge_slices import are_sliced, joined_slices
+from stratagem.coordinator.updates.merge import ContradictionError, are_sliced, joined_slices
 
 SHARED = torch.randn(3, 4)
 MODEL = {

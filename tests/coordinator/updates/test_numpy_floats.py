@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.coordinator.updates.numpy_floats import is_finite, narrow, storage, widen
+from stratagem.coordinator.updates.floats import is_finite, narrow, storage, widen
 
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 SMALL = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]

@@ -22,14 +22,14 @@ from stratagem.common.strategy import (
     is_judged,
 )
 from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
-from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.folding.fold import FoldStoppedError
-from stratagem.coordinator.updates.numpy_floats import Raw
-from stratagem.coordinator.updates.robust import changes, sorting_network
-from stratagem.coordinator.updates.robust.rules import combination, places_read
-from stratagem.coordinator.updates.robust.verdict import Verdict, judge
-from stratagem.coordinator.updates.spool_upload import SpoolEntry
-from stratagem.coordinator.updates.update_sources import WholeSource
+from stratagem.coordinator.updates import fold
+from stratagem.coordinator.updates import robust as changes
+from stratagem.coordinator.updates import robust as sorting_network
+from stratagem.coordinator.updates.floats import Raw
+from stratagem.coordinator.updates.fold import FoldStoppedError
+from stratagem.coordinator.updates.reading import WholeSource
+from stratagem.coordinator.updates.robust import Verdict, combination, judge, places_read
+from stratagem.coordinator.updates.upload import SpoolEntry
 from tests.coordinator.updates.fold_round import BASE, MANIFEST, Round
 from tests.coordinator.updates.updates import (
     MIXED,

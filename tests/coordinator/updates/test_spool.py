@@ -16,10 +16,9 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.coordinator.core.facts.rejection_causes import Cause
-from stratagem.coordinator.updates.spool import Spool
-from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
-from stratagem.coordinator.updates.update_checks import DataCheck, UpdateRejectedError, check_layout
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
+from stratagem.coordinator.updates.upload import DataCheck, UpdateRejectedError, check_layout
 from tests.coordinator.updates.updates import (
     MIXED,
     OF_RUN,

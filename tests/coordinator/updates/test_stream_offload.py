@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from stratagem.coordinator.updates.stream_offload import MAX_PIECES_BEHIND, Offload
+from stratagem.coordinator.updates.floats import MAX_PIECES_BEHIND, Offload
 from tests.patience import AT_ONCE_S
 
 

@@ -9,14 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.tensors.manifest import Manifest, dtype_named
-from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.folding.fold import mean_factors
-from stratagem.coordinator.updates.robust import changes
-from stratagem.coordinator.updates.robust.verdict import Verdict
-from stratagem.coordinator.updates.update_sources import WholeSource
-from stratagem.coordinator.updates.weighing.fair_shares import Fairness, fair_shares
-from stratagem.coordinator.updates.weighing.normalized_steps import length_of_steps, nova_factors
-from stratagem.coordinator.updates.weighing.scaled_changes import ScaledChanges, Shares
+from stratagem.coordinator.updates import fold, robust
+from stratagem.coordinator.updates.fold import mean_factors
+from stratagem.coordinator.updates.reading import WholeSource
+from stratagem.coordinator.updates.robust import Verdict
+from stratagem.coordinator.updates.weighing import (
+    Fairness,
+    ScaledChanges,
+    Shares,
+    fair_shares,
+    length_of_steps,
+    nova_factors,
+)
 from tests.coordinator.updates.fold_round import BASE, Round
 from tests.coordinator.updates.updates import (
     Layout,
@@ -122,7 +126,7 @@ def test_the_order_of_arrival_and_the_windows_change_no_bit(
     assert WeighedRound(tmp_path / "b").fair(0.5, losses, [2, 0, 1]) == expected
     monkeypatch.setattr(fold, "WINDOW_ELEMENTS", 3)
     assert WeighedRound(tmp_path / "c").fair(0.5, losses) == expected
-    monkeypatch.setattr(changes, "_BLOCK", 2)
+    monkeypatch.setattr(robust, "_BLOCK", 2)
     in_blocks = WeighedRound(tmp_path / "d").fair(0.5, losses)
     np.testing.assert_allclose(
         whole(tensors(in_blocks))[:14], whole(tensors(expected))[:14], rtol=1e-12

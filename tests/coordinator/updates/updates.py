@@ -9,10 +9,9 @@ import numpy as np
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest, dtype_named
-from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
-from stratagem.coordinator.updates.spool import Spool
-from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
-from stratagem.coordinator.updates.spool_upload import SpoolEntry
+from stratagem.coordinator.updates.floats import narrow, storage, widen
+from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
+from stratagem.coordinator.updates.upload import SpoolEntry
 
 RUN, ROOT = RunId("digits-1"), Party("")
 OF_RUN = SpoolRun(RUN)

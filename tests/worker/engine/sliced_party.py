@@ -12,7 +12,7 @@ from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest, Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.updates.members.merge_slices import are_sliced, joined_slices
+from stratagem.coordinator.updates.merge import are_sliced, joined_slices
 from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
 from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.exchange import ExchangeError, GradientReducer, sliced_exchange

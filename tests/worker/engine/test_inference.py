@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
+from stratagem.coordinator.effects.evaluate import fold_parts
 from stratagem.worker.engine import EvaluationPart, Inference, build_inference
 from stratagem.worker.engine.build import _copies
 from stratagem.worker.engine.state_format import given_model_state, load_model_state, model_state

@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
+from stratagem.coordinator.effects.evaluate import fold_parts
 from stratagem.worker.engine import build_inference
 from stratagem.worker.objectives.objective import weight_of
 from stratagem.worker.plans.train import parts_to_proto

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.numerics.shards import Node, assign_shards, tree_nodes, tree_sum
-from stratagem.coordinator.updates.members.tree_fold import fold_chunks
+from stratagem.coordinator.effects.parameter_server import fold_chunks
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.exchange import (
     ExchangeError,

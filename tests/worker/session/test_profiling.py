@@ -10,8 +10,7 @@ import pytest
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.observe import profiles
-from stratagem.coordinator.observe.profile_recording import Recording
-from stratagem.coordinator.observe.profiles import Profiles, joined
+from stratagem.coordinator.observe.profiles import Profiles, Recording, joined
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.clock import CoordinatorClock
 from stratagem.worker.session import profiling

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Set
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -21,17 +22,14 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.process.process import give_back
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.tensors.stream import stream_bytes
-from stratagem.coordinator.app.backups import Backups
-from stratagem.coordinator.app.collector import Collector
-from stratagem.coordinator.app.housekeeping import House
-from stratagem.coordinator.app.kept_blobs import KeptBlobs
-from stratagem.coordinator.app.listeners import tls_of
-from stratagem.coordinator.app.shown_facts import shown_facts
-from stratagem.coordinator.app.storage import Storage
-from stratagem.coordinator.core.commands import DrainWorker, LoseWorker
+from stratagem.coordinator.app.keeping import Backups, Collector, House, KeptBlobs
+from stratagem.coordinator.app.perform import give_up, perform
+from stratagem.coordinator.app.plugins import installed
+from stratagem.coordinator.app.storage import Storage, tls_of
+from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.commands import DrainWorker, EventSpan, LoseWorker
 from stratagem.coordinator.core.effects import Effect
-from stratagem.coordinator.core.event_span import EventSpan
-from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import (
     Fact,
     Member,
@@ -44,41 +42,39 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkerRegistered,
 )
-from stratagem.coordinator.core.secret_draws import hides_draws, shown
+from stratagem.coordinator.core.pending import pending, pending_of
+from stratagem.coordinator.core.run_view import phase_of, phase_then
 from stratagem.coordinator.core.state import EndedRun, RunRecord, WorkerRecord
-from stratagem.coordinator.core.state_machine.apply import CLUSTER
-from stratagem.coordinator.core.state_machine.pending_effects import pending, pending_of
-from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_then
-from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.perform import give_up, perform
-from stratagem.coordinator.observe.counted_progress import publish_counts
-from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
-from stratagem.coordinator.observe.live_history import LiveHistory
+from stratagem.coordinator.core.strategy_calls import SHOWN, hides_draws, parties_of, shown
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.observe.feed import (
+    Feed,
+    FeedEvent,
+    Paces,
+    publish_counts,
+    say_what_fails,
+    say_what_is_missing,
+)
+from stratagem.coordinator.observe.history import LiveHistory
+from stratagem.coordinator.observe.logs import RunLogLine, RunLogs
 from stratagem.coordinator.observe.profiles import Profiles
-from stratagem.coordinator.observe.refused_workers import Refusals
-from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
-from stratagem.coordinator.observe.run_paces import Paces
-from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
-from stratagem.coordinator.runtime.leadership.heartbeat_leases import Leases
-from stratagem.coordinator.runtime.leadership.heartbeat_pace import PaceRule
-from stratagem.coordinator.runtime.leadership.heartbeat_streams import HeartbeatStreams
-from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
+from stratagem.coordinator.observe.troubles import Refusals
+from stratagem.coordinator.runtime.leader_gate import LeaderGate
+from stratagem.coordinator.runtime.leases import HeartbeatStreams, Leases, PaceRule
+from stratagem.coordinator.runtime.links import Links
 from stratagem.coordinator.runtime.loop import Loop
-from stratagem.coordinator.runtime.malloc_trim import rest
-from stratagem.coordinator.runtime.plugins import installed
-from stratagem.coordinator.runtime.relay_hub import RelayHub
+from stratagem.coordinator.runtime.memory import rest
+from stratagem.coordinator.runtime.relay import RelayHub
 from stratagem.coordinator.runtime.rendezvous import Barriers
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.runtime.tasks.chores import Chores
-from stratagem.coordinator.runtime.tasks.effect_supervisor import RunSupervisor
-from stratagem.coordinator.runtime.worker_links import Links
-from stratagem.coordinator.store.journal.fact_codec import Committed
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead import Lead
-from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.postgres import SCHEME
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.runtime.supervisor import Chores, RunSupervisor
+from stratagem.coordinator.store.fact_log import Committed, Recorded
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Holder, Lead
+from stratagem.coordinator.store.leaves import LeafBlobs
+from stratagem.coordinator.store.postgres import SCHEME
+
+# ---- app ----
 
 log = structlog.get_logger()
 
@@ -405,3 +401,28 @@ def _take_lead(settings: Settings, entrance: LeaderGate) -> tuple[Journal, Lead]
     identify(term=lead.term)
     log.info("taken the lead", pid=os.getpid())
     return journal, lead
+
+
+# ---- shown facts ----
+#
+# Reads the facts of a run whose clients are drawn in secret, by the numbers that readers get.
+
+PAGE_FACTS: Final = 256
+
+
+async def shown_facts(
+    recorded: Recorded, run_id: RunId, span: EventSpan, num_facts: int
+) -> list[Committed]:
+    """Return the first facts of a span of such a run, so many at most. span: in the numbers that
+    readers get. A run has some four such facts a round, so all before the span are read."""
+    found: list[Committed] = []
+    left, number = EventSpan(kinds=SHOWN), 0
+    while page := await recorded.read(run_id, left, PAGE_FACTS):
+        for item in page:
+            if number == span.before_index or (len(found) == num_facts and not span.newest_first):
+                return found[::-1][:num_facts] if span.newest_first else found
+            if number >= span.from_index and span.wants(type(item.entry.fact).__name__):
+                found.append(replace(item, shown_index=number))
+            number += 1
+        left = left.after(page[-1].index)
+    return found[::-1][:num_facts] if span.newest_first else found

@@ -1,10 +1,12 @@
 """Commands to the coordinator as values, the refusals that answer them, and journal entries."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stratagem.common.base.ids import Digest, Incarnation, Party, RunId
 from stratagem.coordinator.core.facts import ROOT, Capability, Fact, Member
+
+# ---- commands ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +201,30 @@ class JournalEntry:
     fact: Fact
     key: str | None = None
     """Idempotency key, unique inside the run."""
+
+
+# ---- event span ----
+#
+# A span of the events of one run, as a reader asks for it.
+
+
+@dataclass(frozen=True, slots=True)
+class EventSpan:
+    """The events from one index up to another, of some kinds, in one order or the other."""
+
+    from_index: int = 0
+    before_index: int | None = None
+    """None: up to the newest."""
+    kinds: frozenset[str] = frozenset()
+    """Names of facts; empty: all of them."""
+    newest_first: bool = False
+
+    def after(self, index: int) -> "EventSpan":
+        """Return what is left once this event was read."""
+        if self.newest_first:
+            return replace(self, before_index=index)
+        return replace(self, from_index=index + 1)
+
+    def wants(self, kind: str) -> bool:
+        """Return True for a kind of event that is in the span."""
+        return not self.kinds or kind in self.kinds

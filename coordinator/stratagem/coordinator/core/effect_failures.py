@@ -51,7 +51,7 @@ from stratagem.coordinator.core.facts import (
     SoleCopiesLost,
     UpdateRejected,
 )
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.facts.fact_values import Cause
 
 MAX_TRIES: Final = 20
 """Of what neither time nor place is known to mend; about a minute with the pauses between them."""

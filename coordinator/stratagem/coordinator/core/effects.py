@@ -5,13 +5,15 @@ one task per member of pending(state), and stops it when it leaves the set. Ever
 idempotent: after a crash it is simply done again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, assert_never
+from typing import Any, Generic, TypeVar, assert_never
 
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.coordinator.core.facts import Accepted, Member, RoundAccounted
+
+# ---- effects ----
 
 
 class ExchangeMethod(StrEnum):
@@ -395,3 +397,34 @@ def slots(effect: Effect) -> frozenset[Member]:
             return frozenset()
         case _:
             assert_never(effect)
+
+
+# ---- gang scheduler ----
+#
+# Gang scheduling: a segment gets the compute slots of all its workers at once, or waits.
+#
+# Requests are served in the order they came. A request that must wait reserves what it needs, so
+# that later ones cannot starve it; nothing holds a slot while it waits for another, so no two runs
+# can wait for each other in a ring.
+
+Key = TypeVar("Key", bound=Hashable)
+Slot = TypeVar("Slot", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[Key, Slot]):
+    key: Key
+    slots: frozenset[Slot]
+
+
+def grant(
+    waiting: Sequence[Request[Key, Slot]], taken: Iterable[Slot]
+) -> tuple[Request[Key, Slot], ...]:
+    """Return the requests that can start now, given the slots that are taken."""
+    blocked = set(taken)
+    granted = []
+    for request in waiting:
+        if not request.slots & blocked:
+            granted.append(request)
+        blocked |= request.slots
+    return tuple(granted)

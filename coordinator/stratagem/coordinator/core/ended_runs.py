@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from stratagem.common.base.ids import Digest, RunId
-from stratagem.coordinator.core.persistent_map import PersistentMap
-from stratagem.coordinator.core.persistent_order import PersistentOrder
+from stratagem.coordinator.core.persistent import PersistentMap, PersistentOrder
 
 if TYPE_CHECKING:
     from stratagem.coordinator.core.state import EndedRun

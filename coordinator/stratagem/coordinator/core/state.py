@@ -11,11 +11,10 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics import rules
 from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
-from stratagem.coordinator.core.persistent_map import PersistentMap
+from stratagem.coordinator.core.persistent import PersistentMap
 
 if TYPE_CHECKING:  # both are made of what stands here
-    from stratagem.coordinator.core.strategy_contract import Strategy
-    from stratagem.coordinator.core.strategy_table import Strategies
+    from stratagem.coordinator.core.strategy_contract import Strategies, Strategy
 
 
 class RunPhase(StrEnum):
@@ -104,7 +103,7 @@ class RunRecord:
     num_facts: int = 0
     """Facts journaled so far, which is the index of the next one."""
     num_hidden: int = 0
-    """Of these, the facts that no reader gets; see core/secret_draws.py."""
+    """Of these, the facts that no reader gets; see core/strategy_calls.py."""
     is_released: bool = True
     """False while workers may hold sessions of the run."""
     is_reproducible: bool = True

@@ -22,14 +22,14 @@ from stratagem.common.process.process import MISTAKEN, told, tune_malloc
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.app.listeners import CoordinatorSecurity, host_and_port
-from stratagem.coordinator.observe.refused_workers import Refusals
-from stratagem.coordinator.process.coordinator_metrics import CoordinatorMonitor
-from stratagem.coordinator.runtime.garbage_collection import small_portions
-from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
+from stratagem.coordinator.app.storage import CoordinatorSecurity, host_and_port
+from stratagem.coordinator.observe.troubles import Refusals
+from stratagem.coordinator.process.metrics import CoordinatorMonitor
+from stratagem.coordinator.runtime.leader_gate import LeaderGate
+from stratagem.coordinator.runtime.memory import small_portions
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
-from stratagem.coordinator.store.journal.lead import FencedError
+from stratagem.coordinator.service.service import CoordinatorServicer
+from stratagem.coordinator.store.lead import FencedError
 from stratagem.v1 import coordinator_pb2
 
 STOP_GRACE_S = 1.0

@@ -25,11 +25,11 @@ from stratagem.common.process.process import MISTAKEN, temporary_folder, told
 from stratagem.common.tensors.files import from_file, read_header
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.store.blobs.blob_store import BlobStore, DamagedBlobError
-from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD, Known
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store.blobs import BlobStore, DamagedBlobError
+from stratagem.coordinator.store.files import PIECE_BYTES
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.leaves import LeafBlobs
+from stratagem.coordinator.store.snapshot import TERMS_AHEAD, Known
 
 
 class RestoreSettings(Settings):

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import structlog
 
@@ -26,25 +27,23 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import RunId
 from stratagem.common.observe.metrics import Durations
+from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import Command, JournalEntry, Refusal, RefusalKind, Tick
-from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.decide import Agenda, decide, world_of
+from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import ClusterSummed, RunDeleted
-from stratagem.coordinator.core.secret_draws import shown
+from stratagem.coordinator.core.run_view import RunView, at_rest, put_to_rest
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord, World
-from stratagem.coordinator.core.state_machine.agenda import Agenda
-from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
-from stratagem.coordinator.core.state_machine.archived_runs import at_rest, put_to_rest
-from stratagem.coordinator.core.state_machine.decide import decide, world_of
-from stratagem.coordinator.core.state_machine.run_view import RunView
-from stratagem.coordinator.core.strategy_table import Strategies
-from stratagem.coordinator.observe.log_ids import ids_of
-from stratagem.coordinator.runtime.leadership.leader_clock import LeaderClock
-from stratagem.coordinator.store.journal.fact_codec import Committed
-from stratagem.coordinator.store.journal.fact_log import Recorded
-from stratagem.coordinator.store.journal.history_rows import HistoryRow
-from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.lead import Lead
-from stratagem.coordinator.store.journal.snapshot import Snapshot
+from stratagem.coordinator.core.strategy_calls import shown
+from stratagem.coordinator.core.strategy_contract import Strategies
+from stratagem.coordinator.observe.logs import ids_of
+from stratagem.coordinator.store.fact_log import Committed, Recorded
+from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.lead import Lead
+from stratagem.coordinator.store.snapshot import Snapshot
+from stratagem.coordinator.store.step_history import HistoryRow
+
+# ---- loop ----
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
@@ -381,3 +380,38 @@ def _answer(ask: _Ask, answer: tuple[JournalEntry, ...] | StratagemError) -> Non
         ask.answer.set_exception(answer)
     else:
         ask.answer.set_result(answer)
+
+
+# ---- leader clock ----
+#
+# The leader's clock: the only time that decisions are made by.
+#
+# It starts at the last journaled value and advances only while this coordinator leads and runs. So
+# an outage of any length expires nothing, and neither does a time in which the process was frozen
+# (a paused container, a suspended machine): no heartbeat could have arrived. It does not read the
+# wall clock and cannot jump.
+
+STEP_S: Final = 0.5
+"""Seconds by which the clock advances at most between two readings: the rest was a freeze."""
+
+
+class LeaderClock:
+    """A clock of the seconds led since the journal began; a new one is made at every takeover."""
+
+    def __init__(self, start_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._now_s = start_s
+        self._seen_s = monotonic()
+
+    def now(self) -> float:
+        """Return the leader-clock time, in seconds."""
+        seen_s = self._monotonic()
+        self._now_s += min(seen_s - self._seen_s, STEP_S)
+        self._seen_s = seen_s
+        return self._now_s
+
+    async def run(self) -> None:
+        """Read the clock often enough that only a freeze is left out, until cancelled."""
+        while True:
+            self.now()
+            await asyncio.sleep(STEP_S / 4)

@@ -24,8 +24,13 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
 )
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.core.strategy_contract import Child, NestedProgress, Nesting, PartyView
-from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.core.strategy_contract import (
+    Child,
+    NestedProgress,
+    Nesting,
+    PartyView,
+    Strategies,
+)
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:

@@ -9,38 +9,218 @@ when that has it, and the files here are copies: what another coordinator has ac
 Knows nothing of rounds beyond their number, and does not decide who takes part in them.
 """
 
+import io
+import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
-from typing import Final
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Final, Self
 
 import structlog
 
-from stratagem.common.base.errors import IntegrityError, NotFoundError
-from stratagem.common.base.ids import Digest, Party
-from stratagem.common.process.failpoints import failpoint
-from stratagem.common.tensors.files import header_bytes
-from stratagem.common.tensors.manifest import Manifest
-from stratagem.coordinator.store.blobs.durable_file import (
-    MakeRoom,
-    NoSpaceError,
-    make_folder,
-    no_room,
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
 )
-from stratagem.coordinator.updates.shared_spool import SharedSpool, SharedUpdate
-from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
-from stratagem.coordinator.updates.spool_upload import (
+from stratagem.common.base.ids import Digest, Party, RunId, check_run_id
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import MAX_HEADER_BYTES, header_bytes, header_size, parse_header
+from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.coordinator.core.state import EndedRun, RunRecord
+from stratagem.coordinator.store.bucket import (
+    Objects,
+    StoredObject,
+    beginning,
+    deletable,
+    mark,
+    unique_name,
+)
+from stratagem.coordinator.store.files import MakeRoom, NoSpaceError, make_folder, no_room
+from stratagem.coordinator.store.shared_blobs import own_pieces
+from stratagem.coordinator.updates.upload import (
+    Before,
     SpoolEntry,
     SpoolWriter,
+    UpdateRejectedError,
     UpdateUpload,
     noted_offset,
     remove_files,
+    update_digest,
 )
-from stratagem.coordinator.updates.update_checks import Before, UpdateRejectedError
+
+# ---- spool keys ----
+#
+# Identifies updates, and names the folder below the spool in which each is stored:
+#
+#     <run>.<submission>/<party>/<round>      where the party is root, root-<returns>, root.<path>,
+#                                             ..
+#
+# A run's folder is that of one submission of it, and a party's that of the time since the run last
+# went back to an earlier commit. So no run or round finds an update that was not made for it,
+# whether or not what is over has been deleted. Knows nothing of what the folders contain.
+
+_SEGMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolRun:
+    """One submission of a run, since its last return to an earlier commit; updates belong to
+    one."""
+
+    run_id: RunId
+    submission: str = ""
+    """See RunSubmitted."""
+    num_returns: int = 0
+    """How often the run has gone back to an earlier commit: its rounds are repeated then, perhaps
+    from other states, and what was accepted for them before does not count."""
+
+    @classmethod
+    def of(cls, run: RunRecord | EndedRun) -> Self:
+        """Return the present submission and returns of a run."""
+        num_returns = run.num_returns if isinstance(run, RunRecord) else 0
+        return cls(run.run_id, run.submission, num_returns)
+
+    @property
+    def folder(self) -> str:
+        """Return the run's folder, with all parties and returns. Raises InvalidInputError for what
+        is no name."""
+        name = check_run_id(self.run_id)
+        if not self.submission:
+            return name
+        if not _SEGMENT.fullmatch(self.submission):
+            raise InvalidInputError.at("submission", f"{self.submission!r} is no name")
+        return f"{name}.{self.submission}"
+
+    def folder_of(self, party: Party, round_num: int) -> PurePosixPath:
+        """Return the folder of a round. Raises InvalidInputError for what is no name."""
+        segments = party.split("/") if party else []
+        if not all(_SEGMENT.fullmatch(segment) for segment in segments):
+            raise InvalidInputError.at("party", f"{party!r} is no path of names")
+        root = f"root-{self.num_returns}" if self.num_returns else "root"
+        return PurePosixPath(self.folder, ".".join((root, *segments)), str(int(round_num)))
+
+    def is_over(self, party_folder: str) -> bool:
+        """Return True if the contents of a party's folder were accepted before the run last went
+        back."""
+        match_ = _ROOT.fullmatch(party_folder)
+        return match_ is not None and int(match_[1] or 0) < self.num_returns
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolKey:
+    """The identity of a client's update in a round."""
+
+    run: SpoolRun
+    party: Party
+    round_num: int
+    client: int
+
+    @property
+    def folder(self) -> PurePosixPath:
+        """Return the folder of its round."""
+        return self.run.folder_of(self.party, self.round_num)
+
+
+# ---- shared spool ----
+#
+# Accepted updates in an object store, so that another coordinator can fold the round.
+#
+#     spool/<run>/<party>/<round>/<client>/<term>-<token>-<samples>-<crc32c>.safetensors
+#
+# One object is one acceptance: its name says what the fold needs to know beside the file, so it
+# takes one write, which is whole or is not there. Nothing is overwritten (object_store.py says
+# why): which of a client's updates counts is what the journal says. Knows nothing of the local
+# files.
+
+_FOLDER: Final = "spool"
+_NAME: Final = re.compile(r"\d{10}-[0-9a-f]{16}-(\d{1,18})-([0-9a-f]{8})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedUpdate:
+    """An accepted update that is stored in the object store."""
+
+    client: int
+    stored: StoredObject
+    num_samples: int
+    digest: Digest
+
+
+class SharedSpool:
+    """The updates below one prefix, for the coordinator of a term. `folder` is <run>/<party>/..."""
+
+    def __init__(self, objects: Objects, term: int) -> None:
+        self._objects, self._term = objects, term
+
+    def put(self, folder: str, entry: SpoolEntry) -> None:
+        """Write the update of a client, whose folder it is; when this returns, it is accepted."""
+        facts = f"{entry.num_samples}-{entry.crc32c:08x}"
+        name = f"{_FOLDER}/{folder}/{unique_name(self._term)}-{facts}.safetensors"
+        num_bytes = entry.data_start + entry.data_bytes
+        with entry.path.open("rb") as file:
+            self._objects.put(name, own_pieces(file.fileno(), num_bytes), num_bytes)
+
+    def find(self, round_folder: str) -> dict[int, list[SharedUpdate]]:
+        """Return the updates of a round by client; of each client, those of the newest term
+        last."""
+        clients: dict[int, list[SharedUpdate]] = {}
+        for entry in self._objects.list(f"{_FOLDER}/{round_folder}"):
+            *_, client, name = entry.name.split("/")
+            facts = _NAME.fullmatch(name)
+            if facts and client.isdigit():
+                digest = update_digest(int(facts[2], 16))
+                update = SharedUpdate(int(client), entry, int(facts[1]), digest)
+                clients.setdefault(int(client), []).append(update)
+        return clients
+
+    def read(self, update: SharedUpdate) -> tuple[Manifest, Iterator[bytes | memoryview]]:
+        """Return the manifest of the update, and its data, which are not verified.
+
+        Raises NotFoundError, and IntegrityError where it does not begin with a header.
+        """
+        pieces = self._objects.read(update.stored)
+        head = b""
+        for piece in pieces:
+            head += bytes(piece)
+            if not len(head) < header_size(head) <= MAX_HEADER_BYTES:
+                break
+        file = io.BytesIO(head)
+        try:
+            manifest, data_start = parse_header(file, Path(update.stored.name).name)
+        except (ValueError, LimitError) as error:
+            raise IntegrityError(f"{update.stored.name} is damaged: {error}") from error
+
+        def data() -> Iterator[bytes | memoryview]:
+            yield head[data_start:]
+            yield from pieces
+
+        return replace(manifest, purpose=Purpose.UPDATE), data()
+
+    def delete(self, folder: str, is_meant: Callable[[str], bool] = lambda _name: True) -> None:
+        """Delete what was written below a folder, by this coordinator and earlier ones; is_meant is
+        asked about each name, <run>/<party>/..."""
+        listed = self._objects.list(f"{_FOLDER}/{folder}")
+        meant = [stored for stored in listed if is_meant(stored.name.partition("/")[2])]
+        self._delete(meant, mark(self._term))
+
+    def clean(self, kept: Collection[str]) -> None:
+        """Delete what earlier coordinators have written below other folders of runs than these."""
+        listed = self._objects.list(_FOLDER)
+        others = [stored for stored in listed if stored.name.split("/")[1] not in kept]
+        self._delete(others, beginning(self._term))
+
+    def _delete(self, listed: list[StoredObject], before: str) -> None:
+        self._objects.delete(stored.name for stored in deletable(listed, before))
+
+
+# ---- spool ----
 
 _DATA: Final = ".safetensors"
 _ENTRY: Final = ".json"

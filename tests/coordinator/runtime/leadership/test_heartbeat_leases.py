@@ -7,10 +7,9 @@ import pytest
 
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.runtime.leadership import leader_clock
-from stratagem.coordinator.runtime.leadership.heartbeat_leases import Leases
-from stratagem.coordinator.runtime.leadership.heartbeat_pace import PaceRule
-from stratagem.coordinator.runtime.leadership.leader_clock import STEP_S, LeaderClock
+from stratagem.coordinator.runtime import loop
+from stratagem.coordinator.runtime.leases import Leases, PaceRule
+from stratagem.coordinator.runtime.loop import STEP_S, LeaderClock
 from tests.patience import PATIENCE_S
 
 
@@ -56,7 +55,7 @@ async def test_silent_member_is_lost_and_a_beating_one_is_not() -> None:
 
 async def test_no_lease_runs_while_the_process_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     step_s = 0.1
-    monkeypatch.setattr(leader_clock, "STEP_S", step_s)
+    monkeypatch.setattr(loop, "STEP_S", step_s)
     ttl_s = 2 * step_s
     losses = Losses()
     clock = LeaderClock(0.0)

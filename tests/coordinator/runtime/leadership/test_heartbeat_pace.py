@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.process.process import HEARTBEATS_PER_TTL
-from stratagem.coordinator.runtime.leadership.heartbeat_pace import (
+from stratagem.coordinator.runtime.leases import (
     BEATS_PER_S,
     LONGEST_INTERVAL_S,
     HeartbeatPace,

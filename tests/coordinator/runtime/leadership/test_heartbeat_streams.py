@@ -13,11 +13,11 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.runtime.leadership.heartbeat_leases import Leases
-from stratagem.coordinator.runtime.leadership.heartbeat_pace import PaceRule
-from stratagem.coordinator.runtime.leadership.heartbeat_streams import (
+from stratagem.coordinator.runtime.leases import (
     LEAST_GAP_S,
     HeartbeatStreams,
+    Leases,
+    PaceRule,
     Wire,
 )
 from stratagem.v1 import coordinator_pb2 as pb

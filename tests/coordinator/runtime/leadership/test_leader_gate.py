@@ -15,9 +15,8 @@ from stratagem.common.base.errors import StandbyError, UnavailableError
 from stratagem.common.rpc.channel import Coordinators, open_channel, split_addresses
 from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.runtime.leadership.leader_gate import LIVE, LeaderGate
-from stratagem.coordinator.store.journal.lead import Lease
-from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.runtime.leader_gate import LIVE, LeaderGate
+from stratagem.coordinator.store.lead import Holder, Lease
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 from tests.common.rpc.rig import rpc_errors

@@ -19,6 +19,8 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core.commands import EventSpan
 from stratagem.coordinator.core.effect_failures import MAX_TRIES, TROUBLE, FailedTries, TryAgain
 from stratagem.coordinator.core.effects import (
     Base,
@@ -30,15 +32,11 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
     slots,
 )
-from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import RunReleased
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
-from stratagem.coordinator.observe.event_feed import Feed, FeedEvent, SegmentProgress
-from stratagem.coordinator.observe.waiting_reasons import say_what_fails
-from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.runtime.tasks import effect_supervisor as supervisor_module
-from stratagem.coordinator.runtime.tasks.effect_supervisor import RunSupervisor
-from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, task_group
+from stratagem.coordinator.observe.feed import Feed, FeedEvent, SegmentProgress, say_what_fails
+from stratagem.coordinator.runtime import supervisor as supervisor_module
+from stratagem.coordinator.runtime.supervisor import RunSupervisor, stop_if_cancelled, task_group
 from tests.circles import Watched, no_collector
 from tests.coordinator.runtime.effects import member, segment
 from tests.patience import PATIENCE_S

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, task_group
+from stratagem.coordinator.runtime.supervisor import stop_if_cancelled, task_group
 
 
 async def fail() -> None:

@@ -12,12 +12,10 @@ from stratagem.common.base.errors import DivergedError
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, dtype_named
-from stratagem.coordinator.updates.folding.finite_result import fold_rule, server_rule
-from stratagem.coordinator.updates.folding.global_average import GlobalAverage
-from stratagem.coordinator.updates.folding.server_optimizers import fed_avg_m
-from stratagem.coordinator.updates.folding.server_step import ServerStep
-from stratagem.coordinator.updates.numpy_floats import Raw, Wide, storage
-from stratagem.coordinator.updates.update_sources import Source
+from stratagem.coordinator.updates.finite_result import fold_rule, server_rule
+from stratagem.coordinator.updates.floats import Raw, Wide, storage
+from stratagem.coordinator.updates.reading import Source
+from stratagem.coordinator.updates.server_optimizer import GlobalAverage, ServerStep, fed_avg_m
 from tests.coordinator.updates.fold_round import Round
 from tests.coordinator.updates.updates import FEDERATED, accept, manifest_of, rounded, wide
 from tests.jobs import job

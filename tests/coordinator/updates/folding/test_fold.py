@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import DivergedError, IntegrityError, InvalidInputError
 from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.folding.fold import (
-    FoldStoppedError,
-    fold_weighted_mean,
-    mean_factors,
-)
+from stratagem.coordinator.updates import fold
+from stratagem.coordinator.updates.fold import FoldStoppedError, fold_weighted_mean, mean_factors
 from tests.coordinator.updates.fold_round import MANIFEST, Round
 from tests.coordinator.updates.updates import (
     MIXED,

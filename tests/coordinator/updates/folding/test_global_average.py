@@ -10,8 +10,8 @@ from stratagem.common.base.ids import NO_DIGEST, Digest
 from stratagem.common.job import WeightAverageSpec
 from stratagem.common.tensors.files import read_header
 from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, dtype_named
-from stratagem.coordinator.updates.folding.fold import Folded
-from stratagem.coordinator.updates.folding.global_average import global_average
+from stratagem.coordinator.updates.fold import Folded
+from stratagem.coordinator.updates.server_optimizer import global_average
 from tests.coordinator.updates.fold_round import Round
 from tests.coordinator.updates.updates import (
     MIXED,

@@ -10,10 +10,9 @@ from structlog.testing import capture_logs
 
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.manifest import Manifest, dtype_named
-from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.folding.rebasing import Rebasing
-from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
-from stratagem.coordinator.updates.folding.server_step import ServerStep
+from stratagem.coordinator.updates import fold
+from stratagem.coordinator.updates.fold import Rebasing
+from stratagem.coordinator.updates.server_optimizer import ServerStep, server_optimizer
 from tests.coordinator.updates.fold_round import Round
 from tests.coordinator.updates.updates import (
     FEDERATED,

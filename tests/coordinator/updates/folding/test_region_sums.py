@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.tensors.manifest import dtype_named
-from stratagem.coordinator.core.facts.rejection_causes import Cause
-from stratagem.coordinator.updates.folding import region_sums, regional_mean
-from stratagem.coordinator.updates.folding.fold import FoldStoppedError
-from stratagem.coordinator.updates.folding.region_sums import MeanOfSums, sums_manifest, write_sum
-from stratagem.coordinator.updates.folding.regional_mean import RegionalMean
-from stratagem.coordinator.updates.spool_upload import SpoolEntry
-from stratagem.coordinator.updates.update_checks import UpdateRejectedError
-from stratagem.coordinator.updates.update_sources import WholeSource
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.updates import fold
+from stratagem.coordinator.updates.fold import (
+    FoldStoppedError,
+    MeanOfSums,
+    RegionalMean,
+    sums_manifest,
+    write_sum,
+)
+from stratagem.coordinator.updates.reading import WholeSource
+from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError
 from tests.coordinator.updates.fold_round import Round
 from tests.coordinator.updates.updates import (
     MIXED,
@@ -83,7 +86,7 @@ def check_against_the_loop(root: Path, rows: Sequence[Sequence[int]], window: in
     clients = round_.accepted(len(flat))
     sums, tree = [], []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (region_sums, regional_mean):
+        for module in (fold, fold):
             patch.setattr(module, "WINDOW_ELEMENTS", window)
         for place, region in enumerate(rows):
             tree.append([next(places) for _ in region])

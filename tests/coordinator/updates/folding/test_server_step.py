@@ -12,10 +12,9 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.files import read_header
 from stratagem.common.tensors.manifest import Manifest, dtype_named
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
-from stratagem.coordinator.updates.folding.server_step import ServerStep
+from stratagem.coordinator.store.blobs import DirectoryBlobs
+from stratagem.coordinator.updates import fold
+from stratagem.coordinator.updates.server_optimizer import ServerStep, server_optimizer
 from tests.coordinator.updates.fold_round import Round
 from tests.coordinator.updates.updates import (
     FEDERATED,

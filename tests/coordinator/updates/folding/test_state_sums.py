@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from stratagem.coordinator.updates.folding.state_sums import States, SumsSoFar, UnlikeStatesError
+from stratagem.coordinator.effects.party_updates import States, SumsSoFar, UnlikeStatesError
 
 F1, MEAN = ("test.a:f", "hits"), ("test.a:f", "total")
 

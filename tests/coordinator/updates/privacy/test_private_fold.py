@@ -11,14 +11,14 @@ import pytest
 from stratagem.common.privacy.noise import derived_key, standard_normal
 from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
 from stratagem.coordinator.core.facts import ROOT, RoundAccounted
-from stratagem.coordinator.updates.folding import fold as folding
-from stratagem.coordinator.updates.privacy.private_mean import PrivateMean
-from stratagem.coordinator.updates.privacy.round_noise import (
+from stratagem.coordinator.effects.private import (
     FROZEN_KEY,
+    PrivateMean,
     TensorNoise,
     drawn_clients,
     noised_share,
 )
+from stratagem.coordinator.updates import fold as folding
 from tests.coordinator.updates.fold_round import BASE, Round
 from tests.coordinator.updates.updates import arrays, elements, rounded, wide
 

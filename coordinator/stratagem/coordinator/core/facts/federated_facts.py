@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 
 from stratagem.common.base.ids import Digest, Party, WorkerId
-from stratagem.coordinator.core.facts.fact_values import ErrorRecord, Member, Metrics, Number, Value
-from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.facts.fact_values import (
+    Cause,
+    ErrorRecord,
+    Member,
+    Metrics,
+    Number,
+    Value,
+)
+
+# ---- federated facts ----
 
 
 class ClientEvaluated(Value):
@@ -210,3 +218,117 @@ class UpdatesJudged(Value):
     scores: tuple[float, ...]
     """What that follows from, in the same order."""
     reason: str = ""
+
+
+# ---- membership facts ----
+#
+# Facts of a federation's membership: who joins, leaves, is benched, and is not asked.
+
+
+class ClientsJoined(Value):
+    """Clients have joined an open roster, or are back under the numbers they have had before."""
+
+    party: Party
+    clients: tuple[ClientBinding, ...]
+
+
+class ClientLeft(Value):
+    """A client of an open roster is neither asked nor waited for until it joins again."""
+
+    party: Party
+    client: int
+    reason: str
+
+
+class ClientBenched(Value):
+    """A client has failed in too many rounds in a row, and is not asked for some rounds."""
+
+    party: Party
+    client: int
+    until_round: int
+    """The first round in which it may take part again."""
+    reason: str
+
+
+# ---- privacy facts ----
+#
+# The fact of differential privacy: what a federated round will cost, and how it is noised.
+
+
+class RoundAccounted(Value):
+    """The clients of a round are drawn, and what it will have cost is computed; it is not open."""
+
+    party: Party
+    round_num: int
+    drawn: tuple[int, ...]
+    """The clients, in order; perhaps none."""
+    sampling_rate: float
+    """The probability with which each client was drawn, as the accountant counts on it."""
+    num_expected: float
+    """The number of clients that the noised sum is divided by, whoever takes part."""
+    clip_norm: float
+    noise_multiplier: float
+    """z, of which epsilon follows."""
+    sum_noise: float
+    """Standard deviation of the noise on the sum of the changes."""
+    answer_noise: float
+    """Standard deviation of the noise on the number of clients within the norm; 0: not asked."""
+    epsilon: float
+    """What all rounds will have spent with this one."""
+    delta: float
+    accountant: str
+    """Name and version of what has computed epsilon."""
+    fingerprint: str
+    """Fingerprint of the secret that the noise comes from."""
+
+
+# ---- secure facts ----
+#
+# Facts of secure aggregation: whose keys and shares a round has, and that it begins again.
+#
+# Whose updates are in the sum is fixed by RoundClosed, before a share is asked for.
+
+
+class LeftOut(Value):
+    """A client that a round goes on without, before it has trained."""
+
+    client: int
+    reason: str
+    cause: Cause
+
+
+class KeysPosted(Value):
+    """Clients have posted public keys for an attempt of a round."""
+
+    party: Party
+    round_num: int
+    attempt: int
+    clients: tuple[int, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    directory: Digest
+    """Of the blob with the keys."""
+    ring_seed: str
+    """Random, hexadecimal: the order of the ring on which clients have neighbours."""
+
+
+class SharesRouted(Value):
+    """Clients have sealed shares of their secrets for their neighbours."""
+
+    party: Party
+    round_num: int
+    attempt: int
+    clients: tuple[int, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    shares: Digest
+    """Of the blob with the sealed shares."""
+
+
+class RoundRestarted(Value):
+    """An attempt cannot be unmasked, and none of its shares is opened; the round begins again with
+    other keys."""
+
+    party: Party
+    round_num: int
+    attempt: int
+    """The new one."""
+    reason: str

@@ -18,12 +18,18 @@ from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Fact, RunCompleted
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.core.strategy_contract import VERSION, Child, Nesting, Status, Strategy
-from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.core.strategy_contract import (
+    VERSION,
+    Child,
+    Nesting,
+    Status,
+    Strategies,
+    Strategy,
+)
 from stratagem.coordinator.strategies import nested
-from stratagem.coordinator.strategies.population.hyperparameters import check_name
-from stratagem.coordinator.strategies.population.structural_hyperparameters import BY_DEFINITION
-from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
+from stratagem.coordinator.strategies.population.evolution import BY_DEFINITION
+from stratagem.coordinator.strategies.population.strategy import check_name
+from stratagem.coordinator.strategies.schedule import schedule_of
 
 _SECTION = "hyperparameter_schedule"
 

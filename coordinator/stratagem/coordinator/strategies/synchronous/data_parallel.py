@@ -33,13 +33,13 @@ from stratagem.common.strategy import (
     upload_every_of,
 )
 from stratagem.coordinator.core.effects import ExchangeMethod
-from stratagem.coordinator.strategies.synchronous import model_parallel
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+from stratagem.coordinator.strategies.synchronous import pipelines
+from stratagem.coordinator.strategies.synchronous.party import (
     SegmentRules,
     one_part,
     part_per_member,
 )
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
+from stratagem.coordinator.strategies.synchronous.strategy import synchronous
 
 _EXCHANGES: Mapping[type, ExchangeMethod] = {
     AllReduce: ExchangeMethod.ALL_REDUCE,
@@ -54,7 +54,7 @@ def _shape(job: JobSpec) -> SegmentRules:
     options = strategy.options
     exchange = _EXCHANGES[type(strategy.aggregation)]
     if isinstance(options.inner, ModelParallel):
-        return model_parallel.segment_rules(
+        return pipelines.segment_rules(
             options.inner, strategy.num_replicas, options.min_replicas, exchange
         )
     # Residuals of a codec belong to shards: the owner of a shard has the only copy of its residual.

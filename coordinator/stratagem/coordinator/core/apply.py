@@ -1,0 +1,360 @@
+"""Fold facts into the state. The only code that makes a new CoordinatorState."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stratagem.common.base.ids import Digest, RunId, WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
+from stratagem.coordinator.core.cluster_summary import with_summary
+from stratagem.coordinator.core.courses import resumed_metrics, with_course
+from stratagem.coordinator.core.effects import slots
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    SKIPPED_STEPS,
+    TRAIN_LOSS,
+    BlobsHeld,
+    ClientsJoined,
+    ClientStateLost,
+    ClusterSummed,
+    CommitUploaded,
+    DataUploaded,
+    Evaluated,
+    Fact,
+    GenerationClosed,
+    Member,
+    ModelBuilt,
+    Noted,
+    RoundClosed,
+    RoundWaits,
+    RunCancelled,
+    RunCompleted,
+    RunDeleted,
+    RunFailed,
+    RunPinned,
+    RunReleased,
+    RunResumed,
+    RunSubmitted,
+    SegmentCommitted,
+    SegmentFinished,
+    SoleCopiesLost,
+    UpdateReceived,
+    UpdateRejected,
+    WorkerDraining,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRegistered,
+    WorkersForgotten,
+)
+from stratagem.coordinator.core.persistent import PersistentMap
+from stratagem.coordinator.core.rollback import returned
+from stratagem.coordinator.core.state import (
+    CommittedState,
+    CoordinatorState,
+    RunPhase,
+    RunRecord,
+    WorkerRecord,
+    retained,
+)
+from stratagem.coordinator.core.strategy_calls import Raised, is_hidden
+from stratagem.coordinator.core.strategy_contract import Strategies
+
+CLUSTER = RunId("")
+
+MAX_UPLOADS = 256
+"""Uploads remembered per owner, besides what runs name: an upload waits briefly for its job."""
+
+MIN_COMMITS = 64
+"""Commits remembered per run: one that is evaluated late may yet turn out to be the best."""
+
+
+def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
+    """Return the state after a fact that was journaled at time_s (leader clock)."""
+    if isinstance(fact, DataUploaded):
+        return replace(state, uploads=_uploads_after(state.uploads, fact))
+    if isinstance(fact, RunPinned):
+        pinned = state.pinned - {fact.run_id}
+        return replace(state, pinned=pinned | {fact.run_id} if fact.is_pinned else pinned)
+    if isinstance(fact, BlobsHeld):
+        present = {each: until_s for each, until_s in state.holds.items() if until_s > time_s}
+        return replace(state, holds={**present, fact.listed: fact.until_s})
+    if isinstance(fact, ClusterSummed):
+        return with_summary(state, fact)
+    if run_id == CLUSTER:
+        workers = _workers_after(state.workers, fact, time_s)
+        return replace(state, workers=workers, runs=_runs_without(state, _gone_with(state, fact)))
+    if isinstance(fact, RunDeleted):
+        others = {name: run for name, run in state.runs.items() if name != run_id}
+        return replace(state, runs=others, ended=state.ended.without(run_id))
+    if isinstance(fact, RunSubmitted):
+        record = _submitted(state.strategies, run_id, fact)
+    else:
+        record = _apply_to_run(state.runs[run_id], fact, time_s, state.workers)
+    num_hidden = record.num_hidden + is_hidden(record.job, fact)
+    num_facts = record.num_facts + 1
+    record = replace(record, num_facts=num_facts, num_hidden=num_hidden, changed_s=time_s)
+    return replace(state, runs={**state.runs, run_id: record})
+
+
+def _uploads_after(
+    uploads: PersistentMap[str, tuple[Digest, ...]], fact: DataUploaded
+) -> PersistentMap[str, tuple[Digest, ...]]:
+    before = uploads.get(fact.owner, ())
+    return uploads.with_item(fact.owner, (*before, fact.digest)[-MAX_UPLOADS:])
+
+
+def _workers_after(
+    workers: PersistentMap[WorkerId, WorkerRecord], fact: Fact, time_s: float
+) -> PersistentMap[WorkerId, WorkerRecord]:
+    match fact:
+        case WorkerRegistered():
+            record = WorkerRecord(fact.member, fact.address, fact.capability, registered_s=time_s)
+        case WorkerLost():
+            record = replace(
+                workers[fact.member.worker_id],
+                is_alive=False,
+                reason=fact.reason,
+                is_blameless=fact.is_blameless,
+                lost_s=time_s,
+                beat_s=time_s - fact.silent_s,
+            )
+        case WorkerDraining():
+            old = workers[fact.member.worker_id]
+            record = replace(old, is_draining=True, reason="draining")
+        case WorkerLeft():
+            return workers.without(fact.member.worker_id)
+        case WorkersForgotten():
+            for name in fact.names:
+                workers = workers.without(name)
+            return workers
+        case _:
+            raise AssertionError(f"{type(fact).__name__} is no fact of the cluster")
+    return workers.with_item(record.member.worker_id, record)
+
+
+def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:
+    """Return the start of a worker that a fact of the cluster ends for good: it has left, or a
+    later one takes its place. One that is lost may come back."""
+    if not isinstance(fact, WorkerLeft | WorkerRegistered):
+        return None
+    known = state.workers.get(fact.member.worker_id)
+    if known is None or (isinstance(fact, WorkerRegistered) and known.member == fact.member):
+        return None
+    return known.member
+
+
+def _runs_without(state: CoordinatorState, gone: Member | None) -> Mapping[RunId, RunRecord]:
+    """Return the runs, the active ones without a member that is gone: nothing of it is left to be
+    released, and a run that goes on for long has thousands."""
+    left = {
+        run_id: replace(run, touched=run.touched - {gone})
+        for run_id, run in state.runs.items()
+        if gone is not None and run.ended is None and gone in run.touched
+    }
+    return {**state.runs, **left} if left else state.runs
+
+
+def _submitted(strategies: Strategies, run_id: RunId, fact: RunSubmitted) -> RunRecord:
+    job = JobSpec.of_run(fact.job_json, fact.numerics)
+    record = RunRecord(
+        run_id=run_id,
+        job=job,
+        strategy=strategies.of(job),
+        value=None,
+        submitted_wall_s=fact.wall_s,
+        submitted_by=fact.by,
+        owner=fact.owner or fact.by,
+        submission=fact.submission,
+        traceparent=fact.traceparent,
+        numerics=fact.numerics,
+    )
+    try:
+        return replace(record, value=record.strategy.init(job, ROOT, strategies))
+    except Exception as error:  # the border to plug-ins; replay meets the same error
+        return _raised(record, error)
+
+
+def _apply_to_run(
+    record: RunRecord, fact: Fact, time_s: float, workers: Mapping[WorkerId, WorkerRecord]
+) -> RunRecord:
+    record = _with_end(record, fact)
+    record = _with_copies(_with_results(record, fact), fact)
+    if isinstance(fact, ModelBuilt) and fact.rows:
+        record = replace(record, rows={**record.rows, fact.party: fact.rows})
+    if _needs_its_journal(fact):
+        record = replace(record, is_reproducible=False)
+    try:
+        record, used = _transition(record, fact, time_s)
+    except Exception as error:  # the border to plug-ins; replay meets the same error
+        return _raised(record, error)
+    if record.ended is not None:
+        return record
+    new = used - record.touched
+    if not new:
+        return record
+    there = frozenset(member for member in new if not _is_replaced(member, workers))
+    touched = record.touched | there if there else record.touched
+    return replace(record, touched=touched, is_released=False)
+
+
+def _is_replaced(member: Member, workers: Mapping[WorkerId, WorkerRecord]) -> bool:
+    """Return True when a later start of a worker has taken this one's place, while work of this
+    one is still due, or in a replay, which has all workers before it has any run."""
+    worker = workers.get(member.worker_id)
+    return worker is not None and worker.member != member
+
+
+def _raised(record: RunRecord, error: Exception) -> RunRecord:
+    reason = Raised.by(error)
+    return replace(record, ended=RunPhase.FAILED, reason=reason, has_raised=True)
+
+
+def _transition(
+    record: RunRecord, fact: Fact, time_s: float
+) -> tuple[RunRecord, frozenset[Member]]:
+    """Return the run with the fact folded in, and the workers that what is now due would use."""
+    if isinstance(fact, RunResumed) and fact.from_segment is not None:
+        record = returned(record, fact)
+    strategy = record.strategy
+    value = strategy.transition(record.job, record.value, fact, time_s)
+    due = strategy.pending(record.run_id, record.job, value, None)
+    used = frozenset[Member]().union(*(slots(effect) for effect in due))
+    return replace(record, value=value), used
+
+
+def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
+    match fact:
+        case RunCompleted():
+            ended = RunPhase.COMPLETED
+        case RunFailed():
+            record = replace(record, error=fact.error)
+            ended = RunPhase.FAILED
+        case RunCancelled():
+            ended = RunPhase.CANCELLED
+        case RunResumed():
+            return replace(record, ended=None, reason="", error=None)
+        case RunReleased():
+            return replace(record, is_released=True, touched=frozenset())
+        case _:
+            return record
+    return replace(record, ended=ended, reason=fact.reason)
+
+
+def _needs_its_journal(fact: Fact) -> bool:
+    """Return True when timing or machines have decided something, in any party: the result cannot
+    be made again from the job alone."""
+    match fact:
+        case RoundClosed() | Noted() | GenerationClosed():
+            return fact.by_policy
+        case Evaluated():
+            return bool(fact.without)
+        case UpdateRejected():
+            return not fact.cause.is_of_the_job
+        case _:
+            return isinstance(fact, RoundWaits | ClientsJoined | ClientStateLost)
+
+
+def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
+    """Add the fact's commits and metrics to the run; those of a party below concern its strategy
+    alone."""
+    if getattr(fact, "party", ROOT) != ROOT:
+        return _with_engine(record, fact)
+    match fact:
+        case ModelBuilt():
+            metrics = resumed_metrics(record.job)
+            commit = CommittedState(fact.segment, fact.step, fact.digest, metrics, fact.streams)
+            return _with_commit(_with_metrics(record, metrics), commit)
+        case SegmentCommitted():
+            commit = CommittedState(
+                fact.segment,
+                fact.step,
+                fact.digest,
+                fact.metrics,
+                fact.streams,
+                fact.average,
+                fact.is_partial,
+            )
+            return _with_commit(_with_metrics(record, fact.metrics), commit)
+        case SegmentFinished():
+            trained = {TRAIN_LOSS: fact.loss} if fact.step else {}
+            record = _with_metrics(record, {**trained, **fact.metrics, **_traffic(fact)})
+            return _with_engine(record, fact)
+        case UpdateReceived(num_steps=0):  # of a version that took the newest update for all
+            metrics = {TRAIN_LOSS: fact.loss, **fact.metrics, **_traffic(fact)}
+            if SKIPPED_STEPS in fact.metrics:  # of this client's round alone
+                metrics[SKIPPED_STEPS] += record.metrics.get(SKIPPED_STEPS, 0)
+            return _with_metrics(record, metrics)
+        case Evaluated():
+            commits = tuple(
+                replace(c, metrics=_evaluated(record.job, c.metrics, fact.metrics))
+                if c.segment == fact.segment
+                else c
+                for c in record.commits
+            )
+            predictions = fact.predictions or record.predictions
+            record = replace(record, commits=commits, predictions=predictions)
+            # What was given up for some is of a state that newer ones have superseded long since.
+            return record if fact.without else _with_metrics(record, fact.metrics)
+        case Noted():
+            if fact.digest:
+                commit = CommittedState(fact.segment, fact.step, fact.digest, fact.metrics)
+                record = _with_commit(_with_metrics(record, fact.metrics), commit)
+            return record
+        case GenerationClosed():
+            commit = CommittedState(fact.generation, fact.step, fact.digest, fact.metrics)
+            return _with_commit(_with_metrics(record, fact.metrics), commit)
+        case RoundClosed():
+            return _with_metrics(record, fact.metrics)
+        case _:
+            return record
+
+
+def _with_copies(record: RunRecord, fact: Fact) -> RunRecord:
+    """Take in what has become of the parts of commits that workers alone have: uploaded, or lost,
+    and then the run goes on from the last commit without such parts."""
+    commits = record.commits
+    if isinstance(fact, CommitUploaded):
+        whole = replace(commits[-1], digest=fact.digest, is_partial=False)
+        return replace(record, commits=(*commits[:-1], whole))
+    if not isinstance(fact, SoleCopiesLost | RunResumed):
+        return record
+    while commits and commits[-1].is_partial:
+        commits = commits[:-1]
+    return record if commits == record.commits else replace(record, commits=commits)
+
+
+def _evaluated(
+    job: JobSpec, metrics: Mapping[str, float], evaluated: Mapping[str, float]
+) -> Mapping[str, float]:
+    """Return the metrics of a commit that is evaluated later than it is made."""
+    return {**metrics, **with_course(job, metrics, evaluated)}
+
+
+def _traffic(fact: SegmentFinished | UpdateReceived) -> dict[str, float]:
+    """Return the traffic metrics of a fact. They depend on which members were there, so they belong
+    to no commit."""
+    return {f"train.{name}": float(value) for name, value in fact.traffic.items()}
+
+
+def _with_engine(record: RunRecord, fact: Fact) -> RunRecord:
+    if not isinstance(fact, SegmentFinished):
+        return record
+    in_fixed_order = all_reduce_of(record.job.strategy) == DIRECT_ALL_REDUCE
+    is_reproducible = record.is_reproducible and in_fixed_order
+    return replace(record, engine=fact.engine, is_reproducible=is_reproducible)
+
+
+def _with_commit(record: RunRecord, commit: CommittedState) -> RunRecord:
+    return _trimmed(replace(record, commits=(*record.commits, commit)))
+
+
+def _trimmed(record: RunRecord) -> RunRecord:
+    """Drop commits that are long past being retained, so that a long run stays small."""
+    num_kept = max(record.job.retention, MIN_COMMITS)
+    if len(record.commits) <= 2 * num_kept:
+        return record
+    return replace(record, commits=retained(record, num_kept))
+
+
+def _with_metrics(record: RunRecord, metrics: Mapping[str, float]) -> RunRecord:
+    return replace(record, metrics={**record.metrics, **metrics})

@@ -1,0 +1,245 @@
+"""The course of a metric over the evaluations of a run: a fold that says when training stops early,
+and when a plateau lowers the learning rates.
+
+What the fold has counted stands among the metrics of each commit, under names of its own. A run
+that goes back to a commit counts on from there, and so does one that begins from it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from signal import Signals
+from typing import Final
+
+from stratagem.common.base.text import counted
+from stratagem.common.job import JobSpec, ScheduleSpec
+from stratagem.common.job.fields import FollowedMetric, plateau_metric, stop_metric
+from stratagem.coordinator.core.facts import Member, ProcessDied
+
+# ---- metric course ----
+
+STOP: Final = "stop."
+PLATEAU: Final = "plateau."
+_COOLDOWN: Final = f"{PLATEAU}evaluations_to_cool_down"
+_REDUCTIONS: Final = f"{PLATEAU}lr_reductions"
+_BEST: Final = "best"
+_NUM_WITHOUT: Final = "evaluations_without_improvement"
+
+
+def follows_evaluations(job: JobSpec) -> bool:
+    """Return True when what is trained next depends on the newest evaluation."""
+    has_stop = job.evaluation is not None and job.evaluation.stop is not None
+    return has_stop or _plateau(job) is not None
+
+
+def course_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return what the fold has counted, of all metrics of a commit."""
+    return {name: value for name, value in metrics.items() if name.startswith((STOP, PLATEAU))}
+
+
+def resumed_metrics(job: JobSpec) -> Mapping[str, float]:
+    """Return the metrics that a run goes on from which resumes a commit of another one."""
+    initial = job.initial
+    return {} if initial is None else dict(initial.metrics or {})
+
+
+def with_course(
+    job: JobSpec, before: Mapping[str, float], metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the metrics of a segment with what is counted after it.
+
+    before: metrics of the segment before; in those of a segment without an evaluation it stands on.
+    """
+    course = course_of(before)
+    evaluation = job.evaluation
+    if evaluation is not None and evaluation.stop is not None:
+        followed = stop_metric(evaluation, evaluation.stop)
+        if followed.name in metrics:
+            # Whoever goes on after a stop wants to: the count begins again.
+            num_without = _num_without(course, STOP) % evaluation.stop.patience
+            course |= _counted(course, STOP, followed, metrics[followed.name], num_without)
+    plateau = _plateau(job)
+    if evaluation is not None and plateau is not None:
+        followed = plateau_metric(evaluation, plateau)
+        if followed.name in metrics:
+            course |= _lowered(course, plateau, followed, metrics[followed.name])
+    return {**metrics, **course}
+
+
+def num_lr_reductions(metrics: Mapping[str, float]) -> int:
+    """Return how often the learning rates are lowered, after a segment with these metrics."""
+    return int(metrics.get(_REDUCTIONS, 0))
+
+
+def _plateau(job: JobSpec) -> ScheduleSpec | None:
+    return None if job.optimizer is None else job.optimizer.plateau
+
+
+def _lowered(
+    course: Mapping[str, float], spec: ScheduleSpec, followed: FollowedMetric, value: float
+) -> dict[str, float]:
+    """Return the counts of a plateau after one more evaluation, as torch's ReduceLROnPlateau."""
+    counts = _counted(course, PLATEAU, followed, value, _num_without(course, PLATEAU))
+    to_cool_down = int(course.get(_COOLDOWN, 0))
+    if to_cool_down:
+        to_cool_down, counts[f"{PLATEAU}{_NUM_WITHOUT}"] = to_cool_down - 1, 0.0
+    num_reductions = num_lr_reductions(course)
+    if _num_without(counts, PLATEAU) > spec.num_tolerated:
+        num_reductions, to_cool_down = num_reductions + 1, spec.cooldown or 0
+        counts[f"{PLATEAU}{_NUM_WITHOUT}"] = 0.0
+    return {**counts, _COOLDOWN: float(to_cool_down), _REDUCTIONS: float(num_reductions)}
+
+
+def why_stopped(job: JobSpec, metrics: Mapping[str, float]) -> str:
+    """Return why no further step is trained after a segment with these metrics, or ""."""
+    evaluation = job.evaluation
+    if evaluation is None or evaluation.stop is None:
+        return ""
+    num_without, spec = _num_without(metrics, STOP), evaluation.stop
+    if num_without < spec.patience:
+        return ""
+    followed = stop_metric(evaluation, spec)
+    text = f"{followed.name} has not improved"
+    if spec.min_delta:
+        text += f" by more than {spec.min_delta:g}"
+    best = metrics.get(f"{STOP}{_BEST}")
+    at_best = "" if best is None else f"; its best is {best:.6g}"
+    return f"{text} in {counted(num_without, 'evaluation')}{at_best}"
+
+
+def _num_without(metrics: Mapping[str, float], prefix: str) -> int:
+    return int(metrics.get(f"{prefix}{_NUM_WITHOUT}", 0))
+
+
+def _counted(
+    course: Mapping[str, float],
+    prefix: str,
+    followed: FollowedMetric,
+    value: float,
+    num_without: int,
+) -> dict[str, float]:
+    """Return the best value and the evaluations since, after one more. NaN is no improvement."""
+    sign = 1.0 if followed.mode == "max" else -1.0
+    best = course.get(f"{prefix}{_BEST}", -sign * math.inf)
+    if sign * value > sign * best + followed.min_delta:
+        return {f"{prefix}{_BEST}": value, f"{prefix}{_NUM_WITHOUT}": 0.0}
+    return {f"{prefix}{_NUM_WITHOUT}": num_without + 1.0}
+
+
+# ---- crash loops ----
+#
+# Distinguish work that ends its own process from processes that others end: one rule for all
+# strategies.
+#
+# Any process may be killed at any time, and that is no fault of the job. What counts is the same
+# work (a segment, a client's round, a build, an evaluation) that loses process after process and
+# comes no further:
+#
+# * a process that was stopped (by a signal that asks for it, a drain, its supervisor), or that did
+#   something else, does not count: no ProcessDied is journaled for it
+# * processes that were at the work together and end one after the other count as one death, so that
+#   all workers killed at once are one
+# * work that comes further than ever before has its whole budget again
+# * OWN deaths are enough where the process ended by itself: it exited, or the processor refused
+# what
+#   it did. SIGKILL, and an unobserved end, can be the operator's, the kernel's for want of
+#   memory, or the job's: those it takes UNEXPLAINED of, over UNEXPLAINED_S, which random kills do
+#   not
+#   reach while the work comes further now and then
+
+OWN: Final = 3
+UNEXPLAINED: Final = 10
+UNEXPLAINED_S: Final = 30.0
+FAULTS: Final = frozenset(
+    {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGPIPE", "SIGXFSZ"}
+)
+"""Signals that a process causes by what it does itself."""
+REQUESTS: Final = frozenset(
+    {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPWR", "SIGXCPU", "SIGALRM"}
+)
+"""Signals that are sent to a process from outside to make it end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deaths:
+    """The processes that one piece of work has ended since it last came further."""
+
+    num_own: int = 0
+    num_unexplained: int = 0
+    furthest: int = -1
+    """The highest step that a process is known to have reached before it ended."""
+    present: frozenset[Member] = frozenset()
+    """The members at the work when the newest death was counted; their deaths count with it."""
+    latest: ProcessDied | None = None
+    """The newest death that counts."""
+    since_s: float = 0.0
+    """Leader-clock time at which the first counted death was journaled."""
+    latest_s: float = 0.0
+    """Leader-clock time at which the newest counted death was journaled."""
+
+    @property
+    def num(self) -> int:
+        return self.num_own + self.num_unexplained
+
+    @property
+    def are_too_many(self) -> bool:
+        """True when trying the work once more is hopeless."""
+        is_long = self.latest_s - self.since_s >= UNEXPLAINED_S
+        return self.num_own >= OWN or (self.num >= UNEXPLAINED and is_long)
+
+
+def after(deaths: Deaths, died: ProcessDied, now_s: float, at_work: Iterable[Member]) -> Deaths:
+    """Count one more process that has ended; at_work: the members that do the work now, or did and
+    were lost."""
+    if died.step is not None and died.step > deaths.furthest:
+        deaths = Deaths(furthest=died.step)
+    if died.member in deaths.present:
+        return deaths
+    is_own = ended_by_itself(died.status)
+    return replace(
+        deaths,
+        num_own=deaths.num_own + is_own,
+        num_unexplained=deaths.num_unexplained + (not is_own),
+        present=frozenset({died.member, *at_work}),
+        latest=died,
+        since_s=deaths.since_s if deaths.num else now_s,
+        latest_s=now_s,
+    )
+
+
+def ended_by_itself(status: int | None) -> bool:
+    """Return True when an exit status (negative: the signal's number) is of the process's own
+    making."""
+    return status is not None and (status > 0 or _signal(-status) in FAULTS)
+
+
+def was_asked_to_end(status: int | None) -> bool:
+    """Return True when an exit status is that of a process ended by a signal that asks it to
+    end."""
+    return status is not None and status < 0 and _signal(-status) in REQUESTS
+
+
+def why(work: str, deaths: Deaths) -> str:
+    """Return the sentence about work that has ended too many processes."""
+    text = f"{work} has ended {deaths.num} worker processes"
+    if deaths.furthest >= 0:
+        text += f" and came no further than step {deaths.furthest}"
+    died = deaths.latest
+    assert died is not None, "nobody asks of work that has ended none"
+    text += f"; the last one, {died.member.worker_id}, ended{how(died.status) or ' unseen'}"
+    return f"{text} and had printed: {' | '.join(died.lines)}" if died.lines else text
+
+
+def how(status: int | None) -> str:
+    """Return how a process ended, as " by SIGKILL" or " with exit status 3"; "" when not
+    observed."""
+    if status is None:
+        return ""
+    return f" by {_signal(-status)}" if status < 0 else f" with exit status {status}"
+
+
+def _signal(number: int) -> str:
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,218 @@
+"""An immutable mapping of text keys that is cheap to change: a changed one shares all but a few
+small pieces with the one before.
+
+A trie by hash: inner nodes are tuples, leaves are small dicts. The hash is the same in every
+process. The order of iteration means nothing and is no order of insertion: it is that of the hashes
+above one leaf, and within a leaf that of the changes, so equal mappings may differ in it.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from itertools import chain
+from typing import Any, Final, Generic, TypeVar, cast
+from zlib import crc32
+
+# ---- persistent map ----
+
+K = TypeVar("K", bound=str)
+V = TypeVar("V")
+
+_BITS: Final = 5
+_MASK: Final = 2**_BITS - 1
+_DEEPEST: Final = 32 // _BITS
+_LEAF: Final = 16
+"""Keys of a leaf, above which it becomes a node; at the deepest level it holds any number."""
+
+_Node = Any
+"""A leaf, dict[K, V], or a tuple of 32 nodes."""
+
+
+class PersistentMap(Mapping[K, V], Generic[K, V]):
+    """A mapping that never changes; `with_item` and `without` return others."""
+
+    __slots__ = ("_num", "_root")
+
+    def __init__(self, items: Mapping[K, V] | None = None) -> None:
+        self._root: _Node = _made(dict(items), 0) if items else {}
+        self._num = len(items) if items else 0
+
+    @classmethod
+    def _of(cls, root: _Node, num: int) -> "PersistentMap[K, V]":
+        made = cls.__new__(cls)
+        made._root, made._num = root, num
+        return made
+
+    def with_item(self, key: K, value: V) -> "PersistentMap[K, V]":
+        """Return the mapping with one key set."""
+        num = self._num + (key not in self)
+        return self._of(_put(self._root, _place(key), 0, key, value), num)
+
+    def without(self, key: K) -> "PersistentMap[K, V]":
+        """Return the mapping without one key; this one where the key is not in it."""
+        if key not in self:
+            return self
+        return self._of(_removed(self._root, _place(key), key), self._num - 1)
+
+    def changed_since(self, before: "PersistentMap[K, V]") -> set[K]:
+        """Return the keys whose values are not the same objects as in another mapping: at the cost
+        of what is not shared with it."""
+        found: set[K] = set()
+        _differing(before._root, self._root, found)
+        return found
+
+    def __getitem__(self, key: K) -> V:
+        node = self._root
+        if type(node) is tuple:
+            place = _place(key)
+            while type(node) is tuple:
+                node = node[place & _MASK]
+                place >>= _BITS
+        return cast("V", node[key])
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[K]:
+        return chain.from_iterable(_leaves(self._root))
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
+
+    def values(self) -> ValuesView[V]:
+        return _Values(self)
+
+    def items(self) -> ItemsView[K, V]:
+        return _Items(self)
+
+
+class _Values(ValuesView[V]):
+    _mapping: PersistentMap[Any, V]
+
+    def __iter__(self) -> Iterator[V]:
+        return chain.from_iterable(leaf.values() for leaf in _leaves(self._mapping._root))
+
+
+class _Items(ItemsView[K, V]):
+    _mapping: PersistentMap[K, V]
+
+    def __iter__(self) -> Iterator[tuple[K, V]]:
+        return chain.from_iterable(leaf.items() for leaf in _leaves(self._mapping._root))
+
+
+def _place(key: str) -> int:
+    return crc32(key.encode("utf-8", "surrogatepass"))
+
+
+def _made(items: dict[Any, Any], depth: int) -> _Node:
+    """Return the node of these items."""
+    if len(items) <= _LEAF or depth == _DEEPEST:
+        return items
+    parts: list[dict[Any, Any]] = [{} for _ in range(_MASK + 1)]
+    for key, value in items.items():
+        parts[_place(key) >> _BITS * depth & _MASK][key] = value
+    return tuple(_made(part, depth + 1) for part in parts)
+
+
+def _put(node: _Node, place: int, depth: int, key: str, value: object) -> _Node:
+    if type(node) is not tuple:
+        return _made({**node, key: value}, depth)
+    at = place & _MASK
+    return (
+        *node[:at],
+        _put(node[at], place >> _BITS, depth + 1, key, value),
+        *node[at + 1 :],
+    )
+
+
+def _removed(node: _Node, place: int, key: str) -> _Node:
+    if type(node) is not tuple:
+        return {each: value for each, value in node.items() if each != key}
+    at = place & _MASK
+    return (*node[:at], _removed(node[at], place >> _BITS, key), *node[at + 1 :])
+
+
+def _leaves(node: _Node) -> Iterator[dict[Any, Any]]:
+    if type(node) is not tuple:
+        yield node
+        return
+    for each in node:
+        if type(each) is tuple:
+            yield from _leaves(each)
+        elif each:
+            yield each
+
+
+def _differing(before: _Node, now: _Node, found: set[Any]) -> None:
+    if before is now:
+        return
+    if type(before) is tuple and type(now) is tuple:
+        for one, other in zip(before, now, strict=True):
+            if one is not other:
+                _differing(one, other, found)
+        return
+    old, new = (
+        dict(chain.from_iterable(leaf.items() for leaf in _leaves(each))) for each in (before, now)
+    )
+    missing = object()
+    found |= {
+        key for key in old.keys() | new.keys() if old.get(key, missing) is not new.get(key, missing)
+    }
+
+
+# ---- persistent order ----
+#
+# An immutable sorted collection that is cheap to change: a changed one shares all but one of its
+# pieces with the one before.
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+_PIECE: Final = 256
+"""Items of a piece; twice as many are cut into two."""
+
+
+class PersistentOrder(Generic[T]):
+    """Tuples in order, each once; it never changes, and `with_item` and `without` return others."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        ordered = tuple(sorted(items))
+        self._pieces = tuple(
+            ordered[start : start + _PIECE] for start in range(0, len(ordered), _PIECE)
+        )
+
+    def with_item(self, item: T) -> "PersistentOrder[T]":
+        """Return the collection with an item that it does not have."""
+        at = min(self._piece_of(item), len(self._pieces) - 1)
+        piece = self._pieces[at] if self._pieces else ()
+        place = bisect_left(piece, item)
+        longer = (*piece[:place], item, *piece[place:])
+        half = len(longer) // 2
+        parts = (longer,) if len(longer) < 2 * _PIECE else (longer[:half], longer[half:])
+        return self._of((*self._pieces[: max(at, 0)], *parts, *self._pieces[at + 1 :]))
+
+    def without(self, item: T) -> "PersistentOrder[T]":
+        """Return the collection without an item that it has."""
+        at = self._piece_of(item)
+        shorter = tuple(each for each in self._pieces[at] if each != item)
+        return self._of((*self._pieces[:at], *filter(None, (shorter,)), *self._pieces[at + 1 :]))
+
+    def behind(self, item: T) -> Iterator[T]:
+        """Yield the items that come after one, which need not be there, in order."""
+        at = self._piece_of(item)
+        for number, piece in enumerate(self._pieces[at:]):
+            yield from piece[bisect_right(piece, item) :] if number == 0 else piece
+
+    def __iter__(self) -> Iterator[T]:
+        for piece in self._pieces:
+            yield from piece
+
+    def _piece_of(self, item: T) -> int:
+        """Return the first piece that ends with this item or a later one."""
+        return bisect_left(self._pieces, item, key=lambda piece: piece[-1])
+
+    @classmethod
+    def _of(cls, pieces: tuple[tuple[T, ...], ...]) -> "PersistentOrder[T]":
+        made = cls.__new__(cls)
+        made._pieces = pieces
+        return made

@@ -1,0 +1,216 @@
+"""Retention limits: lost workers and ended runs are forgotten when they are too old or too many,
+and no run needs them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+
+from stratagem.common.base.ids import Digest, RunId, WorkerId, is_within
+from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.commands import Ending, ExpireRuns, ForgetWorkers, JournalEntry
+from stratagem.coordinator.core.courses import was_asked_to_end
+from stratagem.coordinator.core.effects import slots
+from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, RunExpired, WorkersForgotten
+from stratagem.coordinator.core.pending import blobs_of
+from stratagem.coordinator.core.run_view import CommitView, RunView
+from stratagem.coordinator.core.state import (
+    CommittedState,
+    CoordinatorState,
+    EndedRun,
+    RunRecord,
+    WorkerRecord,
+    initial_of,
+)
+from stratagem.coordinator.core.strategy_calls import deaths_of, parties_of
+
+# ---- retention ----
+
+
+def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[JournalEntry, ...]:
+    """Return the fact that forgets the workers beyond the limits, if there are any."""
+    lost = sorted(
+        (worker for worker in state.workers.values() if not worker.is_alive),
+        key=lambda record: (record.lost_s, record.member.worker_id),
+    )
+    num_beyond = len(lost) - command.num_kept
+    old = [
+        record
+        for number, record in enumerate(lost)
+        if number < num_beyond or record.lost_s < _limit(record, command)
+    ]
+    if not old:
+        return ()
+    active = [run for run in state.runs.values() if run.ended is None]
+    named = _named(active)
+    names = tuple(
+        record.member.worker_id
+        for record in old
+        if record.member.worker_id not in named and not _hosts_data_of(record, active)
+    )
+    return (JournalEntry(CLUSTER, WorkersForgotten(names=names)),) if names else ()
+
+
+def _limit(worker: WorkerRecord, command: ForgetWorkers) -> float:
+    if worker.capability.ephemeral:
+        return max(command.ephemeral_before_s, command.lost_before_s)
+    return command.lost_before_s
+
+
+def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
+    """Return the workers that these runs have work for, or have as members."""
+    due = chain.from_iterable(
+        run.strategy.pending(run.run_id, run.job, run.value, None) for run in runs
+    )
+    parties = chain.from_iterable(parties_of(run).values() for run in runs)
+    members = chain(
+        chain.from_iterable(map(slots, due)),
+        chain.from_iterable(party.members for party in parties),
+    )
+    return frozenset(member.worker_id for member in members)
+
+
+def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
+    """Return True when the worker has data of its own that one of these runs trains on, and waits
+    for."""
+    names = worker.capability.local_data
+    return any(run.job.data.worker_local in names for run in runs)
+
+
+def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEntry, ...]:
+    """Return the facts that delete the runs beyond the limits. A run that is not archived stays,
+    and so does one that another run has begun from. One that is pinned stays, too, and does not
+    count."""
+    named = frozenset(map(initial_of, state.runs.values()))
+    # What a run began from is the state of another run.
+    free = (
+        run
+        for run in _beyond(state, command)
+        if not any(
+            blob in named or state.ended.is_begun_from(blob)
+            for blob in run.blobs
+            if blob != run.initial
+        )
+    )
+    return tuple(
+        JournalEntry(run.run_id, RunExpired(reason=command.reason, submission=run.submission))
+        for run in islice(free, command.limit)
+    )
+
+
+def _beyond(state: CoordinatorState, command: ExpireRuns) -> Iterator[EndedRun]:
+    """Yield the archived runs that are too old, or too many, the oldest first. Only these are
+    looked at, as there may be very many others."""
+    num_pinned = sum(run_id in state.ended for run_id in state.pinned)
+    num_beyond = len(state.ended) - num_pinned - command.num_kept
+    loose = (run_id for _, run_id in state.ended.by_end if run_id not in state.pinned)
+    for number, run_id in enumerate(loose):
+        run = state.ended[run_id]
+        if number >= num_beyond and run.ended_s >= command.ended_before_s:
+            return
+        yield run
+
+
+# ---- crash attribution ----
+#
+# Attribution of a process's end to the work it died at, by what the worker's next process
+# reports.
+
+
+def deaths_at_work(
+    state: CoordinatorState, member: Member, ending: Ending | None
+) -> tuple[JournalEntry, ...]:
+    """Return the deaths to journal for a member whose process has ended without draining.
+
+    Empty when the process was stopped from outside. Where it is known which plan it executed, only
+    the deaths of that work.
+    """
+    if ending is None or ending.incarnation != member.incarnation:
+        ending = Ending(member.incarnation)
+    if ending.is_stopped or was_asked_to_end(ending.status):
+        return ()
+    entries: list[JournalEntry] = []
+    for run_id, run in state.runs.items():
+        if run.ended is None and member in run.touched and ending.run_id in (None, run_id):
+            entries += [
+                JournalEntry(run_id, _told(fact, ending)) for fact in deaths_of(run, member)
+            ]
+    return tuple(entry for entry in entries if _concerns(entry.fact, ending))
+
+
+def _told(fact: Fact, ending: Ending) -> Fact:
+    """Return the fact with what the worker's next process has reported added."""
+    if not isinstance(fact, ProcessDied):
+        return fact
+    at = None if ending.run_id is None else ending.party
+    known = {"at": at, "step": ending.step, "status": ending.status, "lines": ending.lines}
+    return fact.model_copy(update=known)
+
+
+def _concerns(fact: Fact, ending: Ending) -> bool:
+    """Return True for a death of the party whose plan the process executed, or of one around it."""
+    if not isinstance(fact, ProcessDied) or ending.run_id is None:
+        return True
+    return is_within(ending.party, fact.party)
+
+
+# ---- blob owners ----
+#
+# Rules for which blobs a caller may name in a job, and whose a blob is, as far as the state alone
+# decides.
+#
+# Knowing a blob's digest is not having its bytes: a blob belongs to the owners that have uploaded
+# all of them, and to the owners of runs that name it. The states that a run has committed are
+# shared with all callers that may read runs.
+
+
+def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
+    """Return True when the blob belongs to this owner: uploaded, or in use by a run of theirs."""
+    if digest in state.uploads.get(owner, ()):
+        return True
+    if state.ended.has_brought(owner, digest):
+        return True
+    return any(run.owner == owner and digest in blobs_of(run) for run in state.runs.values())
+
+
+def is_shared(state: CoordinatorState, digest: Digest) -> bool:
+    """Return True for a state that a run has committed, or its predictions."""
+    return state.ended.has_committed(digest) or any(
+        digest in states_of(run) for run in state.runs.values()
+    )
+
+
+def states_of(run: RunRecord) -> frozenset[Digest]:
+    """Return the blobs of a run that any caller that may read runs may download."""
+    committed = {digest for each in run.commits for digest in (each.digest, each.average)}
+    return frozenset({*committed, run.predictions or Digest("")} - {Digest("")})
+
+
+def resting_with(state: CoordinatorState, digest: Digest) -> list[RunId]:
+    """Return the archived runs that need the blob, as a state of theirs or as an input, the oldest
+    first."""
+    found = sorted(
+        state.ended.needing(digest).values(), key=lambda run: (run.submitted_wall_s, run.run_id)
+    )
+    return [run.run_id for run in found]
+
+
+def runs_with(state: CoordinatorState, digest: Digest, views: Mapping[RunId, RunView]) -> list[str]:
+    """Return the runs that need a blob, the oldest first, with the segment whose commit it is.
+
+    views: of the archived runs that need it.
+    """
+    named: list[str] = []
+    for run_id in resting_with(state, digest):
+        view = views.get(run_id)
+        named.append(_blobs_named(run_id, digest, () if view is None else view.commits))
+    for run in state.runs.values():
+        if digest in blobs_of(run):
+            named.append(_blobs_named(run.run_id, digest, run.commits))
+    return named
+
+
+def _blobs_named(
+    run_id: RunId, digest: Digest, commits: Sequence[CommittedState] | Sequence[CommitView]
+) -> str:
+    segments = [each.segment for each in commits if digest in (each.digest, each.average)]
+    return f"{run_id}, segment {segments[-1]}" if segments else run_id

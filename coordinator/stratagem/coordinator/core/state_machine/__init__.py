@@ -1,1 +1,0 @@
-"""The decisions of the coordinator as pure functions: command in, facts out, state folded."""

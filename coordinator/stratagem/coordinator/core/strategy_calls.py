@@ -1,0 +1,231 @@
+"""Calls to the strategy of a run, guarded as the border to plug-ins.
+
+A strategy that raises fails its own run, with the reason; the coordinator and all other runs
+continue, and a replay meets the same error. Calls that only read a run return an answer then, too.
+Only apply.py calls a strategy elsewhere, under the same rule: `init`, `transition` and `pending`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from stratagem.common.base.errors import StratagemError, Violation, told
+from stratagem.common.base.ids import Party
+from stratagem.common.job import JobSpec
+from stratagem.common.job.strategy_rules import check_submitted
+from stratagem.common.strategy import Federated
+from stratagem.coordinator.core.facts import Fact, Member, RoundAccounted, RoundClosed, RunFailed
+from stratagem.coordinator.core.state import EndedRun, RunPhase, RunRecord, World
+from stratagem.coordinator.core.strategy_contract import PartyView, Status, Strategies
+
+# ---- strategy boundary ----
+
+
+class Raised(str):
+    """The sentence about an exception that a strategy has raised."""
+
+    __slots__ = ()
+
+    @classmethod
+    def by(cls, error: Exception) -> "Raised":
+        return cls(f"the strategy raised {told(error)}")
+
+
+def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """Return the violations of a job. Raises InvalidInputError when its strategy is not
+    installed."""
+    strategy = strategies.require(job)
+    violations = [*check_submitted(job)]
+    try:
+        return list(dict.fromkeys([*violations, *strategy.check(job, strategies)]))
+    except StratagemError:
+        raise
+    except Exception as error:
+        return [*violations, Violation("strategy", Raised.by(error))]
+
+
+def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
+    """Return the next fact that a run's strategy decides, or its failure when it has waited too
+    long."""
+    try:
+        fact = run.strategy.decide(run.job, run.value, world.under(run.numerics), now_s)
+    except Exception as error:
+        return RunFailed(reason=Raised.by(error))
+    return fact or _given_up(run, world, now_s)
+
+
+def deadline_of(run: RunRecord, world: World) -> float | None:
+    """Return the leader-clock time at which an active run has to be asked again."""
+    try:
+        deadline_s = run.strategy.next_deadline(run.value)
+    except Exception:  # what it decides next fails the run
+        return None
+    limit_s = run.job.placement_timeout_s
+    if limit_s is None or not why_waiting(run, world):
+        return deadline_s
+    return min(run.changed_s + limit_s, math.inf if deadline_s is None else deadline_s)
+
+
+def status_of(run: RunRecord, world: World) -> Status:
+    """Return the run's status, for people; the exception as its reason where the strategy
+    raises."""
+    try:
+        return run.strategy.status(run.job, run.value, world.under(run.numerics))
+    except Exception as error:
+        return Status(run.ended or RunPhase.RUNNING, "", Raised.by(error))
+
+
+def shown_status_of(run: RunRecord, world: World) -> Status:
+    """Return the run's status as readers get it."""
+    status = status_of(run, world)
+    return shown_status(status) if draws_in_secret(run.job) else status
+
+
+def why_waiting(run: RunRecord, world: World) -> str:
+    """Return, as a sentence, what a run without any worker waits for; "" for one that has some."""
+    status = status_of(run, world)
+    is_waiting = status.phase in (RunPhase.PLACING, RunPhase.RECOVERING) and not status.members
+    return status.reason if is_waiting else ""
+
+
+def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
+    """Return the parties of a run whose members exchange tensors among themselves."""
+    if run.ended is not None:
+        return {}
+    try:
+        return run.strategy.parties(run.value)
+    except Exception:  # no party forms; its segments run into their deadlines
+        return {}
+
+
+def value_of(run: RunRecord, party: Party) -> Any:
+    """Return the run value of the strategy that runs a party; None where there is none."""
+    strategy, value = run.strategy, run.value
+    try:
+        while True:
+            inside = [
+                child
+                for child in strategy.children(value)
+                if party == child.party or party.startswith(f"{child.party}/")
+            ]
+            if not inside:
+                return value
+            strategy, value = inside[0].strategy, inside[0].value
+    except Exception:  # as with its parties
+        return None
+
+
+def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:
+    """Return why a reported fact is stale; "" when it is welcome."""
+    try:
+        return run.strategy.reject_reason(run.job, run.value, fact)
+    except Exception as error:
+        return Raised.by(error)
+
+
+def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
+    """Return the deaths to count for a member whose process has ended unasked."""
+    try:
+        return run.strategy.deaths_to_charge(run.value, member)
+    except Exception as error:
+        return (RunFailed(reason=Raised.by(error)),)
+
+
+def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
+    """Return a new membership for a party whose exchange has failed though all its members live."""
+    try:
+        return run.strategy.reform(run.job, run.value, party, reason)
+    except Exception as error:
+        return RunFailed(reason=Raised.by(error))
+
+
+def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
+    """Return the failure of a run that has waited for workers longer than its limit. Nothing
+    happens to a run that waits, so it has waited since its newest fact."""
+    limit_s = run.job.placement_timeout_s
+    if limit_s is None or now_s < run.changed_s + limit_s:
+        return None
+    reason = why_waiting(run, world)
+    return RunFailed(reason=f"without workers for {limit_s:g} s: {reason}") if reason else None
+
+
+# ---- secret draws ----
+#
+# What readers of a run get whose clients are drawn in secret: nothing that tells who was drawn.
+#
+# The promise of such a run counts on the draw (`privacy`, unit client): whoever knows that a client
+# was not drawn knows that a round has nothing of it. So the facts that the journal has of the
+# clients of a round are for no reader, and neither is how many there were. Whoever reads the
+# journal itself sees all; it lies beside the secret. Pure functions.
+
+SHOWN: Final = frozenset(
+    {
+        "RunSubmitted",
+        "RunCancelled",
+        "RunResumed",
+        "RunFailed",
+        "RunCompleted",
+        "StoppedEarly",
+        "RunReleased",
+        "RunDeleted",
+        "RunExpired",
+        "PartyFailed",
+        "MembersFormed",
+        "ModelBuilt",
+        "BuildFailed",
+        "RosterFormed",
+        "RoundAccounted",
+        "RoundClosed",
+        "SegmentCommitted",
+        "Evaluated",
+    }
+)
+"""Kinds of facts that follow from nobody's draw, once `shown` has taken the clients from them."""
+WHY: Final = "its clients were drawn in secret"
+
+
+def draws_in_secret(job: JobSpec) -> bool:
+    """Return whether the clients of each round are drawn in secret."""
+    spec, strategy = job.privacy, job.strategy
+    if spec is None or spec.unit != "client" or spec.noise != "secret":
+        return False
+    return isinstance(strategy, Federated) and spec.sampling_rate(strategy) < 1
+
+
+def hides_draws(run: RunRecord | EndedRun) -> bool:
+    """Return whether readers of a run do not get all of its facts."""
+    return run.draws_in_secret if isinstance(run, EndedRun) else draws_in_secret(run.job)
+
+
+def is_hidden(job: JobSpec, fact: Fact) -> bool:
+    """Return whether readers of the run do not get a fact."""
+    return type(fact).__name__ not in SHOWN and draws_in_secret(job)
+
+
+def shown(run: RunRecord | EndedRun | None, fact: Fact) -> Fact:
+    """Return a fact of a run, or of none, as readers get it who get it at all."""
+    if run is None or not hides_draws(run):
+        return fact
+    match fact:
+        case RoundAccounted():
+            return fact.model_copy(update={"drawn": ()})
+        case RoundClosed():
+            return fact.model_copy(update={"accepted": (), "reason": WHY, "by_policy": True})
+        case _:
+            return fact
+
+
+def shown_status(status: Status) -> Status:
+    """Return the status of such a run as readers get it: not who trains, nor who is missing."""
+    trains = status.strategy_phase == "TRAINING"
+    counts = replace(status.counts, part_done=0.0, loss=0.0, num_clients_rejected=0)
+    return replace(
+        status,
+        phase=RunPhase.RUNNING if trains else status.phase,
+        reason="" if trains else status.reason,
+        num_clients_done=0,
+        num_clients=0,
+        members=(),
+        counts=counts,
+    )

@@ -1,0 +1,267 @@
+"""Reports that a client of a federated round has failed: it is left out alone, with the reason.
+
+The journal has cause and reason of every rejection, and of the first different exceptions of a
+round what was raised; the run's log has all of them.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import NO_DIGEST, Digest, RunId, check_digest
+from stratagem.common.privacy.noise import derived_key, fingerprint_of
+from stratagem.coordinator.core.effects import CollectUpdate, KeptState, SumRegion, TrainClient
+from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
+    ClientStateLost,
+    ErrorRecord,
+    RowsSpent,
+    UpdateReceived,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.snapshot import pull_outputs
+from stratagem.coordinator.observe.logs import RunLogLine
+from stratagem.coordinator.runtime.links import WorkerSession
+from stratagem.coordinator.store.step_history import HistoryRow
+from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of
+from stratagem.coordinator.strategies.federated.run import (
+    FederatedRun,
+    has_simulated_states,
+    spec_of,
+)
+from stratagem.v1 import worker_pb2
+
+# ---- client failures ----
+
+MAX_JOURNALED_CHARS: Final = 1000
+MAX_JOURNALED_TRACE: Final = 4000
+
+
+async def reject(
+    env: EffectContext,
+    effect: TrainClient | CollectUpdate | SumRegion,
+    cause: Cause,
+    reason: str,
+    error: ErrorRecord | None = None,
+    opens_in_s: float = 0.0,
+) -> None:
+    """Report the rejection of a client's update."""
+    fact = UpdateRejected(
+        party=effect.party,
+        round_num=effect.round_num,
+        client=effect.client,
+        reason=reason,
+        cause=cause,
+        error=error,
+        opens_in_s=opens_in_s,
+        attempt=effect.attempt if isinstance(effect, TrainClient) else 0,
+    )
+    await report_update(env, effect, fact)
+
+
+async def reject_for_error(env: EffectContext, effect: TrainClient, error: ErrorRecord) -> None:
+    """Reject the update of a client whose data or code has raised, or whose worker does not do what
+    the job says."""
+    log_error(env, effect.run_id, effect.client, error)
+    kept = None
+    if env.told.is_news(effect, error):
+        message = error.message[:MAX_JOURNALED_CHARS]
+        traceback = error.traceback[-MAX_JOURNALED_TRACE:]
+        kept = error.model_copy(update={"message": message, "traceback": traceback})
+    cause, reason = cause_of(error), reason_of(error)
+    await reject(env, effect, cause, reason, kept, error.opens_in_s)
+
+
+def log_error(env: EffectContext, run_id: RunId, client: int, error: ErrorRecord) -> None:
+    """Write an error into the run's log, as a line of the worker; not that of a client which was
+    drawn in secret: the journal has it."""
+    if env.draws_in_secret(run_id):
+        return
+    text = f"client {client}, {error.activity}: {error.traceback or error.message}".rstrip()
+    env.logs.add(run_id, RunLogLine(time.time(), error.worker_id, "ERROR", text))
+
+
+def defect(loss: float, num_steps: int, metrics: Mapping[str, float]) -> tuple[Cause, str] | None:
+    """Why an update that a client has made cannot count: it has learned nothing, or nothing good.
+
+    metrics: by name, as in UpdateReceived.
+    """
+    num_skipped = metrics.get(SKIPPED_STEPS, 0)
+    if num_steps and num_skipped >= num_steps:
+        text = f"all of its {num_steps} steps were left out: no loss or no gradient was finite"
+        return Cause.NOT_FINITE, text
+    if not math.isfinite(loss):
+        return Cause.NOT_FINITE_LOSS, f"its mean loss is {loss}"
+    return None
+
+
+def defect_before(q: float | None, loss: float | None) -> tuple[Cause, str] | None:
+    """Why an update cannot count by the loss that its client has measured before it trained, where
+    updates count by it."""
+    if q is None:
+        return None
+    if loss is None:
+        return Cause.REFUSED_BY_SITE, "its loss before training is not told, and q weighs by it"
+    if not math.isfinite(loss):
+        return Cause.NOT_FINITE_LOSS, f"its mean loss before training is {loss}"
+    if loss < 0:
+        text = f"its mean loss before training is {loss:g}, and q weighs by losses of at least 0"
+        return Cause.NOT_FINITE_LOSS, text
+    return None
+
+
+# ---- client rows ----
+#
+# What a client whose rows are protected is told for its noise, and what it says of its costs.
+
+
+def row_privacy(env: EffectContext, effect: TrainClient) -> worker_pb2.RowPrivacy:
+    """Return what the noise of a client's round depends on; for a thread.
+
+    A site has a secret of its own, which protects its rows from the coordinator, too. Rows that any
+    worker may read are drawn from the coordinator's secret: another worker would else do a round
+    again with other noise. Raises SecretLostError, and InvalidInputError where there can be none.
+    """
+    job, asked = env.job_of(effect.run_id, effect.party), effect.rows
+    assert job.privacy is not None
+    assert asked is not None
+    name = str(env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client).folder)
+    told = worker_pb2.RowPrivacy(num_rounds=asked.num_rounds, name=name)
+    if job.privacy.noise == "seeded":
+        return told
+    if job.data.worker_local is not None:
+        told.fingerprint = asked.fingerprint
+        return told
+    secret = env.secret.get(asked.fingerprint)
+    told.fingerprint = fingerprint_of(secret)
+    told.secret = derived_key(secret, ["client", name, str(effect.client)])
+    return told
+
+
+def spent_of(result: worker_pb2.ClientRoundResult) -> RowsSpent | None:
+    """Return what a client says that its rows have spent; a number that is none is no budget."""
+    if not result.HasField("spent"):
+        return None
+    told = result.spent
+    epsilon, after = (
+        value if math.isfinite(value) and value >= 0 else math.inf
+        for value in (told.epsilon, told.next_epsilon)
+    )
+    return RowsSpent(
+        epsilon=epsilon,
+        next_epsilon=after,
+        fingerprint=told.fingerprint[:64],
+        accountant=told.accountant[:200],
+    )
+
+
+# ---- client states ----
+#
+# What clients keep to themselves, in the messages to their workers and from them.
+#
+# The states of clients with rows of their own lie at their workers, and only digests come here;
+# those of simulated ones lie in the store.
+
+_MAX_REASON_CHARS: Final = 300
+
+
+def client_state_ref(state: KeptState | None) -> worker_pb2.ClientStateRef | None:
+    """Return a client's state as it is named in a plan; None where there is none."""
+    if state is None:
+        return None
+    return worker_pb2.ClientStateRef(round=state.round_num, digest=state.digest)
+
+
+def kept_rounds(env: EffectContext, effect: TrainClient) -> tuple[int, ...]:
+    """Return the rounds whose states the client still needs beside the one that it makes.
+
+    It is read when the plan is sent: an evaluation that is made meanwhile changes nothing that is
+    due.
+    """
+    run = env.state.runs.get(effect.run_id)
+    value = None if run is None else run.value
+    if not isinstance(value, FederatedRun) or value.client_states is None:
+        return ()
+    return value.client_states.kept_rounds(effect.client)
+
+
+async def report_lost_state(
+    env: EffectContext, effect: TrainClient, result: worker_pb2.ClientRoundResult
+) -> None:
+    """Report that a client has begun anew because it no longer has what it had kept."""
+    if effect.state is None or not result.state_lost:
+        return
+    fact = ClientStateLost(
+        party=effect.party,
+        round_num=effect.round_num,
+        client=effect.client,
+        reason=result.state_lost[:_MAX_REASON_CHARS],
+    )
+    await env.report(effect.run_id, fact)
+
+
+def state_defect(
+    env: EffectContext, effect: TrainClient, result: worker_pb2.ClientRoundResult
+) -> tuple[Cause, str] | None:
+    """Why an update cannot count whose client should keep something: its digest is no digest."""
+    job = env.job_of(effect.run_id, effect.party)
+    is_there = spec_of(job).options.has_client_state and not has_simulated_states(job)
+    try:
+        given = check_digest(result.state_digest) if is_there else NO_DIGEST
+    except InvalidInputError as error:
+        return Cause.LAYOUT, f"what it keeps to itself: {error}"
+    if given != result.state_digest:
+        return Cause.LAYOUT, "it keeps a state, and the job says nothing of it"
+    return None
+
+
+async def kept_state(
+    env: EffectContext, effect: TrainClient, at: WorkerSession, told: str
+) -> Digest:
+    """Return the digest of what the client keeps; a simulated one's is brought into the store.
+
+    told: the digest of what lies at the worker.
+    """
+    if not has_simulated_states(env.job_of(effect.run_id, effect.party)):
+        return Digest(told)
+    digest, _ = await pull_outputs(env, at, effect.round_num)
+    return digest
+
+
+# ---- late counts ----
+#
+# Counts the updates of federated clients whose round was closed without them.
+#
+# What is wrong with an update stands in the journal, as UpdateRejected; that one came too late does
+# not, since nothing follows from it.
+
+
+async def report_update(
+    env: EffectContext,
+    effect: TrainClient | CollectUpdate | SumRegion,
+    fact: UpdateReceived | UpdateRejected,
+    histories: Sequence[HistoryRow] = (),
+) -> None:
+    """Report the outcome of a client's update, and count it if its round was closed without it.
+
+    histories: of the steps that the update was made by.
+    """
+    if not await env.report(effect.run_id, fact, histories):
+        count_if_late(env, effect)
+
+
+def count_if_late(env: EffectContext, effect: TrainClient | CollectUpdate | SumRegion) -> None:
+    """The effect has ended without its update; not counted where the client goes on elsewhere, and
+    where the run is over or only this process ends."""
+    run = env.state.runs.get(effect.run_id)
+    if run is None or run.ended is not None:
+        return
+    update = UpdateRejected(
+        party=effect.party, round_num=effect.round_num, client=effect.client, reason=""
+    )
+    if run.strategy.reject_reason(run.job, run.value, update):
+        env.refused[Cause.LATE] += 1

@@ -1,0 +1,273 @@
+"""CommitSegment: store the snapshot of a finished segment, of members that have it.
+
+The members train on meanwhile. Of members that hold the same bits any one suffices; where the state
+is divided among members, every part is pulled, and the parts become one blob.
+"""
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Final
+
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    PermissionDeniedError,
+    StratagemError,
+    UnavailableError,
+)
+from stratagem.common.base.ids import Digest
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import header_bytes, header_of
+from stratagem.common.tensors.manifest import Limits, Manifest
+from stratagem.coordinator.core.effects import CommitSegment, UploadCommit
+from stratagem.coordinator.core.facts import (
+    CommitUploaded,
+    Member,
+    PartyFailed,
+    SegmentCommitted,
+    SoleCopiesLost,
+)
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.direct_commit import written_by_members, written_by_owners
+from stratagem.coordinator.effects.execute import state_writer
+from stratagem.coordinator.effects.snapshot import (
+    PartHolder,
+    from_any,
+    pull_kept,
+    pull_part,
+    pull_snapshot,
+)
+from stratagem.coordinator.runtime.links import WorkerSession
+from stratagem.coordinator.store.blobs import StateWriter, file_writer
+from stratagem.coordinator.updates.merge import (
+    ContradictionError,
+    StatePart,
+    joined_rows,
+    whole_of,
+    write_merged,
+)
+
+# ---- commit segment ----
+
+
+async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
+    """Make the segment's state durable and report SegmentCommitted."""
+    try:
+        if len(effect.parts) == 1:
+            sessions = [_session(effect, member) for member in effect.parts[0]]
+            digest, manifest = await stored_snapshot(env, sessions, effect.segment)
+            size_bytes = manifest.total_bytes
+        else:
+            digest, size_bytes = await _divided(env, effect)
+    except ContradictionError as error:
+        reason = f"segment {effect.segment} cannot be committed: {error}"
+        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        return
+    failpoint("coordinator.commit.pulled")
+    fact = SegmentCommitted(
+        party=effect.party,
+        segment=effect.segment,
+        step=effect.step,
+        digest=digest,
+        size_bytes=size_bytes,
+        metrics=dict(effect.metrics),
+        streams=effect.streams,
+        is_partial=effect.is_partial,
+    )
+    await env.report(effect.run_id, fact)
+
+
+async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, int]:
+    """Store a state of which members hold parts; its digest and size in bytes."""
+    parts = _holders(effect)
+    written = await written_by_owners(env, parts, effect.segment)
+    if written is not None:
+        return written
+    pulls = [partial(_part, env, holders, effect.segment) for holders in parts]
+    return await merged(env, pulls, partial(state_writer, env, effect.run_id))
+
+
+def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
+    """Return by part who has it: those whose own it is, and then those with a mirror of it."""
+    mirrors = effect.mirrors or ((),) * len(effect.parts)
+    return [
+        [PartHolder(_session(effect, member)) for member in own]
+        + [PartHolder(_session(effect, member), of_mirror=True) for member in also]
+        for own, also in zip(effect.parts, mirrors, strict=True)
+    ]
+
+
+async def stored_snapshot(
+    env: EffectContext, sessions: Sequence[WorkerSession], segment: int
+) -> tuple[Digest, Manifest]:
+    """Store the snapshot that all of the sessions have; return its digest and its manifest.
+
+    Raises ContradictionError where they have not the same one.
+    """
+    written = await written_by_members(env, sessions, segment)
+    if written is not None:
+        return written
+    holders = [PartHolder(at) for at in sessions]
+    return await from_any(holders, lambda holder: pull_snapshot(env, holder.at, segment))
+
+
+async def merged(
+    env: EffectContext,
+    pulls_of: Sequence[Callable[[], Awaitable[StatePart]]],
+    writer_of: Callable[[Manifest], StateWriter] | None = None,
+    *,
+    joins_rows: bool = False,
+) -> tuple[Digest, int]:
+    """Pull all parts and write them as one blob; its digest and size in bytes.
+
+    writer_of: of the blob; unless given, it is one file. joins_rows: see `joined_rows`. Raises
+    ContradictionError for parts that make no whole.
+    """
+    parts: list[StatePart] = []
+    cancelled = threading.Event()
+    try:
+        # Not a task group: what the first part raises must reach the caller as it is.
+        pulls = [asyncio.ensure_future(pull()) for pull in pulls_of]
+        try:
+            await asyncio.gather(*pulls)
+        finally:
+            for task in pulls:
+                task.cancel()
+            ended = await asyncio.gather(*pulls, return_exceptions=True)
+            parts += [result for result in ended if isinstance(result, StatePart)]
+        begin = writer_of or partial(file_writer, env.blobs)
+        return await env.in_thread(
+            lambda: _write(env, parts, cancelled, begin, joins_rows=joins_rows)
+        )
+    finally:
+        cancelled.set()
+        for part in parts:
+            part.data.close()
+
+
+async def _part(env: EffectContext, holders: Sequence[PartHolder], segment: int) -> StatePart:
+    async with env.pulls:
+        return await from_any(holders, lambda holder: pull_part(env, holder, segment))
+
+
+def _session(effect: CommitSegment, member: Member) -> WorkerSession:
+    return WorkerSession(member, effect.run_id, effect.party, effect.membership)
+
+
+def _write(
+    env: EffectContext,
+    parts: list[StatePart],
+    cancelled: threading.Event,
+    writer_of: Callable[[Manifest], StateWriter],
+    *,
+    joins_rows: bool,
+) -> tuple[Digest, int]:
+    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    manifest, sources = whole_of([part.manifest for part in parts], limits)
+    writer = writer_of(joined_rows(manifest) if joins_rows else manifest)
+    try:
+        digest = write_merged(manifest, parts, writer, sources, cancelled.is_set)
+    finally:
+        writer.abort()
+    return digest, manifest.total_bytes
+
+
+# ---- upload commit ----
+#
+# UploadCommit: make a commit whole, of which workers have kept what only each of them has.
+#
+# Their files are pulled and merged with what all of them have into one blob. It is the one that a
+# commit with all of it would have been.
+
+PIECE_BYTES: Final = 1 << 20
+LOST: Final = (
+    *(ContradictionError, IntegrityError, InvalidInputError),
+    *(LimitError, NotFoundError, PermissionDeniedError),
+)
+"""What says that a worker does not have the file, or not as it was."""
+
+
+async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
+    """Report CommitUploaded, or SoleCopiesLost where a worker does not have its file any more."""
+    pulls = [
+        partial(_kept, env, effect, *each) for each in zip(effect.holders, effect.kept, strict=True)
+    ]
+    try:
+        digest, size_bytes = await merged(
+            env,
+            [partial(_common, env, effect), *pulls],
+            partial(state_writer, env, effect.run_id),
+        )
+    except StratagemError as error:
+        if not _is_lost(env, effect, error):
+            raise
+        lost = SoleCopiesLost(party=effect.party, segment=effect.segment, reason=str(error))
+        await env.report(effect.run_id, lost)
+        return
+    failpoint("coordinator.upload.merged")
+    uploaded = CommitUploaded(
+        party=effect.party, segment=effect.segment, digest=digest, size_bytes=size_bytes
+    )
+    await env.report(effect.run_id, uploaded)
+
+
+def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) -> bool:
+    """Return True when a worker that has not sent its file will not: it does not have it, is lost,
+    or has left. Of a run that has ended no other start of it is asked, and nothing is retried but
+    what a worker that is there has not answered: the run could not be resumed meanwhile."""
+    holders = [(holder, env.state.workers.get(holder.worker_id)) for holder in effect.holders]
+    are_gone = any(record is None or not record.is_alive for _, record in holders)
+    run = env.state.runs.get(effect.run_id)
+    if run is None or run.ended is None:
+        return isinstance(error, LOST) or (isinstance(error, UnavailableError) and are_gone)
+    is_other = any(record is not None and record.member != holder for holder, record in holders)
+    return not isinstance(error, UnavailableError) or are_gone or is_other
+
+
+async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:
+    """What all members have, as it was committed."""
+
+    def copy() -> StatePart:
+        limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+        scratch = env.blobs.scratch()
+        try:
+            with env.blobs.open(effect.base.digest) as blob:
+                manifest, start = header_of(blob, effect.base.digest, limits)
+                blob.seek(start)
+                while data := blob.read(PIECE_BYTES):
+                    scratch.write(data)
+        except BaseException:
+            scratch.close()
+            raise
+        return StatePart(manifest, scratch)
+
+    return await env.in_thread(copy)
+
+
+async def _kept(
+    env: EffectContext, effect: UploadCommit, holder: Member, digest: Digest
+) -> StatePart:
+    at = WorkerSession(holder, effect.run_id, effect.party, effect.membership)
+    async with env.pulls:
+        part = await pull_kept(env, at, effect.segment)
+    try:
+        found = await env.in_thread(lambda: _digest_of(part))
+        if found != digest:
+            text = f"the file of worker {holder.worker_id} has the digest {found}, not {digest}"
+            raise IntegrityError(text)
+    except BaseException:
+        part.data.close()
+        raise
+    return part
+
+
+def _digest_of(part: StatePart) -> str:
+    sha256 = hashlib.sha256(header_bytes(part.manifest))
+    for piece in part.data.read(0, part.manifest.total_bytes):
+        sha256.update(piece)
+    return sha256.hexdigest()

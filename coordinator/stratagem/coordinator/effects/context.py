@@ -1,0 +1,541 @@
+"""The context in which effects act: the loop for facts, links to workers, stores, event feed."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
+
+import grpc.aio
+import structlog
+from google.protobuf.message import Message
+
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    LimitError,
+    StaleError,
+    StratagemError,
+    UnavailableError,
+    told,
+)
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.job import JobSpec
+from stratagem.common.privacy.noise import PrivacySecret
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.rpc.channel import write_message
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.common.rpc.streams import StallTimeout
+from stratagem.common.rpc.tensor_transfer import push_frames
+from stratagem.common.strategy.strategies import MAX_CLIENTS
+from stratagem.common.tensors.files import header_of
+from stratagem.common.tensors.leaves import read_list
+from stratagem.common.tensors.manifest import Manifest, to_proto
+from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
+from stratagem.coordinator.core.effects import Effect, TrainClient
+from stratagem.coordinator.core.facts import ROOT, ErrorRecord, Fact, Member
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.pending import pending_of
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.core.strategy_calls import draws_in_secret
+from stratagem.coordinator.observe.feed import Feed
+from stratagem.coordinator.observe.history import LiveHistory
+from stratagem.coordinator.observe.logs import RunLogs
+from stratagem.coordinator.observe.profiles import Profiles
+from stratagem.coordinator.observe.troubles import StalledPlans
+from stratagem.coordinator.runtime.links import Links, SharedFrames, WorkerSession
+from stratagem.coordinator.runtime.loop import Loop
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.runtime.supervisor import Chores, stop_if_cancelled
+from stratagem.coordinator.store.blobs import BlobStore
+from stratagem.coordinator.store.leaves import LeafBlobs
+from stratagem.coordinator.store.step_history import HistoryRow
+from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
+from stratagem.v1 import types_pb2, worker_pb2
+
+# ---- durable together ----
+#
+# Lets facts about what becomes durable at about the same time share a transaction.
+#
+# Updates that come in at once are on the disk within milliseconds of each other. Reported one by
+# one, each would have a transaction of its own, and all that follows from one. So who is done waits
+# for those that were under way by then: no longer than it has taken itself, and LONGEST_WAIT_S at
+# most. Lives on the event loop. Knows nothing of updates and facts.
+
+LONGEST_WAIT_S: Final = 0.05
+"""Near the deadline of a round it decides whether an update counts, so it is short."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Those who report together; nobody joins any more once the first of them is done."""
+
+    num_missing: int = 0
+    all_done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Together:
+    """The groups that can be joined, by what their members have in common."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, _Group] = {}
+
+    @contextmanager
+    def member(self, key: Hashable) -> Iterator["Membership"]:
+        """Join for as long as the block lasts, or until `all_done` is waited for."""
+        membership = Membership(self._open, key)
+        try:
+            yield membership
+        finally:
+            membership.leave()
+
+
+class Membership:
+    """One who makes something durable, and then reports it."""
+
+    def __init__(self, open_groups: dict[Hashable, _Group], key: Hashable) -> None:
+        self._open, self._key = open_groups, key
+        self._loop = asyncio.get_running_loop()
+        self._since_s = self._loop.time()
+        self._group = open_groups.setdefault(key, _Group())
+        self._group.num_missing += 1
+        self._is_missing = True
+
+    async def all_done(self) -> None:
+        """Be done, and wait for the others of the group: they all go on in one turn of the event
+        loop. See the module for how long."""
+        self.leave()
+        patience_s = min(self._loop.time() - self._since_s, LONGEST_WAIT_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._group.all_done.wait()
+
+    def leave(self) -> None:
+        """Let nobody wait for this one any more."""
+        if not self._is_missing:
+            return
+        self._is_missing = False
+        if self._open.get(self._key) is self._group:
+            del self._open[self._key]
+        self._group.num_missing -= 1
+        if self._group.num_missing == 0:
+            self._group.all_done.set()
+
+
+# ---- reported errors ----
+#
+# Remembers which exceptions of a federated round were journaled: each is journaled once.
+#
+# Whole tracebacks of thousands of clients that fail alike would fill the journal.
+
+MAX_ERRORS: Final = 8
+"""Different exceptions of a round that are journaled."""
+
+
+@dataclass(slots=True)
+class Told:
+    """The journaled exceptions of the newest round of each party; lost with this process, which
+    then journals them again."""
+
+    _rounds: dict[tuple[RunId, Party], tuple[int, set[tuple[str, str]]]] = field(
+        default_factory=dict
+    )
+
+    def is_news(self, effect: TrainClient, error: ErrorRecord) -> bool:
+        """Return True if the error is to be journaled; it counts as journaled then."""
+        number, known = self._rounds.get((effect.run_id, effect.party), (0, set()))
+        if number != effect.round_num:
+            known = set()
+        self._rounds[effect.run_id, effect.party] = effect.round_num, known
+        key = (error.type, error.message)
+        if key in known or len(known) == MAX_ERRORS:
+            return False
+        known.add(key)
+        return True
+
+    def forget(self, run_id: RunId) -> None:
+        """Forget the exceptions of a run that has ended."""
+        for key in [key for key in self._rounds if key[0] == run_id]:
+            del self._rounds[key]
+
+
+# ---- effect context ----
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+MAX_PULLS = 2
+"""Model-sized streams received at once: more would not be faster, and each takes buffers."""
+
+MAX_HEADERS = 64
+
+MAX_BROUGHT = 16
+"""States that a worker keeps of a run at most; which of them it has still it says when it asks."""
+
+PushKey = tuple[Member, RunId, Digest]
+
+
+@dataclass(frozen=True, slots=True)
+class PulledSnapshot:
+    """A snapshot of a session that has become a blob, under the name that the worker gave it."""
+
+    member: Member
+    name: str
+    digest: Digest
+
+
+@dataclass(slots=True)
+class EffectContext:
+    loop: Loop
+    links: Links
+    blobs: BlobStore
+    spool: Spool
+    feed: Feed
+    history: LiveHistory
+    logs: RunLogs
+    profiles: Profiles
+    settings: Settings
+    chores: Chores
+    yield_slots: Callable[[Effect], None]
+    secret: PrivacySecret
+    pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
+    brought: dict[tuple[Member, RunId], deque[Digest]] = field(default_factory=dict)
+    """The newest states that were brought to each member of each run, and may be there still."""
+    frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
+    job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
+    headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
+    refused: Counter[Cause] = field(default_factory=Counter)
+    """Updates of federated clients that do not count, since the start."""
+    pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
+    snapshots: dict[tuple[RunId, Party], PulledSnapshot] = field(default_factory=dict)
+    """The newest one of each run and party."""
+    told: Told = field(default_factory=Told)
+    together: Together = field(default_factory=Together)
+    """Updates of a round that are being made durable."""
+    stalled: StalledPlans = field(default_factory=StalledPlans)
+
+    @property
+    def state(self) -> CoordinatorState:
+        """Return the newest durable state."""
+        return self.loop.state
+
+    def is_due(self, effect: Effect) -> bool:
+        """Return True if the newest state still asks for the effect."""
+        run = self.state.runs.get(effect.run_id)
+        return run is not None and effect in pending_of(run)
+
+    def job_of(self, run_id: RunId, party: Party) -> JobSpec:
+        """Return the job that a party of a run trains: the run's job, with the changes of its
+        strategies."""
+        run = self.state.runs[run_id]
+        return run.strategy.party_job(run.job, run.value, party)
+
+    def job_json(self, run_id: RunId, party: Party) -> str:
+        """Return the party's job as text; a federated run asks for it once per client."""
+        job = self.job_of(run_id, party)
+        known = self.job_texts.get((run_id, party))
+        if known is None or known[0] is not job:
+            known = self.job_texts[run_id, party] = (job, job.canonical_json())
+        return known[1]
+
+    def request(
+        self, party: Party, at: WorkerSession, segment: int, **plan: Message
+    ) -> worker_pb2.ExecuteRequest:
+        """Return the request to execute a plan, such as build=BuildPlan(), for a party's job."""
+        return worker_pb2.ExecuteRequest(
+            fence=self.links.to(at.member, self.state).fence(at.membership),
+            session=at.ref,
+            segment=segment,
+            job_json=self.job_json(at.run_id, party),
+            numerics=self.numerics_of(at.run_id),
+            known_rows=self.rows_of(at.run_id, party),
+            submitted_by=self.state.runs[at.run_id].submitted_by.replace(" ", "/", 1),
+            **plan,  # type: ignore[arg-type]
+        )
+
+    def numerics_of(self, run_id: RunId) -> int:
+        """Return the version of the numerics rules that decide the bits of a run; see
+        common/numerics/rules.py."""
+        return self.state.runs[run_id].numerics
+
+    def rows_of(self, run_id: RunId, party: Party) -> str:
+        """Return some rows of a party's data, as they were when its model was built, or that of the
+        party above it."""
+        known = self.state.runs[run_id].rows
+        while party not in known and party != ROOT:
+            party = Party(party.rpartition("/")[0])
+        return known.get(party, "")
+
+    def spool_key(
+        self, run_id: RunId, party: Party, round_num: int, client: int, attempt: int = 0
+    ) -> SpoolKey:
+        """Return the key under which the update of a client is stored in the spool. attempt: of a
+        secure round; another one has other masks, so what is there of the one before is none."""
+        client += attempt * MAX_CLIENTS
+        run = self.state.runs.get(run_id)
+        of_run = SpoolRun(run_id) if run is None else SpoolRun.of(run)
+        return SpoolKey(of_run, party, round_num, client)
+
+    def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
+        """Return the metrics that the party's job asks for."""
+        evaluation = self.job_of(run_id, party).evaluation
+        return list(evaluation.metrics) if evaluation else []
+
+    def draws_in_secret(self, run_id: RunId) -> bool:
+        """Return whether nobody may read who trains in the rounds of a run."""
+        run = self.state.runs.get(run_id)
+        return run is not None and draws_in_secret(run.job)
+
+    def say(self, event: str, run_id: RunId, **ids: Any) -> None:
+        """Write into the coordinator's log what happens with one worker of a run; where its clients
+        are drawn in secret, at the level debug."""
+        say = log.debug if self.draws_in_secret(run_id) else log.info
+        say(event, run_id=run_id, **ids)
+
+    async def report(self, run_id: RunId, fact: Fact, histories: Sequence[HistoryRow] = ()) -> bool:
+        """Report a fact to the loop; one that came too late is dropped and logged with its reason.
+
+        histories: of the steps that the fact ends, stored with it.
+        Return True if it came in time.
+        """
+        try:
+            await self.loop.submit(Report(run_id, fact), histories)
+        except StaleError as error:
+            kind, reason = type(fact).__name__, str(error)
+            self.say("stale", run_id, kind=kind, reason=reason)
+            return False
+        return True
+
+    async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
+        """Lose a member at whose address no process answers; had_begun: whether the
+        last plan that it was sent had begun."""
+        await self.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
+
+    async def end_early(
+        self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
+    ) -> None:
+        """Handle a plan that ended without result or error: its worker drains, or the plan was
+        aborted."""
+        reason = result.interrupted.reason
+        self.say("plan interrupted", run_id, worker_id=member.worker_id, reason=reason)
+        if reason == "drained":
+            await self.loop.submit(DrainWorker(member))
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Run a blocking call on disk or numbers off the event loop."""
+        return await asyncio.to_thread(call)
+
+    async def header(self, digest: Digest) -> tuple[Manifest, int]:
+        """Return the manifest of a blob, which is checked against its digest, and where its data
+        start."""
+        if digest not in self.headers:
+            header = await asyncio.to_thread(self._read_header, digest)
+            self.keep_header(digest, header)
+        return self.headers[digest]
+
+    def keep_header(self, digest: Digest, header: tuple[Manifest, int]) -> None:
+        """Store the result of `header` for a blob that was just read or written."""
+        while len(self.headers) >= MAX_HEADERS:
+            self.headers.pop(next(iter(self.headers)))
+        self.headers[digest] = header
+
+    async def bring(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        """Bring a state to a worker before it asks, unless it was brought already."""
+        if digest not in self.brought.get((member, run_id), ()):
+            await self.push(member, run_id, digest)
+
+    def forget(self, run_id: RunId) -> None:
+        """Stop the transfers of a run that has ended to its workers, which forget the run now."""
+        self.told.forget(run_id)
+        for key in [key for key in self.pushes if key[1] == run_id]:
+            self.pushes[key].cancel()
+        for run_party in [text for text in self.job_texts if text[0] == run_id]:
+            del self.job_texts[run_party]
+        for member_run in [pair for pair in self.brought if pair[1] == run_id]:
+            del self.brought[member_run]
+        for run_party in [pair for pair in self.snapshots if pair[0] == run_id]:
+            del self.snapshots[run_party]
+
+    def forget_member(self, member: Member) -> None:
+        """Forget what was brought to a start of a worker that is gone."""
+        for member_run in [pair for pair in self.brought if pair[0] == member]:
+            del self.brought[member_run]
+
+    async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        """Bring a blob to a worker; asks for the same one share one transfer. Raises
+        UnavailableError where that is stopped: a group of tasks would take a cancellation for the
+        asker's own, and the worker would wait for ever."""
+        try:
+            # One asker that goes away must not take the blob from the others.
+            await asyncio.shield(self.start_push(member, run_id, digest))
+        except asyncio.CancelledError:
+            stop_if_cancelled()
+            worker_id = member.worker_id
+            raise UnavailableError(f"the transfer to worker {worker_id} was stopped") from None
+
+    def start_push(self, member: Member, run_id: RunId, digest: Digest) -> asyncio.Task[None]:
+        """Return the transfer of a blob to a worker, begun now unless it is under way."""
+        key = (member, run_id, digest)
+        task = self.pushes.get(key)
+        # One that has ended answers nobody who asks now; one that `forget` stops brings nothing.
+        if task is None or task.done() or task.cancelling():
+            task = self.pushes[key] = asyncio.create_task(self._push(*key))
+            task.add_done_callback(lambda done: self._pushed(key, done))
+        return task
+
+    def _pushed(self, key: PushKey, task: asyncio.Task[None]) -> None:
+        if self.pushes.get(key) is task:
+            del self.pushes[key]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # no task may be left to see it
+            worker_id = key[0].worker_id
+            self.say("blob not brought", key[1], worker_id=worker_id, reason=told(error))
+
+    async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        if not await self._is_fetched(member, run_id, digest):
+            await self._send(member, run_id, digest)
+        brought = self.brought.setdefault((member, run_id), deque(maxlen=MAX_BROUGHT))
+        if digest in brought:
+            brought.remove(digest)
+        brought.append(digest)
+
+    async def _is_fetched(self, member: Member, run_id: RunId, digest: Digest) -> bool:
+        """Have a worker read a state from the object store by itself; False where it must be
+        sent."""
+        blobs, record = self.blobs, self.state.workers.get(member.worker_id)
+        if not isinstance(blobs, LeafBlobs) or blobs.signs is None or record is None:
+            return False
+        if not record.capability.takes_signed_requests:
+            return False
+        if not await asyncio.to_thread(blobs.is_in_leaves, digest):
+            return False
+        link, stall_s = self.links.to(member, self.state), 4 * self.settings.stream_idle_timeout_s
+        try:
+            await fetch(link.stub, link.fence(0), run_id, digest, blobs, stall_s)
+        except StratagemError as error:
+            worker_id, reason = member.worker_id, str(error)
+            self.say("a state is relayed", run_id, worker_id=worker_id, reason=reason)
+            return False
+        return True
+
+    async def _send(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        link = self.links.to(member, self.state)
+        manifest, _ = await self.header(digest)
+        manifest = replace(manifest, digest=digest)
+        header = worker_pb2.SetStateRequest(
+            header=worker_pb2.SetStateHeader(
+                fence=link.fence(0), run_id=run_id, digest=digest, manifest=to_proto(manifest)
+            )
+        )
+        failpoint("coordinator.push.begun")
+        shared = self.frames.get(digest)
+        if shared is None:
+            file = await asyncio.to_thread(self.blobs.open, digest)
+            with file:
+                made = SharedFrames(file.source(), manifest.total_bytes, file.check, file.offer)
+            shared = self.frames.setdefault(digest, made)
+        if link.is_near and (offer := shared.offer()) is not None:
+            header.header.file.CopyFrom(offer)
+        await push_frames(link.stub.SetState, header, manifest, shared)
+
+    def _read_header(self, digest: Digest) -> tuple[Manifest, int]:
+        with self.blobs.open(digest) as file:
+            manifest, start = header_of(file, digest)
+            return replace(manifest, is_in_leaves=file.is_in_leaves), start
+
+
+# ---- signed reads ----
+#
+# Has a worker read a state in leaves from an object store by itself, by signed requests.
+#
+# The worker gets the list of the state, asks for leaves, and says when it has them all. Their bytes
+# do not come here.
+
+_PART_BYTES: Final = 2**20
+
+
+async def fetch(
+    stub: Any,
+    fence: types_pb2.Fence,
+    run_id: str,
+    digest: Digest,
+    leaves: LeafBlobs,
+    stall_s: float,
+) -> None:
+    """Return when the worker has the state. Raises an error of our tree where it has not: then it
+    must come another way."""
+    held = await asyncio.to_thread(leaves.open, digest)  # no leaf is collected meanwhile
+    content = await asyncio.to_thread(leaves.list_of, digest)
+    digests = read_list(content, digest, leaves.limits).digests
+    header = worker_pb2.FetchStateHeader(
+        fence=fence, run_id=run_id, digest=digest, list_bytes=len(content)
+    )
+    call = stub.FetchState()
+    try:
+        async with StallTimeout(stall_s) as peer:
+            await call.wait_for_connection()
+            await write_message(call, worker_pb2.FetchStateRequest(header=header))
+            await _send_list(call, content)
+            assert leaves.signs is not None
+            signing = LeafSigning(call, worker_pb2.FetchStateRequest, leaves.signs.signed_gets)
+            while True:
+                with peer.waiting():
+                    message = await call.read()
+                if message is grpc.aio.EOF:
+                    code = await call.code()
+                    raise UnavailableError(f"{code.name}: {await call.details()}")
+                if message.committed:
+                    return
+                numbers = [leaf.number for leaf in message.asked.leaves]
+                if any(number >= len(digests) for number in numbers):
+                    raise InvalidInputError.at("asked.leaves", f"the state has {len(digests)}")
+                await signing.answer(numbers, [digests[number] for number in numbers])
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    except TimeoutError as error:
+        raise UnavailableError(str(error)) from error
+    finally:
+        call.cancel()
+        held.close()
+
+
+async def _send_list(call: Any, content: bytes) -> None:
+    for start in range(0, len(content), _PART_BYTES):
+        part = content[start : start + _PART_BYTES]
+        await write_message(call, worker_pb2.FetchStateRequest(list=part))
+
+
+# ---- leaf signing ----
+#
+# Answers a worker that asks, inside a call, for signed requests about the leaves of one state.
+
+MAX_ASKED: Final = 64
+"""Leaves in one message."""
+MAX_SIGNED: Final = 16
+"""Requests for one leaf: the first, and others when it was refused or its time was over."""
+
+Sign = Callable[[Sequence[Digest]], Sequence[str]]
+"""Makes a URL for each leaf; blocks."""
+
+
+class LeafSigning:
+    """The signed requests of one call, within limits."""
+
+    def __init__(self, call: Any, make: Callable[..., Any], sign: Sign) -> None:
+        """make: the message of the call that has them in its field `signed`."""
+        self._call, self._make, self._sign = call, make, sign
+        self._signed: Counter[int] = Counter()
+
+    async def answer(self, numbers: Sequence[int], leaves: Sequence[Digest]) -> None:
+        """Send a signed request for each leaf that is asked for, given with its number, which the
+        caller has checked. Raises LimitError for too many."""
+        self._signed.update(numbers)
+        if len(numbers) > MAX_ASKED or any(self._signed[each] > MAX_SIGNED for each in numbers):
+            text = f"at most {MAX_ASKED} leaves in a message, and each {MAX_SIGNED} times"
+            raise LimitError(f"asked.leaves: {text}")
+        urls = await asyncio.to_thread(self._sign, leaves)
+        pairs = zip(numbers, urls, strict=True)
+        requests = [worker_pb2.SignedRequest(number=number, url=url) for number, url in pairs]
+        signed = worker_pb2.SignedRequests(requests=requests)
+        await write_message(self._call, self._make(signed=signed))

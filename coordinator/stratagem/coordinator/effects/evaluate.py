@@ -1,0 +1,318 @@
+"""EvaluateState: members evaluate one stored state, each on the batches of its shards; one alone
+may do so on a client's own rows.
+
+Members do not meet, so one that is lost delays no other: the next membership gives its shards to
+the others, which answer at once for what they have evaluated already.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Digest, Party, child_party
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.shards import assign_shards
+from stratagem.common.process.failpoints import failpoint
+from stratagem.coordinator.core.effects import EvaluateState, RunSegment
+from stratagem.coordinator.core.facts import ROOT, ClientEvaluated, Evaluated, Member, PartyFailed
+from stratagem.coordinator.effects.client_reports import client_state_ref, log_error
+from stratagem.coordinator.effects.commit import merged
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.execute import OnProgress, PlanListener, finish, record_of
+from stratagem.coordinator.effects.party_updates import kept_states, summed
+from stratagem.coordinator.effects.snapshot import PartHolder, pull_part, pull_part_outputs
+from stratagem.coordinator.observe.feed import SegmentProgress
+from stratagem.coordinator.runtime.links import WorkerSession, state_ref
+from stratagem.coordinator.runtime.supervisor import task_group
+from stratagem.coordinator.strategies.federated.rejections import reason_of
+from stratagem.coordinator.strategies.schedule import LOGGED, WEIGHT, added, means
+from stratagem.coordinator.updates.merge import ContradictionError, StatePart
+from stratagem.v1 import types_pb2, worker_pb2
+
+# ---- evaluate state ----
+
+
+async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
+    """Evaluate and report Evaluated, or ClientEvaluated, or why the run fails."""
+    job, party, segment = env.job_of(effect.run_id, effect.party), effect.party, effect.base.segment
+    shown = _Shown(env, effect, job)
+    async with task_group() as group:
+        attending = [
+            group.create_task(_evaluate(env, effect, rank, shown.by(rank)))
+            for rank in range(len(effect.members))
+        ]
+    results = [task.result() for task in attending]
+    finished = [result for result in results if result is not None]
+    if len(finished) < len(results):
+        return  # what ended early has been reported
+    failpoint("coordinator.evaluation.gathered")
+    parts = [part for result in finished for part in result.parts]
+    if effect.client is not None:
+        (result,) = finished
+        said = await _said(env, effect, effect.client, result)
+        await env.report(effect.run_id, said)
+        return
+    metrics, predictions = fold_parts(parts, env.metrics_of(effect.run_id, party)), Digest("")
+    splits, kept_in = effect.splits, child_party(party, "evaluate")
+    own = await own_metrics(env, effect, kept_in, segment, splits, finished)
+    if own is None:
+        return
+    metrics, at = {**metrics, **own}, (segment, effect.base.step)
+    seen = await shown_evaluation(env, effect, kept_in, at, splits, finished, metrics)
+    if seen is None:
+        return
+    if job.evaluation is not None and job.evaluation.predictions:
+        pairs = zip(effect.members, finished, strict=True)
+        try:
+            predictions = await _predictions(
+                env, effect, [m for m, result in pairs if result.parts]
+            )
+        except ContradictionError as error:
+            reason = f"the outputs of the batches cannot be joined: {error}"
+            await env.report(effect.run_id, PartyFailed(party=party, reason=reason))
+            return
+    metrics |= seen.logged
+    fact = Evaluated(party=party, segment=segment, metrics=metrics, predictions=predictions)
+    await env.report(effect.run_id, fact)
+
+
+async def _predictions(env: EffectContext, effect: EvaluateState, members: list[Member]) -> Digest:
+    """Return the outputs that the members have kept of their batches, as one blob with the rows in
+    order; "" for a split without rows."""
+
+    async def pull(member: Member) -> StatePart:
+        async with env.pulls:
+            return await pull_part(env, PartHolder(_session(effect, member)), effect.base.segment)
+
+    if not members:
+        return Digest("")
+    digest, _ = await merged(env, [partial(pull, member) for member in members], joins_rows=True)
+    return digest
+
+
+def _session(effect: EvaluateState, member: Member) -> WorkerSession:
+    party = child_party(effect.party, "evaluate")
+    return WorkerSession(member, effect.run_id, party, effect.membership)
+
+
+async def _evaluate(
+    env: EffectContext, effect: EvaluateState, rank: int, on_progress: OnProgress
+) -> worker_pb2.EvaluateResult | None:
+    member = effect.members[rank]
+    owned = assign_shards(effect.num_shards, len(effect.members))[rank]
+    plan = worker_pb2.EvaluatePlan(
+        base=state_ref(effect.base),
+        splits=effect.splits,
+        rank=owned.start,
+        count=len(owned),
+        size=effect.num_shards,
+        client=effect.client or 0,
+        client_state=client_state_ref(effect.client_state),
+        wants_sums=effect.client is not None,
+    )
+    at = _session(effect, member)
+    request = env.request(effect.party, at, effect.base.segment, evaluate=plan)
+    client = effect.client
+    failed = None if client is None else partial(_fail_client, env, effect, client)
+    result = await finish(
+        env,
+        effect,
+        member,
+        request,
+        PlanListener(on_progress),
+        base=effect.base.digest,
+        failed=failed,
+    )
+    return None if result is None else result.evaluate
+
+
+async def _said(
+    env: EffectContext, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
+) -> ClientEvaluated:
+    """Return what a client has said of its rows; the states of its metrics are stored by then."""
+    own = result.own_metrics
+    said = ClientEvaluated(
+        party=effect.party,
+        segment=effect.base.segment,
+        client=client,
+        sums=sums_of(result.parts),
+        own=dict(own.metrics),
+        summed=summed(own.sums),
+    )
+    try:
+        return said.model_copy(update={"states": await kept_states(env, own.sums)})
+    except InvalidInputError as error:
+        nothing = {"sums": {}, "own": {}, "summed": (), "reason": str(error)}
+        return said.model_copy(update=nothing)
+
+
+async def _fail_client(
+    env: EffectContext, effect: EvaluateState, client: int, raised: types_pb2.UserError
+) -> None:
+    """Report that a client cannot evaluate its rows, which leaves it out of this evaluation."""
+    error = record_of(raised)
+    log_error(env, effect.run_id, client, error)
+    fact = ClientEvaluated(
+        party=effect.party,
+        segment=effect.base.segment,
+        client=client,
+        sums={},
+        reason=reason_of(error) or error.type,
+    )
+    await env.report(effect.run_id, fact)
+
+
+class _Shown:
+    """The batches and rows per second of all members together, for watchers."""
+
+    def __init__(self, env: EffectContext, effect: EvaluateState, job: JobSpec) -> None:
+        self._env, self._effect = env, effect
+        # Where something is trained, the progress of a run is that of its training.
+        self._is_shown = effect.party == ROOT and job.only_evaluates
+        self._latest: dict[int, worker_pb2.Progress] = {}
+
+    def by(self, rank: int) -> OnProgress:
+        """Return the handler of one member's progress."""
+
+        def show(progress: worker_pb2.Progress) -> None:
+            self._latest[rank] = progress
+            if self._is_shown:
+                self._env.feed.set_progress(self._effect.run_id, self._sum())
+
+        return show
+
+    def _sum(self) -> SegmentProgress:
+        latest = self._latest.values()
+        return SegmentProgress(
+            step=sum(progress.step for progress in latest),
+            rows_per_s=sum(progress.rows_per_s for progress in latest),
+        )
+
+
+# ---- evaluation sums ----
+#
+# Adds up the parts of an evaluation in order of batch: the result does not depend on which member
+# computed what.
+
+
+def sums_of(parts: Iterable[worker_pb2.EvaluationPart]) -> dict[str, float]:
+    """Return the sums by name, as in metric_sums.py; a batch that came twice counts once."""
+    by_batch = {(part.split, part.batch): part for part in parts}
+    return added(
+        {f"{split}/{name}": value for name, value in {**part.sums, WEIGHT: part.weight}.items()}
+        for (split, _), part in sorted(by_batch.items(), key=lambda item: item[0])
+    )
+
+
+def fold_parts(
+    parts: Iterable[worker_pb2.EvaluationPart], metrics: Sequence[str]
+) -> dict[str, float]:
+    """Return the weighted means by "<split>.<metric>"."""
+    return means(sums_of(parts), metrics)
+
+
+# ---- own metrics ----
+#
+# The user's own metrics at the end of an evaluation that several members have shared.
+#
+# Each of them is computed of all rows at once, by the user's code, so on one member: what the
+# others have kept of their batches is gathered, as tensors, and sent there. Here no code of the
+# user's runs.
+
+Result = worker_pb2.TrainResult | worker_pb2.EvaluateResult
+
+
+async def own_metrics(
+    env: EffectContext,
+    effect: RunSegment | EvaluateState,
+    kept_in: Party,
+    segment: int,
+    splits: Sequence[str],
+    results: Sequence[Result],
+) -> Mapping[str, float] | None:
+    """Return the metrics by "<split>.<metric>"; empty where the job has none of the user's own.
+
+    kept_in: the party whose sessions have evaluated. results: in order of the effect's members.
+    None when they could not be computed: that has been reported.
+    """
+    said = [result.own_metrics for result in results if result.HasField("own_metrics")]
+    measured = [each for each in said if each.are_measured]
+    if measured or not said:
+        return dict(measured[0].metrics) if measured else {}
+
+    async def pull(member: Member) -> StatePart:
+        at = WorkerSession(member, effect.run_id, kept_in, effect.membership)
+        async with env.pulls:
+            return await pull_part_outputs(env, at, segment)
+
+    pairs = zip(effect.members, results, strict=True)
+    pulls = [partial(pull, member) for member, each in pairs if each.HasField("own_metrics")]
+    try:
+        outputs, _ = await merged(env, pulls)
+    except ContradictionError as error:
+        reason = f"the outputs of the batches cannot be joined: {error}"
+        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        return None
+    failpoint("coordinator.outputs.gathered")
+    member = effect.members[0]
+    measuring = child_party(effect.party, "measure")
+    at = WorkerSession(member, effect.run_id, measuring, effect.membership)
+    lineage = lineage_of(effect)
+    plan = worker_pb2.MeasurePlan(outputs=outputs, splits=splits, lineage=lineage)
+    request = env.request(effect.party, at, segment, measure=plan)
+    result = await finish(env, effect, member, request, PlanListener())
+    return None if result is None else dict(result.measure.metrics)
+
+
+# ---- shown evaluation ----
+#
+# The end of an evaluation: its numbers are shown to the user's on_evaluation, on one member.
+#
+# Here no code of the user's runs. It is done before the evaluation is journaled, so what the hook
+# says is part of that fact.
+
+
+class Seen(NamedTuple):
+    """What on_evaluation has said: numbers by name of their series, and why the training ends."""
+
+    logged: Mapping[str, float]
+    stop_reason: str
+
+
+async def shown_evaluation(
+    env: EffectContext,
+    effect: RunSegment | EvaluateState,
+    shown_in: Party,
+    at: tuple[int, int],
+    splits: Sequence[str],
+    results: Sequence[Result],
+    metrics: Mapping[str, float],
+) -> Seen | None:
+    """Show the metrics where the first member wants to see them; return what was said of them.
+
+    shown_in: the party whose sessions have evaluated. at: segment and step of what was evaluated.
+    metrics: by "<split>.<metric>". None when the hook has failed: that has been reported.
+    """
+    if not (splits and results and results[0].wants_evaluation):
+        return Seen({}, "")
+    segment, step = at
+    prefix = f"{splits[0]}."
+    plan = worker_pb2.ShowPlan(
+        split=splits[0],
+        step=step,
+        metrics={name.removeprefix(prefix): value for name, value in metrics.items()},
+        lineage=lineage_of(effect),
+    )
+    session = WorkerSession(effect.members[0], effect.run_id, shown_in, effect.membership)
+    request = env.request(effect.party, session, segment, show=plan)
+    result = await finish(env, effect, effect.members[0], request, PlanListener())
+    if result is None:
+        return None
+    logged = {f"{LOGGED}{name}": value for name, value in sorted(result.show.logged.items())}
+    return Seen(logged, result.show.stop_reason)
+
+
+def lineage_of(effect: RunSegment | EvaluateState) -> int:
+    """Return the lineage of what was evaluated; stored states have none."""
+    return effect.lineage if isinstance(effect, RunSegment) else 0

@@ -1,0 +1,537 @@
+"""Executes a plan on a worker and stays with it until its result.
+
+After a broken stream it attaches again; when no process answers at the worker's address any more,
+the worker is lost. The messages between Accepted and the result (requests for blobs, progress, log
+lines) are passed on.
+"""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Final
+
+import structlog
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+    leaves,
+    told,
+)
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.retry import Backoff
+from stratagem.common.base.text import is_printable, printable
+from stratagem.common.rpc.status_codes import shown
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.coordinator.core.effect_failures import STEADY_S
+from stratagem.coordinator.core.effects import EvaluateState, RunSegment
+from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
+from stratagem.coordinator.core.pending import blobs_of
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.observe.logs import RunLogLine
+from stratagem.coordinator.runtime.links import WorkerLink
+from stratagem.coordinator.runtime.supervisor import stop_if_cancelled, task_group
+from stratagem.coordinator.store.blobs import StateWriter, file_writer
+from stratagem.coordinator.store.leaves import LeafBlobs
+from stratagem.v1 import types_pb2, worker_pb2
+
+# ---- execute plan ----
+
+FIRST_PAUSE_S: Final = 0.05
+LAST_PAUSE_S: Final = 5.0
+MAX_BROKEN: Final = 5
+"""Streams of a plan that break one after the other, each within STEADY_S."""
+MAX_PROFILES: Final = 4
+"""Recordings taken of one plan; our workers record its steps once, and its evaluation."""
+
+OnProgress = Callable[[worker_pb2.Progress], None]
+OnHistory = Callable[[worker_pb2.HistoryPart], None]
+Failed = Callable[[types_pb2.UserError], Awaitable[None]]
+LONGEST_CLOSED_S: Final = 8 * 86400.0
+"""The windows of a site come round every week; an hour more when the clocks change."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanListener:
+    """What is told of a plan while it is executed."""
+
+    progress: OnProgress | None = None
+    history: OnHistory | None = None
+    """Gets all parts of the step history, again after the stream broke."""
+
+
+_NOBODY: Final = PlanListener()
+
+
+async def attend(
+    env: EffectContext,
+    member: Member,
+    request: worker_pb2.ExecuteRequest,
+    listener: PlanListener = _NOBODY,
+    *,
+    base: Digest | None = None,
+) -> worker_pb2.ExecuteResult:
+    """The result of the plan; raises UnavailableError once the worker is lost, or where stream
+    after stream breaks at once, as on a worker whose disk is full.
+
+    A worker that refuses the plan for what it says would refuse it again: that is a result, too.
+    base: a state that the plan is certain to need, brought without waiting for the wish.
+    """
+    had_begun, run_id = False, RunId(request.session.run_id)
+    plan = _Plan(request, is_secret=_is_secret(env, request))
+    backoff, num_broken = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S), 0
+    while True:
+        began_s = time.monotonic()
+        link = env.links.to(member, env.state)
+        attended = _Attended(env, member, plan, listener, base)
+        refusal: BaseException | None = None
+        try:
+            return await attended.to_the_end(link)
+        except* UnavailableError as group:
+            reason = told(group)
+        except* InvalidInputError as group:
+            if attended.is_accepted:
+                raise
+            refusal = leaves(group)[0]
+        stop_if_cancelled()
+        if refusal is not None:
+            return _refused(member, refusal)
+        had_begun |= attended.is_accepted
+        if not await link.answers():
+            await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
+            raise UnavailableError(reason)
+        if time.monotonic() - began_s > STEADY_S:
+            backoff.reset()
+            num_broken = 0
+        num_broken += 1
+        if num_broken >= MAX_BROKEN:  # the effect is tried again without end, and watchers told
+            raise UnavailableError(reason)
+        env.say("stream broke, attaching again", run_id, worker_id=member.worker_id, reason=reason)
+        await backoff.pause()
+
+
+async def finish(
+    env: EffectContext,
+    effect: RunSegment | EvaluateState,
+    member: Member,
+    request: worker_pb2.ExecuteRequest,
+    listener: PlanListener,
+    *,
+    base: Digest | None = None,
+    failed: Failed | None = None,
+) -> worker_pb2.ExecuteResult | None:
+    """Return a member's result where it is of the plan's own kind; see `attend`.
+
+    None when it ended otherwise: that is reported at once, because the other members wait for this
+    one inside their exchange. failed: reports an error, which otherwise fails the party.
+    """
+    result = await attend(env, member, request, listener, base=base)
+    match result.WhichOneof("outcome"):
+        case "error" if failed is not None:
+            await failed(result.error)
+        case "error":
+            await fail_party(env, effect.run_id, effect.party, result.error)
+        case outcome if outcome == request.WhichOneof("plan"):
+            return result
+        case _:
+            await env.end_early(effect.run_id, member, result)
+    return None
+
+
+@dataclass
+class _Plan:
+    """The plan that the worker was given, over all streams; its job is parsed when a request needs
+    it."""
+
+    request: worker_pb2.ExecuteRequest
+    is_secret: bool = False
+    """Nobody may read that the worker has it: it prints and records nothing then."""
+    num_profiles: int = 0
+    """Recordings taken so far."""
+
+    @cached_property
+    def blobs(self) -> frozenset[str]:
+        """Return the digests of the blobs that the worker may have."""
+        return blobs_named(self.request, self._job)
+
+    @property
+    def wants_profile(self) -> bool:
+        """Return True where the job asks for recordings, unless there are too many already."""
+        if self.is_secret or self.num_profiles >= MAX_PROFILES:
+            return False
+        return bool((self._job.get("execution") or {}).get("profiling"))
+
+    @cached_property
+    def _job(self) -> dict[str, Any]:
+        job: dict[str, Any] = json.loads(self.request.job_json)
+        return job
+
+
+@dataclass(slots=True)
+class _Attended:
+    """One stream of one plan."""
+
+    env: EffectContext
+    member: Member
+    plan: _Plan
+    listener: PlanListener
+    base: Digest | None
+    is_accepted: bool = False
+    is_stalled: bool = False
+    under_way: dict[Digest, bool] = field(default_factory=dict)
+    """Blobs that the worker has asked for and that are not there yet: another request waits,
+    too. True: to be sent once more after that, as the worker may have dropped what was sent."""
+
+    @property
+    def request(self) -> worker_pb2.ExecuteRequest:
+        return self.plan.request
+
+    async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
+        try:
+            return await self._followed(link)
+        finally:
+            if self.is_stalled:
+                self._see_stall(worker_pb2.Stall())
+
+    async def _followed(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
+        # Blobs are brought beside the stream: a worker that dies meanwhile must be seen at once.
+        async with task_group() as pushes, aclosing(link.execute(self.request)) as messages:
+            if self.base is not None:
+                pushes.create_task(self._bring(self.base))
+            async for message in messages:
+                let_in(message, self.member.worker_id)
+                match message.WhichOneof("message"):
+                    case "need_blob":
+                        digest = Digest(message.need_blob.digest)
+                        if digest not in self.plan.blobs:
+                            return _refused(self.member, _not_named(self.member, digest), "asking")
+                        if self._begins_push(digest, message.need_blob.was_here):
+                            pushes.create_task(self._push(digest))
+                    case "profile" if self.plan.wants_profile:
+                        self.plan.num_profiles += 1
+                        pushes.create_task(self._keep(message.profile))
+                    case "result":
+                        return message.result
+                    case _:
+                        self._note(message)
+        raise AssertionError("a stream without a result raises")
+
+    async def _bring(self, base: Digest) -> None:
+        if await reads_by_itself(self.env, self.member, base):
+            return
+        # It may be there before the plan that it is for: then the plan asks for it.
+        with suppress(NotFoundError):
+            await self.env.bring(self.member, RunId(self.request.session.run_id), base)
+
+    def _begins_push(self, digest: Digest, was_here: bool) -> bool:
+        """Return whether a request for a blob begins a transfer, of which there is one at a time.
+
+        Of the same blob there may be one that has ended at the worker already, where it was dropped
+        before this request: both streams bring their messages in any order.
+        """
+        if digest in self.under_way:
+            self.under_way[digest] |= was_here
+            return False
+        run_id = RunId(self.request.session.run_id)
+        self.under_way[digest] = was_here and (self.member, run_id, digest) in self.env.pushes
+        return True
+
+    async def _push(self, digest: Digest) -> None:
+        run_id, is_left = RunId(self.request.session.run_id), True
+        while is_left:
+            try:
+                await self.env.push(self.member, run_id, digest)
+            except NotFoundError:  # of one that was under way and came before the plan
+                await self.env.push(self.member, run_id, digest)
+            is_left, self.under_way[digest] = self.under_way[digest], False
+        del self.under_way[digest]
+
+    async def _keep(self, profile: worker_pb2.Profile) -> None:
+        session = self.request.session
+        profile.party, profile.segment = session.party, self.request.segment
+        profiles, run_id = self.env.profiles, RunId(session.run_id)
+        await self.env.in_thread(lambda: profiles.add(run_id, profile))
+
+    def _note(self, message: worker_pb2.ExecuteResponse) -> None:
+        match message.WhichOneof("message"):
+            case "accepted":
+                self.is_accepted = True
+            case "progress" if self.listener.progress is not None:
+                self.listener.progress(message.progress)
+            case "history" if self.listener.history is not None:
+                self.listener.history(message.history)
+            case "stall":
+                self._see_stall(message.stall)
+            case "log" if not self.plan.is_secret:
+                self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
+
+    def _see_stall(self, stall: worker_pb2.Stall) -> None:
+        """Show in the run's status that its worker stays at one thing, or no more."""
+        env, run_id, worker_id = self.env, RunId(self.request.session.run_id), self.member.worker_id
+        self.is_stalled = env.stalled.note(run_id, id(self), worker_id, stall)
+        is_secret = env.draws_in_secret(run_id)
+        env.feed.set_stall(run_id, env.stalled.sentence(run_id, is_secret=is_secret))
+
+
+def _is_secret(env: EffectContext, request: worker_pb2.ExecuteRequest) -> bool:
+    of_client = request.WhichOneof("plan") == "client_round"
+    return of_client and env.draws_in_secret(RunId(request.session.run_id))
+
+
+def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
+    """Return the digests that a worker may have for a plan: its base state, what its client has
+    kept, and those its job names."""
+    plan = getattr(request, request.WhichOneof("plan") or "build")
+    named = {
+        request.measure.outputs,
+        plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
+        request.client_round.state.digest,
+        job.get("data", {}).get("inline"),
+        (job.get("code") or {}).get("digest"),
+        (job.get("initial") or {}).get("digest"),
+    }
+    return frozenset(digest for digest in named if digest)
+
+
+def _not_named(member: Member, digest: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"worker {member.worker_id} asks for blob {shown(digest, 80)}, which its plan does not name"
+    )
+
+
+def _refused(
+    member: Member, error: BaseException, activity: str = "reading the job"
+) -> worker_pb2.ExecuteResult:
+    told = types_pb2.UserError(
+        type=type(error).__name__,
+        message=str(error),
+        worker_id=member.worker_id,
+        activity=activity,
+    )
+    return worker_pb2.ExecuteResult(error=told)
+
+
+async def fail_party(
+    env: EffectContext, run_id: RunId, party: Party, error: types_pb2.UserError
+) -> None:
+    """Report that a party has failed for good: the user's code raised, or the job is wrong."""
+    record = record_of(error)
+    said = f"{record.type}: {record.message}" if record.traceback else record.message
+    reason = f"{said} (worker {record.worker_id}, {record.activity})"
+    await env.report(run_id, PartyFailed(party=party, reason=reason, error=record))
+
+
+def record_of(error: types_pb2.UserError) -> ErrorRecord:
+    """Return the error that a worker reports, as a value."""
+    record = ErrorRecord.model_validate(error, from_attributes=True)
+    is_likely = 0 < record.opens_in_s <= LONGEST_CLOSED_S  # what a worker says is not checked else
+    return record if is_likely else record.model_copy(update={"opens_in_s": 0.0})
+
+
+def _line(line: worker_pb2.LogLine) -> RunLogLine:
+    return RunLogLine(line.time_s, line.worker_id, line.level, line.text)
+
+
+# ---- report intake ----
+#
+# Sanitizes the messages of workers: texts of bounded length without control characters, a bounded
+# number of names, and the sender's own name wherever a message names its worker.
+#
+# Everything that a worker answers passes here before it becomes a fact, a line of a log or an
+# answer to a client. The rules are by kind of field and not by message, so that a new field has
+# them, too.
+
+MAX_WORD_CHARS: Final = 256
+MAX_NAMES: Final = 256
+"""Names of metrics, splits and the like in one message, of all its parts together."""
+
+_SPEAKER: Final = "worker_id"
+_TRACEBACK: Final = "stratagem.v1.UserError.traceback"
+"""Of a long one the end stays: there it says what was raised."""
+_LONG: Final = {
+    "stratagem.v1.LogLine.text": 8192,
+    "stratagem.v1.BuildResult.rows": 8192,
+    "stratagem.v1.UserError.message": 10_000,
+    _TRACEBACK: 100_000,
+}
+"""Texts that may be longer than a word, and have lines."""
+
+log = structlog.get_logger()
+
+
+def let_in(message: Message, worker_id: str = "") -> None:
+    """Make a message of a worker fit to be kept and shown, in place.
+
+    worker_id: the sender, whose name replaces any other in the message.
+    """
+    admission = _Admission(worker_id)
+    admission.of(message)
+    if admission.num_left_out:
+        log.warning(
+            "names of a worker are left out",
+            worker_id=worker_id,
+            number=admission.num_left_out,
+            limit=MAX_NAMES,
+        )
+
+
+@dataclass(slots=True)
+class _Admission:
+    worker_id: str
+    names: set[str] = field(default_factory=set)
+    num_left_out: int = 0
+
+    def of(self, message: Message) -> None:
+        plan = _plan_of(message.DESCRIPTOR)
+        for rule in plan.texts:
+            text = getattr(message, rule.name)
+            if rule.name == _SPEAKER and self.worker_id:
+                setattr(message, rule.name, self.worker_id)
+            elif text:
+                setattr(message, rule.name, rule.applied(text))
+        for rule in plan.words:
+            words = getattr(message, rule.name)
+            if words:
+                kept = [rule.applied(word) for word in words[:MAX_NAMES]]
+                del words[:]
+                words.extend(kept)
+        for name in plan.maps:
+            self._keep_names(getattr(message, name))
+        for name in plan.parts:
+            if message.HasField(name):
+                self.of(getattr(message, name))
+        for name in plan.lists:
+            for part in getattr(message, name):
+                self.of(part)
+
+    def _keep_names(self, values: MutableMapping[str, Any]) -> None:
+        for name in [name for name in values if not self._is_kept(name)]:
+            del values[name]
+            self.num_left_out += 1
+        for name, value in values.items():
+            if isinstance(value, str):
+                values[name] = printable(value[:MAX_WORD_CHARS], is_line=True)
+
+    def _is_kept(self, name: str) -> bool:
+        if name in self.names:
+            return True
+        if len(self.names) >= MAX_NAMES or len(name) > MAX_WORD_CHARS or not is_printable(name):
+            return False
+        self.names.add(name)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """The limits that apply to the text in a field."""
+
+    name: str
+    limit: int
+    has_lines: bool
+    keeps_end: bool
+
+    def applied(self, text: str) -> str:
+        cut = text[-self.limit :] if self.keeps_end else text[: self.limit]
+        return printable(cut, is_line=not self.has_lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReportingPlan:
+    """The fields of a kind of message that hold text, or messages that may."""
+
+    texts: tuple[_Rule, ...]
+    words: tuple[_Rule, ...]
+    maps: tuple[str, ...]
+    parts: tuple[str, ...]
+    lists: tuple[str, ...]
+
+
+@cache
+def _plan_of(descriptor: Descriptor) -> _ReportingPlan:
+    fields = list(descriptor.fields)
+    strings = [entry for entry in fields if entry.type == FieldDescriptor.TYPE_STRING]
+    messages = [entry for entry in fields if entry.message_type is not None]
+    maps = [message for message in messages if _entry_of(message) is not None]
+    others = [message for message in messages if message not in maps]
+    return _ReportingPlan(
+        tuple(_rule_of(string) for string in strings if not string.is_repeated),
+        tuple(_rule_of(string) for string in strings if string.is_repeated),
+        tuple(entry.name for entry in maps if _is_by_name(entry)),
+        tuple(other.name for other in others if not other.is_repeated),
+        tuple(other.name for other in others if other.is_repeated),
+    )
+
+
+def _rule_of(descriptor: FieldDescriptor) -> _Rule:
+    limit = _LONG.get(descriptor.full_name)
+    keeps_end = descriptor.full_name == _TRACEBACK
+    return _Rule(descriptor.name, limit or MAX_WORD_CHARS, limit is not None, keeps_end)
+
+
+def _entry_of(descriptor: FieldDescriptor) -> Descriptor | None:
+    """Return the type of a map's entries; None for a field that is no map."""
+    kind = descriptor.message_type
+    return kind if kind is not None and kind.GetOptions().map_entry else None
+
+
+def _is_by_name(descriptor: FieldDescriptor) -> bool:
+    entry = _entry_of(descriptor)
+    return entry is not None and entry.fields_by_name["key"].type == FieldDescriptor.TYPE_STRING
+
+
+# ---- state writing ----
+#
+# In which form states come into the store: as one file each, or in leaves.
+
+
+def leaves_in(env: EffectContext) -> LeafBlobs | None:
+    """Return the store in which states become leaves; None where they are files."""
+    blobs = env.blobs
+    return blobs if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else None
+
+
+def kept_states(env: EffectContext, run_id: RunId) -> list[Digest]:
+    """Return the blobs of a run that are kept now, from which a new state of it may take leaves,
+    the newest commit first."""
+    run = env.state.runs.get(run_id)
+    if run is None:
+        return []
+    kept = blobs_of(run)
+    commits = [commit.digest for commit in reversed(run.commits) if commit.digest in kept]
+    return [*commits, *sorted(kept - {*commits})]
+
+
+def may_write_leaves(env: EffectContext, leaves: LeafBlobs, member: Member) -> bool:
+    """Return whether a worker may be asked for leaves: it has said that it sees the folder of
+    states, on a trusted network; or in an object store, that it takes signed requests."""
+    record = env.state.workers.get(member.worker_id)
+    if record is None:
+        return False
+    if leaves.signs is not None:
+        return record.capability.takes_signed_requests
+    return record.capability.writes_states and record.capability.data_plane == "trusted"
+
+
+async def reads_by_itself(env: EffectContext, member: Member, digest: Digest) -> bool:
+    """Return whether a state is in leaves that a worker sees: it asks for it if it does not."""
+    blobs = env.blobs
+    if not isinstance(blobs, LeafBlobs) or blobs.signs is not None:
+        return False
+    if not may_write_leaves(env, blobs, member):
+        return False
+    return await env.in_thread(lambda: blobs.is_in_leaves(digest))
+
+
+def state_writer(env: EffectContext, run_id: RunId, manifest: Manifest) -> StateWriter:
+    """Return a writer for the data of a state of a run."""
+    leaves = leaves_in(env)
+    if leaves is None:
+        return file_writer(env.blobs, manifest)
+    return leaves.state_writer(manifest, kept_states(env, run_id))

@@ -1,1 +1,0 @@
-"""The means by which all effects act: the context, plans on workers, intake of reports."""

@@ -1,1 +1,0 @@
-"""Effects of federated rounds: clients' training, updates, aggregation."""

@@ -1,0 +1,395 @@
+"""CollectUpdate: makes the committed state of a client that is a party of its own its update.
+
+Of the committed state the tensors of the global state are copied into the spool, checked as those
+of any client; the state of the client's optimizer is left out.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from stratagem.common.base.errors import IntegrityError, InvalidInputError
+from stratagem.common.base.ids import NO_DIGEST, Digest, WorkerId, child_party
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import header_of
+from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, dtype_named
+from stratagem.coordinator.core.effects import CollectUpdate, MergeMetrics, SumRegion
+from stratagem.coordinator.core.facts import Accepted, MetricsMerged, UpdateReceived
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.effects.client_reports import defect, reject, report_update
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.execute import attend, record_of
+from stratagem.coordinator.effects.snapshot import stored_bytes
+from stratagem.coordinator.runtime.links import WorkerSession
+from stratagem.coordinator.store.shared_blobs import read_pieces
+from stratagem.coordinator.strategies.federated.rejections import reason_of
+from stratagem.coordinator.updates.floats import Raw
+from stratagem.coordinator.updates.fold import sums_manifest, write_sum
+from stratagem.coordinator.updates.reading import open_state
+from stratagem.coordinator.updates.spool import SpoolKey
+from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError
+from stratagem.v1 import worker_pb2 as pb
+
+# ---- collect update ----
+
+
+async def collect_update(env: EffectContext, effect: CollectUpdate) -> None:
+    """Copy, check, and report UpdateReceived or UpdateRejected."""
+    if wrong := defect(effect.loss, effect.num_steps, dict(effect.metrics)):
+        await reject(env, effect, *wrong)
+        return
+    entry = await spooled(env, effect, lambda key: _collect(env, effect, key))
+    if entry is not None:
+        failpoint("coordinator.silo.collected")
+        await report_spooled(env, effect, entry, dict(effect.traffic))
+
+
+def _collect(env: EffectContext, effect: CollectUpdate, key: SpoolKey) -> SpoolEntry:
+    """Copy the update into the spool."""
+    with ExitStack() as files:
+        expected, base = open_state(files, env.blobs, effect.base.digest)
+        manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
+        file = files.enter_context(env.blobs.open(effect.digest))
+        given, data_start = header_of(file, effect.digest)
+
+        def before(spec: TensorSpec, offset: int, num_bytes: int) -> Raw:
+            return base.read_raw("uint8", spec.offset + offset, num_bytes)
+
+        with closing(env.spool.open(key, manifest, source=effect.digest, before=before)) as writer:
+            for spec, stored in _pairs(manifest, given):
+                begin = data_start + stored.offset
+                skipped = max(0, writer.offset - spec.offset)
+                file.seek(begin + skipped)
+                for piece in read_pieces(file, stored.size_bytes - skipped):
+                    writer.write(piece)
+            return writer.commit(expected, effect.num_samples)
+
+
+def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSpec]]:
+    """Each stored tensor that is wanted, with where it stands in what is given."""
+    by_name = {spec.name: spec for spec in given.tensors}
+    pairs = []
+    for spec in wanted.stored():
+        stored = by_name.get(spec.name)
+        if stored is None or (stored.dtype, stored.shape) != (spec.dtype, spec.shape):
+            raise UpdateRejectedError(
+                Cause.LAYOUT, f"{spec.name} is missing or has another dtype or shape"
+            )
+        pairs.append((spec, stored))
+    return pairs
+
+
+# ---- spooled updates ----
+#
+# The updates of clients that are parties of their own, which the coordinator makes itself: into
+# the spool, and from there into the journal. And those that the journal has accepted.
+
+
+async def spooled(
+    env: EffectContext, effect: CollectUpdate | SumRegion, make: Callable[[SpoolKey], SpoolEntry]
+) -> SpoolEntry | None:
+    """Return the update that `make` writes into the spool, in a thread; one that a crash left
+    there complete is taken as it is. None: it may not be accepted, which has been reported."""
+    key = env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
+
+    def found_or_made() -> SpoolEntry:
+        found, _ = env.spool.look(key)
+        return make(key) if found is None else found
+
+    try:
+        return await env.in_thread(found_or_made)
+    except UpdateRejectedError as error:
+        await reject(env, effect, error.cause, error.reason)
+        return None
+
+
+async def report_spooled(
+    env: EffectContext,
+    effect: CollectUpdate | SumRegion,
+    entry: SpoolEntry,
+    traffic: Mapping[str, int],
+) -> None:
+    """Report UpdateReceived of an update that is complete in the spool."""
+    received = UpdateReceived(
+        party=effect.party,
+        round_num=effect.round_num,
+        client=effect.client,
+        digest=entry.digest,
+        num_samples=entry.num_samples,
+        loss=effect.loss,
+        seconds=0.0,
+        traffic=dict(traffic),
+        metrics=dict(effect.metrics),
+        num_steps=effect.num_steps,
+    )
+    await report_update(env, effect, received)
+
+
+def accepted_entry(env: EffectContext, key: SpoolKey, digest: Digest) -> SpoolEntry:
+    """Return an update that the journal has accepted. Raises IntegrityError if the spool does not
+    have it."""
+    entry = env.spool.entry(key, digest)
+    if entry is None or entry.digest != digest:
+        where = f"{key.party}, " if key.party else ""
+        where += f"round {key.round_num}, client {key.client}"
+        raise IntegrityError(f"{where}: the accepted update is not in the spool")
+    return entry
+
+
+# ---- sum region ----
+#
+# SumRegion: makes the sums over the clients of a region its update of the round.
+
+
+async def sum_region(env: EffectContext, effect: SumRegion) -> None:
+    """Add up in a thread, and report UpdateReceived; UpdateRejected where the sums are not
+    finite."""
+    cancelled = threading.Event()
+    try:
+        entry = await spooled(env, effect, lambda key: _summed(env, effect, key, cancelled))
+    finally:
+        cancelled.set()
+    if entry is not None:
+        failpoint("coordinator.region.summed")
+        await report_spooled(env, effect, entry, traffic={})
+
+
+def _summed(
+    env: EffectContext, effect: SumRegion, key: SpoolKey, cancelled: threading.Event
+) -> SpoolEntry:
+    """Write the sums into the spool."""
+    entries = [_entry(env, effect, accepted) for accepted in effect.accepted]
+    with ExitStack() as files:
+        model, base = open_state(files, env.blobs, effect.base.digest)
+        wanted, by_name = sums_manifest(model), {spec.name: spec for spec in model.tensors}
+
+        def before(spec: TensorSpec, offset: int, num_bytes: int) -> Raw:
+            own = by_name[spec.name]
+            item_bytes, num = dtype_named(own.dtype).item_bytes, num_bytes // 8
+            return base.read(own.dtype, own.offset + offset // 8 * item_bytes, num)
+
+        source = " ".join(accepted.digest for accepted in effect.accepted)
+        with closing(env.spool.open(key, wanted, source=source, before=before)) as writer:
+            written = 0
+
+            def write(data: memoryview) -> None:
+                nonlocal written
+                writer.write_at(written, data)
+                written += len(data)
+
+            weights = [float(accepted.num_samples) for accepted in effect.accepted]
+            write_sum(entries, weights, model, write, cancelled.is_set)
+            return writer.commit(wanted, sum(each.num_samples for each in effect.accepted))
+
+
+def _entry(env: EffectContext, effect: SumRegion, accepted: Accepted) -> SpoolEntry:
+    """Return the update of a client of the region."""
+    key = env.spool_key(effect.run_id, effect.inside, effect.round_inside, accepted.client)
+    return accepted_entry(env, key, accepted.digest)
+
+
+# ---- state sums ----
+#
+# Adds up the states of metrics of the user's own over clients, in the order given.
+#
+# Counts are added in int64, other numbers in float64, so the sums are those of one loop over all
+# clients. Nothing here knows what a metric is; what is computed of the sums, a worker computes.
+
+States: TypeAlias = Mapping[tuple[str, str], np.ndarray]
+"""Numbers of a client, int64 or float64, by metric and name of the state."""
+
+
+class UnlikeStatesError(Exception):
+    """The states of a client are not of the kind of those of the first one."""
+
+
+class SumsSoFar:
+    """The sums over the clients that were added, in that order."""
+
+    def __init__(self) -> None:
+        self.totals: dict[tuple[str, str], np.ndarray] = {}
+        self._first: int | None = None
+
+    def add(self, client: int, own: States) -> None:
+        """Add what a client has said.
+
+        Raises UnlikeStatesError, with the client and the state that does not fit; the totals then
+        are none of anything.
+        """
+        if self._first is None:
+            self._first = client
+            self.totals = {key: values.copy() for key, values in own.items()}
+            return
+        first = self._first
+        if own.keys() != self.totals.keys():
+            raise UnlikeStatesError(f"client {client} has other states than client {first}")
+        for key, values in own.items():
+            total = self.totals[key]
+            if (values.dtype, values.shape) != (total.dtype, total.shape):
+                said = f"{values.dtype} {values.shape}"
+                text = f"state {key[1]} of {key[0]} is {said} at client {client}, and "
+                raise UnlikeStatesError(f"{text}{total.dtype} {total.shape} at client {first}")
+            self.totals[key] = _sum(client, key, total, values)
+
+
+def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite sums are what a loop has, too
+        summed = np.asarray(total + more)  # of single numbers numpy makes no array
+    if summed.dtype == np.int64 and np.any(
+        ((total < 0) == (more < 0)) & ((summed < 0) != (total < 0))
+    ):
+        raise UnlikeStatesError(
+            f"state {key[1]} of {key[0]} is too large with that of client {client}"
+        )
+    return summed
+
+
+# ---- merge metrics ----
+#
+# MergeMetrics: add up what clients have said of their own metrics, and have a worker compute the
+# values of the sums.
+#
+# Also what becomes of a client's states when it has evaluated: a blob, once they are states at all.
+# Here no code of the user's runs.
+
+MAX_NUMBERS: Final = 65_536
+"""In the states of one client, as workers send them."""
+MAX_DIMENSIONS: Final = 16
+PARTY: Final = "measure"
+_MAX_REASON_CHARS: Final = 300
+_MAX_KIND_CHARS: Final = 80
+
+
+async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
+    """Report MetricsMerged, with the metrics or the reason why there are none."""
+    sums, unlike = await env.in_thread(lambda: _sums(env, effect))
+    if not sums:
+        reason = "; ".join(unlike.values())
+        await _report(env, effect, pb.OwnMetrics(), reason=reason, worker_id="")
+        return
+    failpoint("coordinator.sums.merged")
+    splits = sorted({name.partition(".")[0] for name in effect.metrics})
+    plan = pb.MeasureSumsPlan(sums=sums, splits=splits, num_clients=len(effect.states))
+    at = WorkerSession(effect.member, effect.run_id, child_party(effect.party, PARTY), 0)
+    request = env.request(effect.party, at, effect.segment, measure_sums=plan)
+    result = await attend(env, effect.member, request)
+    match result.WhichOneof("outcome"):
+        case "measure_sums":
+            failed = {
+                metric: kind[:_MAX_KIND_CHARS]
+                for metric, kind in sorted(result.measure_sums.unmerged.items())
+                if metric in effect.metrics
+            }
+            await _report(env, effect, result.measure_sums, unmerged=unlike | failed)
+        case "error":
+            raised = record_of(result.error)
+            reason = f"{effect.member.worker_id}: {reason_of(raised) or raised.type}"
+            await _report(env, effect, pb.OwnMetrics(), reason=reason)
+        case _:
+            await env.end_early(effect.run_id, effect.member, result)
+
+
+async def kept_states(env: EffectContext, sums: Sequence[pb.MetricState]) -> Digest:
+    """Return the blob with the states of a client, "" of one without.
+
+    Raises InvalidInputError for what cannot be added up.
+    """
+    if not sums:
+        return NO_DIGEST
+    _decoded(sums)
+    data = pb.OwnMetrics(sums=sums).SerializeToString(deterministic=True)
+    return await stored_bytes(env, data)
+
+
+def summed(sums: Sequence[pb.MetricState]) -> tuple[str, ...]:
+    """Return the metrics that these are states of."""
+    return tuple(sorted({state.metric for state in sums}))
+
+
+async def _report(
+    env: EffectContext,
+    effect: MergeMetrics,
+    found: pb.OwnMetrics,
+    reason: str = "",
+    worker_id: str | None = None,
+    unmerged: Mapping[str, str] | None = None,
+) -> None:
+    named = effect.member.worker_id if worker_id is None else WorkerId(worker_id)
+    fact = MetricsMerged(
+        party=effect.party,
+        segment=effect.segment,
+        clients=tuple(client for client, _ in effect.states),
+        worker_id=named,
+        metrics=_of(effect.metrics, found),
+        reason=reason[:_MAX_REASON_CHARS],
+        unmerged=unmerged or {},
+    )
+    await env.report(effect.run_id, fact)
+
+
+def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
+    """Return the values of metrics that were asked for: a worker may say anything."""
+    return {
+        name: value
+        for name, value in sorted(found.metrics.items())
+        if any(f"{name}.".startswith(f"{metric}.") for metric in metrics)
+    }
+
+
+def _sums(env: EffectContext, effect: MergeMetrics) -> tuple[list[pb.MetricState], dict[str, str]]:
+    """Return the sums over clients, one client after the other, and why those of some metrics do
+    not go together; for a thread."""
+    metrics = sorted(effect.metrics)
+    sums = {metric: SumsSoFar() for metric in metrics}
+    unlike: dict[str, str] = {}
+    for client, digest in effect.states:
+        of_metric = _by_metric(env, digest)
+        for metric in [metric for metric in metrics if metric not in unlike]:
+            try:
+                sums[metric].add(client, of_metric.get(metric, {}))
+            except UnlikeStatesError as error:
+                unlike[metric] = str(error)[:_MAX_REASON_CHARS]
+    found = [
+        _encoded(metric, name, values)
+        for metric in metrics
+        if metric not in unlike
+        for (_, name), values in sorted(sums[metric].totals.items())
+    ]
+    return found, {metric: unlike[metric] for metric in sorted(unlike)}
+
+
+def _by_metric(env: EffectContext, digest: Digest) -> dict[str, dict[tuple[str, str], np.ndarray]]:
+    """Return the states of a client, by metric; its blob is read once for all of them."""
+    with env.blobs.open(digest) as file:
+        said = _decoded(pb.OwnMetrics.FromString(file.read()).sums)
+    found: dict[str, dict[tuple[str, str], np.ndarray]] = {}
+    for key, values in said.items():
+        found.setdefault(key[0], {})[key] = values
+    return found
+
+
+def _decoded(sums: Sequence[pb.MetricState]) -> States:
+    found: dict[tuple[str, str], np.ndarray] = {}
+    for state in sums:
+        values = np.array(state.numbers) if state.numbers else np.array(state.counts, np.int64)
+        if len(state.shape) > MAX_DIMENSIONS:
+            raise InvalidInputError(f"state {state.name} has {len(state.shape)} dimensions")
+        is_both, key = bool(state.numbers and state.counts), (state.metric, state.name)
+        num = int(np.prod(state.shape, dtype=object)) if state.shape else 1
+        if is_both or not values.size or values.size != num or key in found:
+            text = f"state {state.name} of {state.metric} has {values.size} numbers for its shape"
+            raise InvalidInputError(f"{text} {tuple(state.shape)}")
+        found[key] = values.reshape(tuple(state.shape))
+    if sum(values.size for values in found.values()) > MAX_NUMBERS:
+        raise InvalidInputError(f"the states of metrics are more than {MAX_NUMBERS} numbers")
+    return found
+
+
+def _encoded(metric: str, name: str, values: np.ndarray) -> pb.MetricState:
+    state = pb.MetricState(metric=metric, name=name, shape=values.shape)
+    (state.numbers if values.dtype.kind == "f" else state.counts).extend(values.ravel().tolist())
+    return state

@@ -1,0 +1,264 @@
+"""AccountRound: draw the clients of a private round in secret, and compute what it will cost.
+
+Also what the fold of such a round needs: its secret, its noise, and the next clipping norm.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Digest
+from stratagem.common.job import JobSpec, PrivacySpec
+from stratagem.common.job.privacy import too_few
+from stratagem.common.privacy import accountant, adaptive_clipping
+from stratagem.common.privacy.noise import (
+    Floats,
+    SecretLostError,
+    derived_key,
+    fingerprint_of,
+    rounded_to_grid,
+    seeded_secret,
+    standard_normal,
+    uniform,
+)
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.files import parse_header
+from stratagem.common.tensors.manifest import WITHIN_NORM, Manifest, dtype_named
+from stratagem.coordinator.core.effects import AccountRound, AggregateRound
+from stratagem.coordinator.core.facts import RoundAccounted, RunFailed
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.strategies.federated.run import spec_of
+from stratagem.coordinator.updates.floats import Raw, Wide, widen
+from stratagem.coordinator.updates.reading import Source, StateReader
+from stratagem.coordinator.updates.upload import SpoolEntry
+
+# ---- round noise ----
+#
+# The noise of one private round: the draw of its clients, and the noise on what they send.
+#
+#     sum     = Σ clip(Δ_k) + N(0, sum_noise²), rounded to a grid      (for each element)
+#     mean    = sum / expected number of clients
+#     answers = Σ b_k + N(0, answer_noise²), over that number          (who was within the norm)
+#
+# All noise is derived from the secret, the name of the round and that of the tensor. The name is
+# that of the round's folder in the spool, which no other round has: neither one of another run of
+# the same id, nor the same round after the run has gone back to an earlier commit.
+
+FROZEN_KEY: Final = "frozen"
+"""Metadata of a state: the names of its frozen parameters, as JSON, in a private run."""
+
+
+def drawn_clients(
+    secret: bytes, round_name: str, candidates: Sequence[int], rate: float
+) -> tuple[int, ...]:
+    """Return the clients of a round, each drawn by itself with this probability."""
+    key = derived_key(secret, ["draw", round_name])
+    return tuple(c for c in candidates if rate == 1.0 or uniform(key, c, 1)[0] < rate)
+
+
+def noised_share(
+    secret: bytes, round_name: str, num_within: int, answer_noise: float, num_expected: float
+) -> float:
+    """Return the noised share of the clients that were within the clipping norm."""
+    key = derived_key(secret, ["answers", round_name])
+    noise = answer_noise * float(standard_normal(key, 0, 1)[0])
+    return float(rounded_to_grid(np.array([num_within + noise]), answer_noise)[0]) / num_expected
+
+
+class TensorNoise:
+    """The noise of a round on the elements of a model, found by their place in its data.
+
+    Frozen parameters have none: no client changes them, whatever its rows are.
+    """
+
+    def __init__(self, secret: bytes, round_name: str, manifest: Manifest) -> None:
+        self._secret, self._round_name = secret, round_name
+        self._specs = [spec for spec in manifest.stored() if spec.size_bytes]
+        self._frozen = frozenset(json.loads(manifest.metadata.get(FROZEN_KEY, "[]")))
+        self._ends = np.array([spec.offset + spec.size_bytes for spec in self._specs])
+
+    def read(self, dtype: str, offset: int, num: int) -> Floats:
+        """Return standard normal noise for elements of neighbouring tensors of one type, from a
+        byte of the data on; NaN for those of frozen parameters."""
+        item_bytes = dtype_named(dtype).item_bytes
+        noise = np.empty(num)
+        index, done = int(np.searchsorted(self._ends, offset, side="right")), 0
+        while done < num:
+            spec = self._specs[index]
+            first = 0 if done else (offset - spec.offset) // item_bytes
+            here = min(num - done, spec.size_bytes // item_bytes - first)
+            if spec.name in self._frozen:
+                noise[done : done + here] = math.nan
+            else:
+                key = derived_key(self._secret, ["sum", self._round_name, spec.name])
+                noise[done : done + here] = standard_normal(key, first, here)
+            done, index = done + here, index + 1
+        return noise
+
+
+# ---- private mean ----
+#
+# The private mean of a round, window by window: the noised sum of the changes, on their base.
+#
+# What stands for floating tensors in an update is the client's clipped change; each counts 1, and
+# there may be none. Integers and bools are those of the base: what clients make of them, such as a
+# count of batches, is not published.
+
+_WINDOW_ELEMENTS: Final = 1 << 18
+
+
+class PrivateMean:
+    """The combination of a fold that makes sums of changes the next state."""
+
+    def __init__(self, noise: TensorNoise, of_round: RoundAccounted, base: StateReader) -> None:
+        self._noise, self._base = noise, base
+        self._sigma, self._num_expected = of_round.sum_noise, of_round.num_expected
+        self.window_elements = _WINDOW_ELEMENTS
+
+    def floats(
+        self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
+    ) -> None:
+        """Fill `out` with the next state from that byte on, and `raw` with the base."""
+        out[:] = 0.0
+        change = np.empty(out.size)
+        for source in sources:
+            source.read(offset, raw)
+            widen(dtype, raw, change)
+            out += change
+        noise = self._noise.read(dtype, offset, out.size)
+        out += self._sigma * noise
+        out[:] = rounded_to_grid(out, self._sigma)
+        out[np.isnan(noise)] = 0.0  # whatever clients send of what is frozen
+        out /= self._num_expected
+        raw[:] = self._base.read_raw(dtype, offset, raw.size)
+        widen(dtype, raw, change)
+        out += change
+
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        """Fill `out` with integers or bools of the base; updates need not agree on them."""
+        for source in sources:
+            source.read(offset, out)
+        out[:] = self._base.read_raw(dtype, offset, out.size)
+        return ""
+
+
+# ---- account round ----
+
+
+async def account_round(env: EffectContext, effect: AccountRound) -> None:
+    """Report RoundAccounted, or the end of a run that cannot be accounted."""
+    try:
+        fact: RoundAccounted | RunFailed = await env.in_thread(lambda: _accounted(env, effect))
+    except (SecretLostError, InvalidInputError) as error:
+        fact = RunFailed(reason=f"round {effect.round_num}: {error}")
+    except ModuleNotFoundError:
+        fact = RunFailed(reason=f"privacy: this coordinator {accountant.NEEDED}")
+    failpoint("coordinator.privacy.accounted")
+    await env.report(effect.run_id, fact)
+    rounds = spec_of(env.job_of(effect.run_id, effect.party)).rounds
+    if isinstance(fact, RoundAccounted) and effect.round_num < rounds:
+        env.chores.do(_ahead(env, effect, fact), f"account round {effect.round_num + 1}")
+
+
+async def _ahead(env: EffectContext, effect: AccountRound, fact: RoundAccounted) -> None:
+    """Compute what the round after this one will have cost, while this one trains: the accountant
+    remembers it, and nothing is decided here."""
+    costs = (effect.num_spent + 2, fact.noise_multiplier, fact.sampling_rate, fact.delta)
+    await env.in_thread(lambda: accountant.epsilon_after(*costs))
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateRound:
+    """The noise of the fold of one round: what it is derived from, and how much there is."""
+
+    secret: bytes
+    name: str
+    """That of the round's folder in the spool, which no other round has."""
+    accounted: RoundAccounted
+
+    @classmethod
+    def of(cls, env: EffectContext, effect: AggregateRound, accounted: RoundAccounted) -> Self:
+        """Return the noise of a fold. Raises SecretLostError."""
+        secret, name = _secret(env, effect, accounted.fingerprint)
+        return cls(secret, name, accounted)
+
+    def mean(self, manifest: Manifest, base: StateReader) -> PrivateMean:
+        """Return what makes the sum of the changes to this base the next state."""
+        return PrivateMean(TensorNoise(self.secret, self.name, manifest), self.accounted, base)
+
+    def next_norm(self, job: JobSpec, entries: Sequence[SpoolEntry]) -> float:
+        """Return the clipping norm of the next round, from what the clients have said of theirs."""
+        norm, noise = self.accounted.clip_norm, self.accounted.answer_noise
+        adaptive = job.privacy and job.privacy.clip.adaptive
+        if not adaptive:
+            return norm
+        num_within, num_expected = sum(map(_is_within, entries)), self.accounted.num_expected
+        share = noised_share(self.secret, self.name, num_within, noise, num_expected)
+        return adaptive_clipping.next_norm(norm, share, adaptive.quantile, adaptive.rate)
+
+
+def _is_within(entry: SpoolEntry) -> bool:
+    """Return what a client has said with its update: that its change was not clipped."""
+    with entry.path.open("rb") as file:
+        manifest, _ = parse_header(file, Digest(entry.path.name))
+    return manifest.metadata.get(WITHIN_NORM) == "1"
+
+
+def _accounted(env: EffectContext, effect: AccountRound) -> RoundAccounted:
+    """Return the account of the next round; for a thread. Raises SecretLostError, and
+    InvalidInputError for a job whose target or adaptive clipping is out of reach."""
+    job = env.job_of(effect.run_id, effect.party)
+    spec, strategy = job.privacy, spec_of(job)
+    assert spec is not None
+    secret, name = _secret(env, effect, effect.fingerprint)
+    rate, delta = spec.sampling_rate(strategy), spec.target.delta
+    noise = effect.noise_multiplier or _calibrated(spec, rate, strategy.rounds)
+    num_expected = rate * len(effect.candidates)
+    sum_noise, answer_noise = _shares(spec, noise, num_expected)
+    return RoundAccounted(
+        party=effect.party,
+        round_num=effect.round_num,
+        drawn=drawn_clients(secret, name, effect.candidates, rate),
+        sampling_rate=rate,
+        num_expected=num_expected,
+        clip_norm=effect.clip_norm,
+        noise_multiplier=noise,
+        sum_noise=sum_noise * effect.clip_norm,
+        answer_noise=answer_noise,
+        epsilon=accountant.epsilon_after(effect.num_spent + 1, noise, rate, delta),
+        delta=delta,
+        accountant=accountant.accountant_version(),
+        fingerprint=fingerprint_of(secret),
+    )
+
+
+def _calibrated(spec: PrivacySpec, rate: float, num_rounds: int) -> float:
+    assert spec.target.epsilon is not None, "the job was checked"
+    return accountant.calibrated_noise(spec.target.epsilon, spec.target.delta, num_rounds, rate)
+
+
+def _shares(spec: PrivacySpec, noise: float, num_expected: float) -> tuple[float, float]:
+    """Return the noise on the changes, over the clipping norm, and that on the answers."""
+    if spec.clip.adaptive is None:
+        return noise, 0.0
+    of_sum = adaptive_clipping.sum_noise_multiplier(noise, num_expected)
+    if of_sum is None:
+        raise InvalidInputError.at("privacy.clip.adaptive", too_few(noise, num_expected))
+    return of_sum, adaptive_clipping.answer_noise(num_expected)
+
+
+def _secret(
+    env: EffectContext, effect: AccountRound | AggregateRound, fingerprint: str
+) -> tuple[bytes, str]:
+    """Return what the draws and the noise of a round are derived from: a secret, and the name of
+    the round. Raises SecretLostError."""
+    job = env.job_of(effect.run_id, effect.party)
+    if job.privacy is not None and job.privacy.noise == "seeded":
+        return seeded_secret(job.seed), str(effect.round_num)
+    key = env.spool_key(effect.run_id, effect.party, effect.round_num, 0)
+    return env.secret.get(fingerprint), str(key.folder)

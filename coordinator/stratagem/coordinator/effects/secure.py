@@ -1,0 +1,557 @@
+"""Asks the clients of a secure round for one step, all at once, and tells who has not answered.
+
+A client that refuses will refuse again. One whose worker is away, or does not answer, may answer
+later: the step is the same bytes then.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc.aio
+import numpy as np
+
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError, told
+from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.common.secure.masks import MaskedLayout, Quantisation, Words, apply_mask
+from stratagem.common.secure.secrets import (
+    KEY_BYTES,
+    SEALED_BYTES,
+    SecureRound,
+    dropped_pair_key,
+    public_of,
+    self_mask_key,
+)
+from stratagem.common.secure.sharing import (
+    MIN_CLIENTS,
+    RING_SEED_BYTES,
+    SHARE_BYTES,
+    neighbours,
+    reconstruct,
+    shares_needed,
+)
+from stratagem.common.strategy.secure import SecureAggregation
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.coordinator.core.effects import AggregateRound, PostKeys, RouteShares, SecureParty
+from stratagem.coordinator.core.facts import (
+    KeysPosted,
+    LeftOut,
+    RoundRestarted,
+    RunFailed,
+    SharesRouted,
+)
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.snapshot import stored_bytes
+from stratagem.coordinator.strategies.federated.ledgers import MAX_ATTEMPTS, cures
+from stratagem.coordinator.strategies.federated.run import spec_of
+from stratagem.coordinator.updates.floats import Raw, Wide, widen
+from stratagem.coordinator.updates.reading import CheckedData, Source, StateReader
+from stratagem.coordinator.updates.upload import SpoolEntry
+from stratagem.v1 import worker_pb2 as pb
+
+# ---- ask clients ----
+
+TIMEOUT_S: Final = 60.0
+MAX_AT_ONCE: Final = 32
+MAX_REASON_CHARS: Final = 300
+_CAUSES: Final = {
+    cause.value: cause for cause in (Cause.KEYS_LOST, Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW)
+}
+
+Step = Callable[[int], pb.SecureRoundRequest]
+"""The request for a client; run, round and client are filled in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What has become of a step, by client."""
+
+    given: dict[int, pb.SecureRoundResponse] = field(default_factory=dict)
+    refused: dict[int, LeftOut] = field(default_factory=dict)
+    away: dict[int, str] = field(default_factory=dict)
+    """Why there is no answer now."""
+
+    def left_out(self, may_leave_out: bool, num_needed: int) -> tuple[LeftOut, ...]:
+        """Return the clients that the round goes on without. Raises UnavailableError where it does
+        not go on: some are away, and none may be left out, or too few would remain."""
+        if self.away and not (may_leave_out and len(self.given) >= num_needed):
+            client, reason = min(self.away.items())
+            more = f" and {len(self.away) - 1} more" if len(self.away) > 1 else ""
+            raise UnavailableError(f"it waits for client {client}{more}: {reason}")
+        absent = [
+            LeftOut(client=client, reason=reason, cause=Cause.ABSENT)
+            for client, reason in self.away.items()
+        ]
+        everybody = [*self.refused.values(), *absent]
+        return tuple(sorted(everybody, key=lambda each: each.client))
+
+
+async def ask(
+    env: EffectContext,
+    effect: PostKeys | RouteShares | AggregateRound,
+    party: SecureParty,
+    clients: Sequence[int],
+    step: Step,
+    check: Callable[[int, pb.SecureRoundResponse], None],
+) -> Answers:
+    """Return the answers of these clients. check: raises InvalidInputError for an answer that is
+    none to the step; its client is left out."""
+    answers, workers = Answers(), dict(party.workers)
+    room = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def one(client: int) -> None:
+        async with room:
+            try:
+                request = step(client)
+                request.run_id, request.party = effect.run_id, effect.party
+                request.round_num, request.attempt = effect.round_num, party.attempt
+                request.client = client
+                answer = await _asked(env, workers[client], request)
+                if not answer.HasField("refused"):
+                    check(client, answer)
+            except InvalidInputError as error:
+                answers.refused[client] = _left_out(client, str(error), Cause.LAYOUT)
+            except StratagemError as error:
+                answers.away[client] = told(error)
+            else:
+                if answer.HasField("refused"):
+                    cause = _CAUSES.get(answer.refused.cause, Cause.REFUSED_BY_SITE)
+                    answers.refused[client] = _left_out(client, answer.refused.reason, cause)
+                else:
+                    answers.given[client] = answer
+
+    async with asyncio.TaskGroup() as tasks:
+        for client in clients:
+            tasks.create_task(one(client))
+    return answers
+
+
+async def _asked(
+    env: EffectContext, worker_id: WorkerId, request: pb.SecureRoundRequest
+) -> pb.SecureRoundResponse:
+    """Return the worker's answer. Raises UnavailableError while it is away."""
+    worker = env.state.workers.get(worker_id)
+    if worker is None or not worker.is_usable:
+        raise UnavailableError(f"worker {worker_id} is not here")
+    link = env.links.to(worker.member, env.state)
+    request.fence.CopyFrom(link.fence(0))
+    try:
+        answer: pb.SecureRoundResponse = await link.stub.SecureRound(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return answer
+
+
+def _left_out(client: int, reason: str, cause: Cause) -> LeftOut:
+    line = " ".join(reason.split())[:MAX_REASON_CHARS]
+    return LeftOut(client=client, reason=line, cause=cause)
+
+
+def by_client(shares: Sequence[pb.SealedShare]) -> Mapping[int, bytes]:
+    return {each.client: each.sealed for each in shares}
+
+
+# ---- exchange keys ----
+#
+# PostKeys and RouteShares: gather the keys of a secure round, and the shares of its secrets.
+#
+# What is gathered is a blob before the fact names it. The coordinator can read no share: each is
+# sealed for one client. It passes on the keys that clients have signed, and signs none.
+
+
+async def exchange(env: EffectContext, effect: PostKeys | RouteShares) -> None:
+    """Perform one of the two, and report what has come."""
+    if isinstance(effect, PostKeys):
+        await _post_keys(env, effect)
+    else:
+        await _route_shares(env, effect)
+
+
+async def _post_keys(env: EffectContext, effect: PostKeys) -> None:
+    """Have all clients post keys, and report KeysPosted with those that have."""
+    clients = [client for client, _ in effect.clients.workers]
+    step = pb.PostKeys(
+        job_json=env.job_json(effect.run_id, effect.party),
+        submitted_by=env.state.runs[effect.run_id].submitted_by.replace(" ", "/", 1),
+    )
+
+    def check(client: int, answer: pb.SecureRoundResponse) -> None:
+        keys = answer.keys
+        if (keys.client, len(keys.share_key), len(keys.mask_key)) != (client, KEY_BYTES, KEY_BYTES):
+            raise InvalidInputError("the answer is no key of the client")
+
+    def request(_client: int) -> pb.SecureRoundRequest:
+        return pb.SecureRoundRequest(post_keys=step)
+
+    answers = await ask(env, effect, effect.clients, clients, request, check)
+    left_out = answers.left_out(effect.may_leave_out, _num_needed(env, effect, len(clients)))
+    keys = [answer.keys for _, answer in sorted(answers.given.items())]
+    data = pb.KeyDirectory(keys=keys).SerializeToString(deterministic=True)
+    directory = await stored_bytes(env, data)
+    failpoint("coordinator.secure.keys_gathered")
+    fact = KeysPosted(
+        party=effect.party,
+        round_num=effect.round_num,
+        attempt=effect.clients.attempt,
+        clients=tuple(key.client for key in keys),
+        left_out=left_out,
+        directory=directory,
+        ring_seed=secrets.token_hex(RING_SEED_BYTES),
+    )
+    await env.report(effect.run_id, fact)
+
+
+async def _route_shares(env: EffectContext, effect: RouteShares) -> None:
+    """Have all clients that have posted keys share their secrets, and report SharesRouted."""
+    party, spec = effect.clients, secure_spec(env, effect)
+    seed = bytes.fromhex(party.ring_seed)
+    around = neighbours(party.members, spec.degree, seed)
+    keys = await env.in_thread(lambda: directory_of(env, party.directory))
+
+    def request(client: int) -> pb.SecureRoundRequest:
+        own = [keys[other] for other in around[client]]
+        step = pb.ShareSecrets(members=party.members, ring_seed=seed, neighbours=own)
+        return pb.SecureRoundRequest(share_secrets=step)
+
+    def check(client: int, answer: pb.SecureRoundResponse) -> None:
+        sent = by_client(answer.shares.shares)
+        if tuple(sorted(sent)) != around[client] or any(
+            len(sealed) != SEALED_BYTES for sealed in sent.values()
+        ):
+            raise InvalidInputError("the answer is no share for each neighbour")
+
+    clients = [client for client, _ in party.workers]
+    answers = await ask(env, effect, party, clients, request, check)
+    num_needed = shares_needed(spec.threshold, len(party.members))
+    left_out = answers.left_out(effect.may_leave_out, num_needed)
+    data = _routed(answers)
+    shares = await stored_bytes(env, data)
+    failpoint("coordinator.secure.shares_gathered")
+    fact = SharesRouted(
+        party=effect.party,
+        round_num=effect.round_num,
+        attempt=party.attempt,
+        clients=tuple(sorted(answers.given)),
+        left_out=left_out,
+        shares=shares,
+    )
+    await env.report(effect.run_id, fact)
+
+
+def secure_spec(
+    env: EffectContext, effect: PostKeys | RouteShares | AggregateRound
+) -> SecureAggregation:
+    """Return the section of the effect's job."""
+    spec = spec_of(env.job_of(effect.run_id, effect.party)).options.secure_aggregation
+    assert spec is not None, "the effect is of a job with it"
+    return spec
+
+
+def directory_of(env: EffectContext, digest: Digest) -> Mapping[int, pb.PostedKeys]:
+    """Return the posted keys by client; for a thread."""
+    with env.blobs.open(digest) as file:
+        directory = pb.KeyDirectory.FromString(file.read())
+    return {keys.client: keys for keys in directory.keys}
+
+
+def shares_for_each(env: EffectContext, digest: Digest) -> dict[int, dict[int, bytes]]:
+    """Return the sealed shares by the client that they are for, then by sender; for a thread."""
+    with env.blobs.open(digest) as file:
+        routed = pb.RoutedShares.FromString(file.read())
+    received: dict[int, dict[int, bytes]] = {}
+    for sender in routed.senders:
+        for share in sender.shares:
+            received.setdefault(share.client, {})[sender.client] = share.sealed
+    return received
+
+
+def _num_needed(env: EffectContext, effect: PostKeys, num_clients: int) -> int:
+    spec = secure_spec(env, effect)
+    return max(MIN_CLIENTS, shares_needed(spec.threshold, num_clients))
+
+
+def _routed(answers: Answers) -> bytes:
+    senders = [
+        pb.SentShares(client=client, shares=answer.shares.shares)
+        for client, answer in sorted(answers.given.items())
+    ]
+    return pb.RoutedShares(senders=senders).SerializeToString(deterministic=True)
+
+
+# ---- masked sum ----
+#
+# What a round's masked updates look like, and the masks that are left in their sum.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedMasks:
+    """The masks that are left in the sum of a round's updates."""
+
+    num_members: int
+    keys: tuple[tuple[bytes, bool], ...] = field(repr=False)
+    """The key of each mask, and whether the client had subtracted it."""
+
+    def rule(self, job: JobSpec) -> Quantisation:
+        """Return how changes are whole numbers in the round."""
+        return _rule(job, self.num_members)
+
+
+def masked_manifest(
+    env: EffectContext, run_id: RunId, party: Party, model: Manifest, num_members: int
+) -> Manifest:
+    """Return what the manifest of every masked update of a round is."""
+    return MaskedLayout(model).manifest(_rule(env.job_of(run_id, party), num_members))
+
+
+def _rule(job: JobSpec, num_members: int) -> Quantisation:
+    spec = spec_of(job).options.secure_aggregation
+    assert spec is not None, "its updates are masked"
+    return spec.quantisation(num_members)
+
+
+# ---- open masks ----
+#
+# Has the survivors of a secure round sign who they are, and open the masks of their sum.
+#
+# Who survives is in the journal before this begins (RoundClosed), so after a crash the same set is
+# asked for the same bytes. Where too few can open, because keys were lost, the round is restarted:
+# a client that has opened shares refuses that, and the run ends with its sentence.
+
+Around = Mapping[int, Sequence[int]]
+
+
+async def opened_masks(
+    env: EffectContext, effect: AggregateRound
+) -> OpenedMasks | RoundRestarted | RunFailed:
+    """Return the masks that are left in the sum; or the fact that follows where they cannot be
+    opened. Raises UnavailableError while too few are here, and may come back."""
+    party, spec = effect.secure, secure_spec(env, effect)
+    assert party is not None
+    around = neighbours(party.members, spec.degree, bytes.fromhex(party.ring_seed))
+    survivors = [client for client, _ in party.workers]
+    signed = await _signed(env, effect, party, survivors)
+    failpoint("coordinator.secure.signed")
+    opening = _Opening(party, around, spec.threshold, survivors)
+    if failed := opening.check(signed, effect, "sign whose updates are in the sum"):
+        return failed
+    sealed = await env.in_thread(lambda: shares_for_each(env, party.shares))
+    opened = await _opened(env, effect, opening, signed, sealed)
+    if failed := opening.check(opened, effect, "open their shares"):
+        return failed
+    failpoint("coordinator.secure.opened")
+    keys = await env.in_thread(lambda: directory_of(env, party.directory))
+    of_round = SecureRound(effect.run_id, effect.party, effect.round_num, party.attempt)
+    try:
+        masks = await env.in_thread(lambda: opening.masks(of_round, opened, keys))
+    except (ValueError, InvalidInputError) as error:
+        return RunFailed(reason=f"round {effect.round_num} cannot be unmasked: {error}")
+    return OpenedMasks(len(party.members), masks)
+
+
+class _Opening:
+    """Who holds shares of whom in one round, and how many are needed."""
+
+    def __init__(
+        self, party: SecureParty, around: Around, threshold: float, survivors: Sequence[int]
+    ) -> None:
+        self.party, self.around, self.survivors = party, around, survivors
+        self._threshold = threshold
+
+    def needed(self, client: int) -> int:
+        return shares_needed(self._threshold, len(self.around[client]) + 1)
+
+    def check(
+        self, answers: Answers, effect: AggregateRound, what: str
+    ) -> RoundRestarted | RunFailed | None:
+        """Return what follows where too few have answered for good; None where enough have. Raises
+        UnavailableError where those that are away may still answer."""
+        lacking = self._lacking(answers.given.keys())
+        if lacking is None:
+            return None
+        num, needed = lacking
+        count = f"{num} clients {what}, and {needed} are needed"
+        if self._lacking(answers.given.keys() | answers.away.keys()) is None:
+            raise UnavailableError(f"{count}: {min(answers.away.items())[1]}")
+        first = min(answers.refused.values(), key=lambda each: each.client)
+        reason = f"round {effect.round_num} cannot be unmasked: {count}"
+        reason += f" (client {first.client}: {first.reason})"
+        return _after(reason, answers.refused, effect, self.party)
+
+    def masks(
+        self,
+        of_round: SecureRound,
+        opened: Answers,
+        keys: Mapping[int, pb.PostedKeys],
+    ) -> tuple[tuple[bytes, bool], ...]:
+        """Return the masks left in the sum; for a thread. Raises ValueError or InvalidInputError
+        for shares that are of no such secret."""
+        held: dict[int, dict[int, bytes]] = {client: {} for client in self.party.routed}
+        alive = set(self.survivors)
+        for holder, answer in opened.given.items():
+            for share in answer.opened.shares:
+                held[share.client][holder + 1] = share.share
+        found = []
+        for client, shares in held.items():
+            secret = reconstruct(shares, self.needed(client), KEY_BYTES)
+            if client in alive:
+                found.append((self_mask_key(of_round, client, secret), False))
+                continue
+            if public_of(secret) != keys[client].mask_key:
+                raise ValueError(f"the shares of client {client} are not those of its key")
+            for other in self.around[client]:
+                if other in alive:
+                    key = dropped_pair_key(of_round, client, secret, other, keys[other].mask_key)
+                    found.append((key, client < other))
+        return tuple(found)
+
+    def _lacking(self, present: AbstractSet[int]) -> tuple[int, int] | None:
+        """Return how many holders of a secret have answered, and how many it takes, of a client
+        for which they are too few."""
+        for client in self.party.routed:
+            holders = {*self.around[client], client}
+            if len(holders & set(present)) < self.needed(client):
+                return len(holders & set(present)), self.needed(client)
+        return None
+
+
+def _after(
+    reason: str, refused: Mapping[int, LeftOut], effect: AggregateRound, party: SecureParty
+) -> RoundRestarted | RunFailed:
+    attempt = party.attempt + 1
+    if attempt < MAX_ATTEMPTS and any(cures(each.cause) for each in refused.values()):
+        return RoundRestarted(
+            party=effect.party, round_num=effect.round_num, attempt=attempt, reason=reason
+        )
+    return RunFailed(reason=reason)
+
+
+async def _signed(
+    env: EffectContext, effect: AggregateRound, party: SecureParty, survivors: Sequence[int]
+) -> Answers:
+    step = pb.SignSurvivors(survivors=survivors)
+
+    def check(client: int, answer: pb.SecureRoundResponse) -> None:
+        if not answer.HasField("signature") or answer.signature.client != client:
+            raise InvalidInputError("the answer is no signature")
+
+    return await ask(
+        *(env, effect, party, survivors),
+        lambda _client: pb.SecureRoundRequest(sign_survivors=step),
+        check,
+    )
+
+
+async def _opened(
+    env: EffectContext,
+    effect: AggregateRound,
+    opening: _Opening,
+    signed: Answers,
+    sealed: Mapping[int, Mapping[int, bytes]],
+) -> Answers:
+    alive, routed = set(opening.survivors), set(opening.party.routed)
+
+    def request(client: int) -> pb.SecureRoundRequest:
+        others = opening.around[client]
+        step = pb.OpenShares(
+            survivors=opening.survivors,
+            signatures=[signed.given[c].signature for c in others if c in signed.given],
+            shares=[
+                pb.SealedShare(client=sender, sealed=data)
+                for sender, data in sorted(sealed.get(client, {}).items())
+                if sender in routed
+            ],
+        )
+        return pb.SecureRoundRequest(open_shares=step)
+
+    def check(client: int, answer: pb.SecureRoundResponse) -> None:
+        wanted = {other for other in opening.around[client] if other in routed} | {client}
+        given = {share.client: share for share in answer.opened.shares}
+        if given.keys() != wanted or any(
+            len(share.share) != SHARE_BYTES or share.is_of_mask_key is (other in alive)
+            for other, share in given.items()
+        ):
+            raise InvalidInputError("the answer is no share of each neighbour")
+
+    clients = sorted(signed.given)
+    return await ask(env, effect, opening.party, clients, request, check)
+
+
+# ---- secure mean ----
+#
+# The mean change of a round whose updates are masked, window by window, on the base of the round.
+#
+#     sum  = Σ y_k - Σ self masks of the survivors - Σ pair masks with those that dropped out
+#     next = w_global + sum / (s · Σ weights)                         in float64
+#
+# modulo 2^32 or 2^64, so it is exact and in any order. The last element is the sum of the weights;
+# it also tells whether the masks are gone. Integers and bools are those of the base.
+
+_WINDOW_ELEMENTS: Final = 1 << 18
+
+MaskKeys = Sequence[tuple[bytes, bool]]
+"""The key of each mask that is left in the sum, and whether it was subtracted there."""
+
+
+class SumError(StratagemError):
+    """The sum of the masked updates cannot be that of the clients."""
+
+
+class SecureMean:
+    """The combination of a fold that makes the sum of masked changes the next state."""
+
+    def __init__(
+        self,
+        entries: Sequence[SpoolEntry],
+        masks: MaskKeys,
+        rule: Quantisation,
+        model: Manifest,
+        base: StateReader,
+    ) -> None:
+        """Raises SumError where the sum of the weights shows that masks are left in it."""
+        self._updates = [CheckedData(entry) for entry in entries]
+        self._masks, self._rule, self._base = masks, rule, base
+        self._layout = MaskedLayout(model)
+        self.window_elements = _WINDOW_ELEMENTS
+        signed = self._sum(self._layout.num_elements, 1).view(f"<i{rule.word.itemsize}")
+        self._sum_of_weights = int(signed[0])
+        least, most = len(entries), len(entries) * rule.max_weight
+        if not least <= self._sum_of_weights <= most:
+            raise SumError(
+                "the sum of the weights is none of these clients: masks are left in it, as a "
+                "client has masked its update otherwise than it has said"
+            )
+
+    def floats(
+        self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
+    ) -> None:
+        """Fill `out` with the next state from that byte on, and `raw` with the base."""
+        total = self._sum(self._layout.place(offset), out.size)
+        try:
+            change = self._rule.mean(total, self._sum_of_weights)
+        except ValueError as error:
+            raise SumError(f"{error}: a client has sent what no client can") from None
+        raw[:] = self._base.read_raw(dtype, offset, raw.size)
+        widen(dtype, raw, out)
+        out += change
+
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        """Fill `out` with integers or bools of the base."""
+        out[:] = self._base.read_raw(dtype, offset, out.size)
+        return ""
+
+    def _sum(self, place: int, num: int) -> Words:
+        """Return the unmasked sum of elements from a place on."""
+        word = self._rule.word
+        total: Words = np.zeros(num, word)
+        for update in self._updates:
+            total += update.read(place * word.itemsize, num, word.str)
+        for key, was_subtracted in self._masks:
+            apply_mask(key, place, total, subtract=not was_subtracted)
+        return total

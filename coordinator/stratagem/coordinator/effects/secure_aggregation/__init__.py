@@ -1,1 +1,0 @@
-"""Effects of secure aggregation: keys, shares, and the opening of a sum."""

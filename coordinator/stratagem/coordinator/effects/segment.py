@@ -1,0 +1,429 @@
+"""RunSegment: all members of a party train to a step, together.
+
+The coordinator only starts, watches and collects; under AllReduce the gradients never pass here.
+When a member is lost the fact that says so changes the pending set, this task is cancelled, and
+the next one gives the survivors their new view: what they compute goes on untouched.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from stratagem.common.base.errors import InvalidInputError, SoleCopyLostError, StratagemError
+from stratagem.common.base.ids import Digest, Party, RunId, child_party
+from stratagem.common.history import Columns, Series, stride_of
+from stratagem.common.history.recording import MAX_SERIES, pack
+from stratagem.common.numerics.shards import assign_shards
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.schema.json import dump_json
+from stratagem.coordinator.core.effects import ExchangeMethod, Release, RunSegment
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    SKIPPED_STEPS,
+    Member,
+    PartyFailed,
+    RunReleased,
+    SegmentFinished,
+    SoleCopiesLost,
+)
+from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.evaluate import fold_parts, own_metrics, shown_evaluation
+from stratagem.coordinator.effects.execute import PlanListener, attend, fail_party, finish
+from stratagem.coordinator.effects.parameter_server import serve_steps
+from stratagem.coordinator.observe.feed import SegmentProgress
+from stratagem.coordinator.observe.history import (
+    HistoryParts,
+    PackedRows,
+    SegmentTail,
+    TailKey,
+    merged,
+)
+from stratagem.coordinator.runtime.links import WorkerSession, state_ref
+from stratagem.coordinator.runtime.supervisor import task_group
+from stratagem.coordinator.store.step_history import HistoryRow
+from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
+from stratagem.v1 import types_pb2, worker_pb2
+
+# ---- run segment ----
+
+MAX_STREAMS_CHARS: Final = 1 << 16
+"""Of the marks of a segment, which are journaled."""
+EXCHANGE = {
+    ExchangeMethod.ALL_REDUCE: worker_pb2.EXCHANGE_METHOD_ALL_REDUCE,
+    ExchangeMethod.PARAMETER_SERVER: worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER,
+    ExchangeMethod.GOSSIP: worker_pb2.EXCHANGE_METHOD_GOSSIP,
+}
+
+
+async def run_segment(env: EffectContext, effect: RunSegment) -> None:
+    """Train the segment and report SegmentFinished, or why the run fails."""
+    latest: dict[int, worker_pb2.Progress] = {}
+    async with task_group() as group:
+        servers = []
+        if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
+            sets = effect.parts if effect.ranks else (effect.members,)
+            servers = [group.create_task(serve_steps(env, effect, each)) for each in sets]
+        request_of = _requests(env, effect)
+        attending = [
+            group.create_task(
+                _train(env, effect, rank, request_of(rank), ShownProgress(env, effect, latest))
+            )
+            for rank in range(len(effect.members))
+        ]
+        results = [await task for task in attending]
+        for server in servers:
+            server.cancel()
+    finished = [result for result in results if result is not None]
+    if len(finished) == len(effect.members):
+        await _report(env, effect, finished)
+
+
+async def _train(
+    env: EffectContext,
+    effect: RunSegment,
+    rank: int,
+    request: worker_pb2.ExecuteRequest,
+    shown: "ShownProgress",
+) -> worker_pb2.TrainResult | None:
+    listener = PlanListener(
+        lambda progress: shown.show(rank, progress), lambda part: take_in(env, effect, rank, part)
+    )
+
+    async def failed(error: types_pb2.UserError) -> None:
+        is_awaited = effect.kept or effect.is_mirrored
+        if not is_awaited or error.type != SoleCopyLostError.__name__:
+            await fail_party(env, effect.run_id, effect.party, error)
+            return
+        segment, reason = effect.base.segment, f"{error.message} (worker {error.worker_id})"
+        at = None if effect.kept else effect.membership
+        lost = SoleCopiesLost(party=effect.party, segment=segment, reason=reason, membership=at)
+        await env.report(effect.run_id, lost)
+
+    result = await finish(env, effect, effect.members[rank], request, listener, failed=failed)
+    return None if result is None else result.train
+
+
+def _requests(env: EffectContext, effect: RunSegment) -> Callable[[int], worker_pb2.ExecuteRequest]:
+    """Return the function that makes the request for a rank; of thousands each names all, which are
+    looked up once."""
+    view = worker_pb2.View(members=_members(env, effect))
+    return lambda rank: _request(env, effect, rank, view)
+
+
+def _request(
+    env: EffectContext, effect: RunSegment, rank: int, of_all: worker_pb2.View
+) -> worker_pb2.ExecuteRequest:
+    view = worker_pb2.View(rank=rank)
+    view.MergeFrom(of_all)
+    plan = worker_pb2.TrainPlan(
+        view=view,
+        base=state_ref(effect.base),
+        to_step=effect.to_step,
+        num_shards=effect.num_shards,
+        exchange=EXCHANGE[effect.exchange],
+        evaluate_splits=effect.evaluate,
+        lineage=effect.lineage,
+        ranks=effect.ranks,
+        num_lr_reductions=effect.num_lr_reductions,
+        history_stride=stride_for(env, effect),
+        history_from_step=effect.rounds_before * effect.num_steps,
+        kept=effect.kept[rank] if effect.kept else "",
+        keeps=effect.keeps,
+    )
+    at = WorkerSession(effect.members[rank], effect.run_id, effect.party, effect.membership)
+    return env.request(effect.party, at, effect.segment, train=plan)
+
+
+def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
+    per_replica = len(set(effect.ranks)) or 1
+    shards = assign_shards(effect.num_shards, len(effect.members) // per_replica)
+    return [
+        worker_pb2.Member(
+            worker_id=member.worker_id,
+            incarnation=member.incarnation,
+            address=env.links.to(member, env.state).address,
+            first_shard=owned.start,
+            num_shards=len(owned),
+        )
+        for rank, member in enumerate(effect.members)
+        for owned in (shards[rank // per_replica],)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownProgress:
+    """What is shown of a segment while it is trained. latest: the members' progress, by rank."""
+
+    env: EffectContext
+    effect: RunSegment
+    latest: dict[int, worker_pb2.Progress]
+
+    def show(self, rank: int, progress: worker_pb2.Progress) -> None:
+        """Take in what a member says, and show what the first one does."""
+        self.latest[rank] = progress
+        if rank or self.effect.party != ROOT:  # the steps of parties below are no run's
+            return
+        latest = SegmentProgress(
+            progress.step,
+            progress.loss,
+            progress.rows_per_s,
+            progress.grad_norm,
+            self.effect.num_skipped + progress.num_skipped_steps,
+            progress.phase,
+            of_training(progress.metrics),
+            progress.lr,
+            self._bubble(),
+        )
+        self.env.feed.set_progress(self.effect.run_id, latest)
+
+    def _bubble(self) -> float | None:
+        """The share of the latest steps in which the ranks of a pipeline did not compute; None
+        until all of them have said how long they did."""
+        ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
+        known = [self.latest[rank] for rank in ranks if rank in self.latest]
+        longest_s = max((each.span_s for each in known), default=0.0)
+        if not longest_s or len(known) < len(ranks):
+            return None
+        busy_s = sum(each.busy_s for each in known)
+        return min(max(1.0 - busy_s / (len(known) * longest_s), 0.0), 1.0)
+
+
+def of_training(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return a worker's training metrics under their names in facts."""
+    return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(metrics.items())}
+
+
+def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float]:
+    """The steps left out since the run began, where the workers count them."""
+    if SKIPPED_STEPS not in metrics:
+        return metrics
+    return {**metrics, SKIPPED_STEPS: num_before + metrics[SKIPPED_STEPS]}
+
+
+async def _report(
+    env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
+) -> None:
+    differing = _differing(effect, results)
+    if differing:
+        reason = f"the replicas differ after segment {effect.segment}: {differing}"
+        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        return
+    evaluated = await _evaluated(env, effect, results)
+    if evaluated is None:
+        return
+    metrics, stop_reason = evaluated
+    failpoint("coordinator.segment.trained")
+    first = results[0]
+    fact = SegmentFinished(
+        party=effect.party,
+        segment=effect.segment,
+        step=first.step,
+        membership=effect.membership,
+        loss=first.loss,
+        num_rows=first.num_rows,
+        seconds=max(result.seconds for result in results),
+        engine=first.engine,
+        metrics={**_with_skipped(of_training(first.metrics), effect.num_skipped), **metrics},
+        num_redone_steps=max(result.num_redone_steps for result in results),
+        traffic={
+            name: sum(result.traffic[name] for result in results) for name in sorted(first.traffic)
+        },
+        stop_reason=first.stop_reason or stop_reason,
+        streams=_streams(results),
+        kept=tuple(Digest(result.kept) for result in results) if effect.keeps else (),
+    )
+    histories = await finished_history(env, effect, _requests(env, effect), results)
+    await env.report(effect.run_id, fact, histories)
+
+
+async def _evaluated(
+    env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
+) -> tuple[dict[str, float], str] | None:
+    """Return the metrics of the evaluation, and why the user's code ends the training with it; None
+    when they could not be had: that has been reported."""
+    party, segment, splits = effect.party, effect.segment, effect.evaluate
+    own = await own_metrics(env, effect, party, segment, splits, results)
+    if own is None:
+        return None
+    parts = (part for result in results for part in result.parts)
+    metrics = {**fold_parts(parts, env.metrics_of(effect.run_id, party)), **own}
+    at = (segment, results[0].step)
+    seen = await shown_evaluation(env, effect, party, at, splits, results, metrics)
+    return None if seen is None else ({**metrics, **seen.logged}, seen.stop_reason)
+
+
+def _streams(results: list[worker_pb2.TrainResult]) -> str:
+    """Return the marks of all members' streams as JSON; none where they are too long to be kept,
+    and so streams are read again from further back."""
+    marks = {number: text for result in results for number, text in result.streams.items()}
+    text = dump_json({str(number): marks[number] for number in sorted(marks)}) if marks else ""
+    return text if len(text) <= MAX_STREAMS_CHARS else ""
+
+
+def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
+    """Name the states of members that should hold the same one and do not; "" when all is well."""
+    by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
+    is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
+    # Apart from state of its own, which the fingerprints do not cover, each replica holds the same.
+    for part in (effect.members,) if is_replicated else effect.parts:
+        if len({by_member[member] for member in part}) > 1:
+            return ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)
+    return ""
+
+
+# ---- segment history ----
+#
+# The step history of a segment: taken in while it is trained, complete when it ends.
+#
+# The first member sends what all members know alike; each one sends what it alone knows, of its
+# nodes or stages and of itself. What is missing at the end, because it was too much to be kept, is
+# asked for by attaching once more.
+
+log = structlog.get_logger()
+
+
+def stride_for(env: EffectContext, effect: RunSegment) -> int:
+    """Return how many steps a row stands for; 0 where nothing is recorded: the job says so, or
+    nothing is trained."""
+    recording = env.job_of(effect.run_id, effect.party).recording
+    is_off = recording is not None and not recording.steps
+    num_steps = effect.num_rounds * effect.num_steps
+    return 0 if is_off or not num_steps else stride_of(num_steps)
+
+
+def number_of(effect: RunSegment) -> int:
+    """Return the number of a segment in its party's history: that of a client counts rounds."""
+    return effect.rounds_before + effect.segment
+
+
+def take_in(
+    env: EffectContext, effect: RunSegment, rank: int, part: worker_pb2.HistoryPart
+) -> None:
+    """Keep a part that a member has sent."""
+    begun = SegmentTail(number_of(effect), stride_for(env, effect), effect.membership)
+    env.history.add(TailKey(effect.run_id, effect.party, rank), begun, part)
+
+
+async def finished_history(
+    env: EffectContext,
+    effect: RunSegment,
+    request: Callable[[int], worker_pb2.ExecuteRequest],
+    results: Sequence[worker_pb2.TrainResult],
+) -> list[HistoryRow]:
+    """Return the history of a segment that has ended: a row of the party, and one of each part of
+    it that has any. What is not as a member says is left out.
+
+    request: by rank, to attach with once more. results: by rank.
+    """
+    stride = stride_for(env, effect)
+    if not stride:
+        return []
+    parts: list[PackedRows] = []
+    for rank, result in enumerate(results):
+        key = TailKey(effect.run_id, effect.party, rank)
+        member = effect.members[rank]
+        parts += await parts_of(env, key, number_of(effect), member, request(rank), result)
+    step = effect.rounds_before * effect.num_steps + results[0].step
+    trained = TrainedSteps(effect.run_id, effect.party, number_of(effect), stride, step)
+    return await rows_of(env, trained, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSteps:
+    """Steps that a party has trained in one segment, or round."""
+
+    run_id: RunId
+    party: Party
+    segment: int
+    stride: int
+    to_step: int
+    """The last one."""
+
+    @property
+    def ids(self) -> dict[str, object]:
+        """What the log says of it."""
+        return {"run_id": self.run_id, "party": self.party, "segment": self.segment}
+
+
+async def parts_of(
+    env: EffectContext,
+    key: TailKey,
+    segment: int,
+    member: Member,
+    request: worker_pb2.ExecuteRequest,
+    result: worker_pb2.TrainResult | worker_pb2.ClientRoundResult,
+) -> list[PackedRows]:
+    """Return all that a member has recorded of a segment; nothing where that is not to be had."""
+    if not result.num_history_parts:
+        return []
+    tail = env.history.tail(key)
+    parts = tail.sent if tail is not None and tail.segment == segment else HistoryParts()
+    if not parts.are_all(result):
+        parts = HistoryParts()
+        await attend(env, member, request, PlanListener(history=parts.add))
+    if parts.are_all(result):
+        return parts.parts
+    ids = {"run_id": key.run_id, "party": key.party, "segment": segment, "rank": key.rank}
+    log.error("the step history of a segment is not what its member says", **ids)
+    return []
+
+
+async def rows_of(
+    env: EffectContext, trained: TrainedSteps, parts: Sequence[PackedRows]
+) -> list[HistoryRow]:
+    """Return what is stored of steps; nothing where what was sent of them cannot be read."""
+    try:
+        return await env.in_thread(lambda: _rows(trained, parts))
+    except InvalidInputError as error:
+        reason = str(error)
+        log.error("the step history of a segment cannot be read", reason=reason, **trained.ids)
+        return []
+
+
+def _rows(trained: TrainedSteps, parts: Sequence[PackedRows]) -> list[HistoryRow]:
+    return [
+        _row(trained, name, rows, min(p.from_step for p in parts if p.party == name))
+        for name, rows in merged(parts, trained.stride).items()
+    ]
+
+
+def _row(
+    trained: TrainedSteps, name: str, rows: dict[Series, Columns], from_step: int
+) -> HistoryRow:
+    party = child_party(trained.party, name) if name else trained.party
+    for series, columns in rows.items():
+        if columns.step[0] <= from_step or columns.step[-1] > trained.to_step:
+            raise InvalidInputError.at(
+                series.name, f"has steps outside of {from_step + 1} to {trained.to_step}"
+            )
+    kept = dict(list(rows.items())[:MAX_SERIES])
+    if len(kept) < len(rows):
+        num_dropped = len(rows) - len(kept)
+        log.warning("the step history leaves out series", num_dropped=num_dropped, **trained.ids)
+    at = (trained.segment, trained.stride, from_step, trained.to_step)
+    return HistoryRow(trained.run_id, party, *at, pack(kept))
+
+
+# ---- release run ----
+#
+# Release: the workers forget an ended run. A worker that is gone has forgotten it already.
+
+
+async def release(env: EffectContext, effect: Release) -> None:
+    """Close the run on every worker that is left, and report RunReleased."""
+    env.forget(effect.run_id)
+    await asyncio.gather(*(_close(env, effect, member) for member in effect.members))
+    failpoint("coordinator.run.released")
+    await env.report(effect.run_id, RunReleased())
+
+
+async def _close(env: EffectContext, effect: Release, member: Member) -> None:
+    try:
+        await env.links.to(member, env.state).close_session(effect.run_id)
+    except StratagemError as error:
+        # Its sessions end with its process, or when it next asks about the run.
+        worker_id = member.worker_id
+        env.say("not released", effect.run_id, worker_id=worker_id, why=str(error))

@@ -1,0 +1,292 @@
+"""Pulls snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+import grpc
+import structlog
+
+from stratagem.common.base.errors import (
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    StratagemError,
+)
+from stratagem.common.base.ids import Digest, Party
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.rpc.tensor_transfer import SizeOf, all_of_it, pull
+from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
+from stratagem.common.tensors.same_bytes import SameBytes, check_same, num_changed_bytes
+from stratagem.common.tensors.stream import Sink
+from stratagem.coordinator.effects.context import EffectContext, PulledSnapshot
+from stratagem.coordinator.effects.execute import state_writer
+from stratagem.coordinator.runtime.links import SnapshotCalls, WorkerSession
+from stratagem.coordinator.store.blobs import StateWriter
+from stratagem.coordinator.store.files import BlobFile
+from stratagem.coordinator.updates.floats import Offload
+from stratagem.coordinator.updates.merge import StatePart
+from stratagem.v1 import worker_pb2
+
+# ---- snapshot intake ----
+#
+# Writes a snapshot into the blob store: of what the worker sends of it, and of what the blob of an
+# earlier one has already.
+#
+# The blob is the one that all of the bytes would have made, and its SHA-256 is taken of all of
+# them; what comes from the earlier blob is checked as it is read.
+
+PIECE_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class BaseBlob:
+    """An earlier snapshot whose bytes are here: its blob, open, and where the data start."""
+
+    name: str
+    file: BlobFile
+    data_start: int
+    data_bytes: int
+
+
+class SnapshotIntake:
+    """One snapshot on its way in; commit or abort it. After `accept`, used by one thread at a
+    time."""
+
+    def __init__(self, writer_of: Callable[[Manifest], StateWriter], base: BaseBlob | None) -> None:
+        self.name = ""
+        """Of the snapshot; "" where the worker gives it none."""
+        self._writer_of, self._base = writer_of, base
+        self._same: Sequence[SameBytes] | None = None
+        self._next = 0
+        """The first range of `_same` that is not written yet."""
+        self._num_written = 0
+        self._writer: StateWriter | None = None
+
+    def size_of(self, first: worker_pb2.GetStateResponse, manifest: Manifest) -> int:
+        """Return how many bytes the worker will send, by the first message of its stream.
+
+        Raises ConflictError where a stream that is resumed leaves out others than before.
+        """
+        same = [SameBytes(each.offset, each.base_offset, each.size) for each in first.same]
+        base_bytes = 0 if self._base is None else self._base.data_bytes
+        check_same(same, manifest.total_bytes, base_bytes)
+        if self._same is not None and (same, first.name) != (self._same, self.name):
+            raise ConflictError("another part of the snapshot is left out than before")
+        self._same, self.name = same, first.name
+        return num_changed_bytes(same, manifest.total_bytes)
+
+    def accept(self, manifest: Manifest) -> Callable[[bytes], None]:
+        """Begin the blob; return what takes the bytes that the worker sends, in order, and none
+        when all have come."""
+        self._writer = self._writer_of(manifest)
+        return self._write
+
+    def commit(self) -> Digest:
+        """Make the blob durable, and return its digest."""
+        assert self._writer is not None
+        return self._writer.commit()
+
+    def abort(self) -> None:
+        """Delete what was written; no error after a commit."""
+        if self._writer is not None:
+            self._writer.abort()
+
+    def _write(self, data: bytes) -> None:
+        """Write bytes that were sent, and before, between and behind them what the base has."""
+        assert self._writer is not None
+        view = memoryview(data)
+        while True:
+            until = self._copy_same()
+            taken = view if until is None else view[: until - self._num_written]
+            if not taken:
+                return
+            self._writer.write(taken)
+            self._num_written += len(taken)
+            view = view[len(taken) :]
+
+    def _copy_same(self) -> int | None:
+        """Write the ranges that are due; return where the next one begins."""
+        assert self._writer is not None
+        assert self._same is not None
+        while self._next < len(self._same):
+            offset, base_offset, size = self._same[self._next]
+            if offset > self._num_written:
+                return offset
+            assert self._base is not None
+            buffer = memoryview(bytearray(min(size, PIECE_BYTES)))
+            for start in range(0, size, PIECE_BYTES):
+                piece = buffer[: min(PIECE_BYTES, size - start)]
+                self._base.file.read_into(piece, self._base.data_start + base_offset + start)
+                self._writer.write(piece)
+            self._num_written += size
+            self._next += 1
+            failpoint("coordinator.snapshot.copied")
+        return None
+
+
+# ---- snapshot ----
+
+log = structlog.get_logger()
+T = TypeVar("T")
+Ask = Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]
+"""Requests a stream of tensors from an offset on."""
+NOT_BY_CHANGES: Final = (ConflictError, IntegrityError, InvalidInputError, NotFoundError)
+"""What says that a snapshot is not to be had by its changes alone."""
+
+
+class PartHolder(NamedTuple):
+    """A member that has a part of a state: its own, or that of the member before it."""
+
+    at: WorkerSession
+    of_mirror: bool = False
+
+
+async def from_any(
+    holders: Sequence[PartHolder], pull_from: Callable[[PartHolder], Awaitable[T]]
+) -> T:
+    """Return the result of the first holder that has it; raise the error of the last one when none
+    has."""
+    assert holders, "nobody has the snapshot"
+    for holder in holders[:-1]:
+        try:
+            return await pull_from(holder)
+        except StratagemError as error:
+            worker_id = holder.at.member.worker_id
+            log.info("no snapshot here", worker_id=worker_id, reason=str(error))
+    return await pull_from(holders[-1])
+
+
+async def pull_snapshot(
+    env: EffectContext, at: WorkerSession, segment: int
+) -> tuple[Digest, Manifest]:
+    """Pull the snapshot that a member took at the end of a segment; it is durable in the store.
+
+    Of the bytes of the snapshot that this session gave before, which are here, none is sent again.
+    """
+    link = env.links.to(at.member, env.state)
+    base = await base_of(env, at)
+    if base is not None:
+        with base.file:
+            try:
+                return await _pulled(env, at, link.snapshot(at, segment, base.name), base)
+            except NOT_BY_CHANGES as error:
+                log.info("a snapshot is pulled whole", run_id=at.run_id, reason=str(error))
+    return await _pulled(env, at, link.snapshot(at, segment))
+
+
+async def pull_outputs(
+    env: EffectContext, at: WorkerSession, segment: int
+) -> tuple[Digest, Manifest]:
+    """Pull what a member has kept beside its snapshot; it is durable in the store."""
+    return await _pulled(env, at, env.links.to(at.member, env.state).outputs(at, segment))
+
+
+async def base_of(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
+    """Open the snapshot that the session gave before; None where it cannot be read, or was that of
+    another member."""
+    known = env.snapshots.get((at.run_id, Party(at.party)))
+    if known is None or known.member != at.member:
+        return None
+    try:
+        manifest, data_start = await env.header(known.digest)
+        file = await env.in_thread(lambda: env.blobs.open(known.digest))
+    except (OSError, StratagemError) as error:
+        log.info("no base for a snapshot", run_id=at.run_id, reason=str(error))
+        return None
+    return BaseBlob(known.name, file, data_start, manifest.total_bytes)
+
+
+async def _pulled(
+    env: EffectContext, at: WorkerSession, ask: Ask, base: BaseBlob | None = None
+) -> tuple[Digest, Manifest]:
+    intake = SnapshotIntake(partial(state_writer, env, at.run_id), base)
+    try:
+        manifest = await _pull(env, ask, intake.accept, intake.size_of)
+        digest = await env.in_thread(intake.commit)
+    finally:
+        intake.abort()
+    if intake.name:
+        env.snapshots[at.run_id, Party(at.party)] = PulledSnapshot(at.member, intake.name, digest)
+    return digest, manifest
+
+
+async def pull_part(env: EffectContext, holder: PartHolder, segment: int) -> StatePart:
+    """Pull a part of the state at the end of a segment, into a scratch file of the caller's."""
+    link = env.links.to(holder.at.member, env.state)
+    ask = link.snapshot(holder.at, segment, of_mirror=holder.of_mirror)
+    return await _scratched(env, ask)
+
+
+async def pull_part_outputs(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
+    """Pull what a member has kept for the user's own metrics, into a scratch file of the
+    caller's."""
+    return await _scratched(env, env.links.to(at.member, env.state).outputs(at, segment))
+
+
+async def pull_kept(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
+    """Pull the file in which a member has kept what it alone had at the end of a segment."""
+    return await _scratched(env, env.links.to(at.member, env.state).kept(at, segment))
+
+
+async def _scratched(env: EffectContext, ask: Ask) -> StatePart:
+    scratch = env.blobs.scratch()
+    try:
+        manifest = await _pull(env, ask, lambda _: scratch.write)
+    except BaseException:
+        scratch.close()
+        raise
+    return StatePart(manifest, scratch)
+
+
+async def _pull(
+    env: EffectContext,
+    ask: Ask,
+    begin: Callable[[Manifest], Callable[[bytes], None]],
+    size_of: SizeOf = all_of_it,
+) -> Manifest:
+    """Download into the sink that `begin` answers, which gets all bytes in order."""
+    sinks: list[Callable[[bytes], None]] = []
+    offload = Offload(lambda _offset, data: sinks[0](data))
+
+    def accept(manifest: Manifest) -> Sink:
+        sinks.append(begin(manifest))
+        return offload.write
+
+    try:
+        manifest = await pull(
+            ask,
+            accept,
+            limits=Limits(max_total_bytes=env.settings.max_state_bytes),
+            purpose=Purpose.STATE,
+            keep_up=offload.keep_up,
+            near=ask.near(offload.take) if isinstance(ask, SnapshotCalls) else None,
+            size_of=size_of,
+        )
+        offload.write(manifest.total_bytes, b"")  # nothing more comes
+        await offload.finish()
+    finally:
+        await offload.close()
+    return manifest
+
+
+# ---- stored bytes ----
+#
+# Stores bytes that a fact will name, and that are no state of a model, as a blob.
+
+
+async def stored_bytes(env: EffectContext, data: bytes) -> Digest:
+    """Return the name of the blob with these bytes, once it is durable."""
+    return await env.in_thread(lambda: _stored(env, data))
+
+
+def _stored(env: EffectContext, data: bytes) -> Digest:
+    writer = env.blobs.writer(len(data))
+    try:
+        writer.write(data)
+        return writer.commit()
+    except BaseException:
+        writer.abort()
+        raise

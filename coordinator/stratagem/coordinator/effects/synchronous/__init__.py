@@ -1,1 +1,0 @@
-"""Effects of parties that train in step: build, segments, commits, evaluation."""

@@ -1,0 +1,455 @@
+"""The feed of each run for its watchers: events by index, the latest progress, and a wake-up for
+both.
+
+Runs on the event loop; knows neither gRPC nor the journal. Events are the journaled facts, so a
+watcher can leave and come back by index; progress is a latest value without one. In memory are the
+newest events of runs that have not ended; all others are read on demand. Of a run at rest only its
+present watchers are in memory.
+"""
+
+import asyncio
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Final, Generic, TypeVar
+
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.commands import EventSpan
+from stratagem.coordinator.core.effect_failures import MAX_TRIES, FailedTries, TryAgain
+from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.facts import Fact
+from stratagem.coordinator.core.run_view import Pace, epoch_of
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord, World
+from stratagem.coordinator.core.strategy_calls import (
+    WHY,
+    draws_in_secret,
+    shown_status_of,
+    why_waiting,
+)
+from stratagem.coordinator.core.strategy_contract import RunCounts, Status
+from stratagem.coordinator.observe.logs import ids_of
+
+# ---- event feed ----
+
+
+@dataclass(frozen=True, slots=True)
+class FeedEvent:
+    index: int
+    wall_s: float
+    fact: Fact
+    phase: RunPhase
+    leader_s: float = 0.0
+    payload: str = ""
+    """The fact as JSON, where it was read from the journal; empty where it was not."""
+
+    @property
+    def kind(self) -> str:
+        return type(self.fact).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProgress:
+    """Step and loss of the segment in flight; loss is NaN until the first step."""
+
+    step: int = 0
+    loss: float = 0.0
+    rows_per_s: float = 0.0
+    grad_norm: float = 0.0
+    """2-norm of the latest step's gradient before clipping."""
+    num_skipped_steps: int = 0
+    """Steps skipped since the run began, because they were not finite."""
+    training_phase: str = ""
+    """Name of the current phase of phase training."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Values of that step, by metric."""
+    lr: float = 0.0
+    """Learning rate of that step's update; 0 where it is not known."""
+    bubble: float | None = None
+    """Of a pipeline: the share of its latest steps in which its ranks did not compute."""
+    reason: str = ""
+    """Why a run without workers waits, why its work keeps failing, or which worker stays at one
+    thing; no other field is set then but step."""
+
+
+MAX_EVENTS: Final = 1024
+"""Events of a run in memory; up to twice as many until they are cut."""
+
+PAGE_EVENTS: Final = 100
+"""Events that are read for a watcher at once. One that does not read keeps them, about 2 KB
+each."""
+PAGE_BYTES: Final = 2**18
+"""Of the payloads that are read at once, if those that follow are like those before."""
+
+History = Callable[[RunId, EventSpan, int], Awaitable[Sequence[FeedEvent]]]
+"""Returns the first events of a span, so many at most; none when there are none, or the run is
+gone."""
+
+
+@dataclass(slots=True)
+class _Run:
+    events: list[FeedEvent] = field(default_factory=list)
+    """The newest ones; none once the run has ended."""
+    num_events: int = 0
+    last_wall_s: float = 0.0
+    progress: SegmentProgress | None = None
+    trouble: str = ""
+    """The effect that keeps failing since the newest event, and the reason."""
+    stall: str = ""
+    """Which worker stays at one thing."""
+    is_closed: bool = False
+    changed: asyncio.Event | None = None
+    """Set at the next change; made by the watcher that waits for it."""
+
+    def said(self, reason: str) -> SegmentProgress:
+        """Return the progress that says a reason; the steps that are made stay so."""
+        return SegmentProgress(step=self.progress.step if self.progress else 0, reason=reason)
+
+
+class Feed:
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._runs: dict[RunId, _Run] = {}
+        self.listeners: list[Callable[[RunId], None]] = []
+        """Called with every run of which there is something new, or that is dropped."""
+
+    def add_event(self, run_id: RunId, event: FeedEvent, *, is_last: bool) -> None:
+        """Append an event; indices are consecutive. is_last: the run has ended with it."""
+        if run_id not in self._runs:  # it is new, or resumed
+            self._runs[run_id] = _Run(num_events=event.index)
+        run = self._runs[run_id]
+        assert event.index == run.num_events
+        run.events.append(event)
+        run.num_events += 1
+        run.last_wall_s = event.wall_s
+        run.is_closed, run.trouble = is_last, ""
+        if is_last:
+            run.events, run.progress = [], None
+        elif len(run.events) > 2 * MAX_EVENTS:
+            del run.events[:-MAX_EVENTS]
+        self._wake(run_id, run)
+
+    def set_progress(self, run_id: RunId, progress: SegmentProgress | None) -> None:
+        """Replace the latest progress."""
+        run = self._runs.get(run_id)
+        if run is not None and not run.is_closed:
+            run.progress = progress
+            self._wake(run_id, run)
+
+    def set_trouble(self, run_id: RunId, reason: str, *, is_news: bool) -> None:
+        """Set what keeps failing, until the next event; watchers see it until there is progress.
+        is_news: they are told, who would else read the same sentence with other numbers."""
+        if run_id in self._runs:
+            run = self._runs[run_id]
+            run.trouble = reason
+            if is_news:
+                self.set_progress(run_id, run.said(reason))
+
+    def set_stall(self, run_id: RunId, reason: str) -> None:
+        """Set which worker stays at one thing; "" where none does any more. Watchers see it until
+        there is progress."""
+        run = self._runs.get(run_id)
+        if run is None or run.stall == reason:
+            return
+        before, run.stall = run.stall, reason
+        shown = run.progress.reason if run.progress is not None else ""
+        if reason or (before and shown == before):
+            self.set_progress(run_id, run.said(reason))
+
+    def trouble(self, run_id: RunId) -> str:
+        """Return what keeps failing, and why, or which worker stays at one thing; "" where all is
+        well."""
+        run = self._runs.get(run_id)
+        return (run.trouble or run.stall) if run else ""
+
+    def progress(self, run_id: RunId) -> SegmentProgress | None:
+        """Return the latest progress."""
+        run = self._runs.get(run_id)
+        return run.progress if run else None
+
+    def last_wall_s(self, run_id: RunId) -> float:
+        """Return when the newest event happened; 0 before the first."""
+        run = self._runs.get(run_id)
+        return run.last_wall_s if run else 0.0
+
+    def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
+        """Return the newest fact of a run that is wanted, of those in memory."""
+        run = self._runs.get(run_id)
+        events = reversed(run.events) if run else ()
+        return next((event.fact for event in events if is_wanted(event.fact)), None)
+
+    def forget(self, run_id: RunId) -> None:
+        """Drop a run that is at rest or deleted; its watchers end, with its events."""
+        run = self._runs.pop(run_id, None)
+        if run is not None:
+            run.is_closed = True
+        self._wake(run_id, run)
+
+    async def past(
+        self, run_id: RunId, span: EventSpan, max_events: int = PAGE_EVENTS
+    ) -> AsyncIterator[Sequence[FeedEvent]]:
+        """Yield the events of a span that have happened; max_events: that are read at once."""
+        num_events = min(max_events, PAGE_EVENTS)
+        while page := await self._history(run_id, span, num_events):
+            yield page
+            size = sum(len(event.payload) for event in page)
+            fitting = PAGE_BYTES * len(page) // max(size, 1)
+            num_events = min(max(fitting, 1), max_events)
+            span = span.after(page[-1].index)
+
+    async def watch(
+        self, run_id: RunId, span: EventSpan, num_events: int
+    ) -> AsyncIterator[FeedEvent | SegmentProgress]:
+        """Yield events of a span without an end, and progress between them, until the run has
+        ended; num_events: how many there are by now."""
+        run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
+        index = span.from_index
+        shown: SegmentProgress | None = None
+        while True:
+            while index < run.num_events:
+                first = run.num_events - len(run.events)
+                if index < first:
+                    asked = replace(span, from_index=index, before_index=first)
+                    events = await self._history(run_id, asked, PAGE_EVENTS)
+                    if not events and not span.kinds:  # the run was deleted
+                        return
+                    index = first if not events else index
+                else:
+                    events = run.events[index - first :]
+                for event in events:
+                    index = event.index + 1
+                    if span.wants(event.kind):
+                        yield event
+            if run.progress is not None and run.progress is not shown:
+                shown = run.progress
+                yield shown
+            if run.is_closed and index >= run.num_events:
+                return
+            if index >= run.num_events and (run.progress is None or run.progress is shown):
+                run.changed = run.changed or asyncio.Event()
+                await run.changed.wait()
+
+    def _wake(self, run_id: RunId, run: _Run | None) -> None:
+        if run is not None and run.changed is not None:
+            run.changed.set()
+            run.changed = None
+        for listener in self.listeners:
+            listener(run_id)
+
+
+# ---- run briefs ----
+#
+# Briefs of the runs that change, for everyone who follows all runs: each is made once, however
+# many follow, and twice a second at most.
+
+PAUSE_S: Final = 0.5
+"""Seconds between two looks at what has changed."""
+
+Brief = TypeVar("Brief")
+
+
+@dataclass(slots=True, eq=False)
+class Follower(Generic[Brief]):
+    """One who follows all runs, and what has not been taken yet: the newest brief of each run."""
+
+    waiting: dict[RunId, Brief | None] = field(default_factory=dict)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def news(self) -> Mapping[RunId, Brief | None]:
+        """Wait for changed runs; None: that one is gone."""
+        await self.has_news.wait()
+        self.has_news.clear()
+        news, self.waiting = self.waiting, {}
+        return news
+
+
+class RunBriefs(Generic[Brief]):
+    """The followers of all runs, and the runs that have changed since they were told."""
+
+    def __init__(
+        self,
+        brief_of: Callable[[RunId], Awaitable[Brief | None]],
+        do: Callable[[Coroutine[Any, Any, None], str], None],
+    ) -> None:
+        """brief_of: makes the brief of a run, None when it is gone; do: starts a chore under a
+        name."""
+        self._brief_of, self._do = brief_of, do
+        self._followers: list[Follower[Brief]] = []
+        self._changed: dict[RunId, None] = {}
+        self._is_telling = False
+
+    def note(self, run_id: RunId) -> None:
+        """Take in that there is something new of a run."""
+        if not self._followers:
+            return
+        self._changed[run_id] = None
+        if not self._is_telling:
+            self._is_telling = True
+            self._do(self._tell(), "tell who follows all runs")
+
+    @contextmanager
+    def follower(self) -> Iterator[Follower[Brief]]:
+        """Follow all runs, from now on."""
+        follower = Follower[Brief]()
+        self._followers.append(follower)
+        try:
+            yield follower
+        finally:
+            self._followers.remove(follower)
+
+    async def _tell(self) -> None:
+        """Tell all followers what has changed, until nothing has for one pause."""
+        try:
+            while self._changed and self._followers:
+                changed, self._changed = self._changed, {}
+                for run_id in changed:
+                    brief = await self._brief_of(run_id)
+                    for follower in self._followers:
+                        follower.waiting[run_id] = brief
+                        follower.has_news.set()
+                await asyncio.sleep(PAUSE_S)
+        finally:
+            self._is_telling = False
+
+
+# ---- run paces ----
+#
+# The paces of all active runs, by the clocks of this process: what progress says of the time.
+
+LOOK_PAUSE_S: Final = 0.5
+"""Seconds between two looks at one run, however often it has new progress."""
+_BEFORE_TRAINING: Final = ("BUILDING", "WAITING")
+
+
+@dataclass(frozen=True, slots=True)
+class RunTime:
+    """What is said of the time of a run."""
+
+    epoch: float
+    elapsed_s: float
+    eta_s: float | None
+    """None: nobody can say."""
+    may_end_early: bool
+
+
+class Paces:
+    def __init__(
+        self,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._monotonic, self._wall = monotonic, wall
+        self._paces: dict[RunId, Pace] = {}
+        self._looked_s: dict[RunId, float] = {}
+
+    def look(
+        self, world: World, run: RunRecord, shown: SegmentProgress | None, *, anew: bool = False
+    ) -> None:
+        """Take in what a run has done by now; shortly after the last look only with `anew`."""
+        now_s, looked_s = self._monotonic(), self._looked_s.get(run.run_id)
+        if not anew and looked_s is not None and now_s - looked_s < LOOK_PAUSE_S:
+            return
+        self._looked_s[run.run_id] = now_s
+        status = shown_status_of(run, world)
+        step = max(status.step, shown.step if shown else 0)
+        trains = status.phase is RunPhase.RUNNING and status.strategy_phase not in _BEFORE_TRAINING
+        pace = self._paces.get(run.run_id, Pace())
+        done = step + status.counts.part_done
+        self._paces[run.run_id] = pace.seen(now_s, done, trains=trains)
+
+    def forget(self, run_id: RunId) -> None:
+        """Drop a run that has ended."""
+        self._paces.pop(run_id, None)
+        self._looked_s.pop(run_id, None)
+
+    def time_of(self, run: RunRecord, status: Status, step: int) -> RunTime:
+        """Return what is said of the time of a run that has done so many steps."""
+        pace, counts = self._paces.get(run.run_id), status.counts
+        may_say = pace is not None and counts.is_even and status.phase is RunPhase.RUNNING
+        evaluation = run.job.evaluation
+        return RunTime(
+            epoch=epoch_of(step, counts.steps_per_epoch),
+            elapsed_s=max(self._wall() - run.submitted_wall_s, 0.0),
+            eta_s=pace.eta_s(self._monotonic(), status.num_steps) if pace and may_say else None,
+            may_end_early=evaluation is not None and evaluation.stop is not None,
+        )
+
+
+# ---- waiting reasons ----
+#
+# Publishes why a run waits when no fact says it: missing workers, and work that fails and is
+# retried.
+
+
+def with_refused(reason: str, refused: str) -> str:
+    """Return why a run waits for workers, with the sentence about those that were refused."""
+    return f"{reason}; {refused}" if reason and refused else reason
+
+
+def say_what_is_missing(
+    feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId], refused: str = ""
+) -> None:
+    """Publish as progress the sentence about missing workers of these runs (all runs, where the
+    cluster changed) when it is another one; clear it once there are workers, but for what keeps
+    failing or stays at one thing, which is not over then. refused: the sentence
+    about workers that were refused."""
+    looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
+    for run_id in looked_at:
+        run, shown = state.runs[run_id], feed.progress(run_id)
+        reason = "" if run.ended is not None else why_waiting(run, world)
+        if reason and draws_in_secret(run.job):
+            reason = shown_status_of(run, world).reason
+        reason = with_refused(reason, refused)
+        if reason and (shown is None or shown.reason != reason):
+            feed.set_progress(run_id, SegmentProgress(reason=reason))
+        elif not reason and shown is not None and shown.reason not in ("", feed.trouble(run_id)):
+            feed.set_progress(run_id, None)
+
+
+def say_what_fails(feed: Feed, state: CoordinatorState, effect: Effect, tries: FailedTries) -> None:
+    """Publish, until the next fact of the run, which effect keeps failing and why, how often it was
+    tried, and when it is tried next."""
+    kind, run = type(effect).__name__, state.runs.get(effect.run_id)
+    of_all = f" of {MAX_TRIES}" if tries.retry is TryAgain.LIMITED else ""
+    count = (
+        f"tried {tries.num_limited if of_all else tries.num}{of_all} times since "
+        f"{_moment(tries.since_s)}, next at {_moment(tries.next_s)}"
+    )
+    if run is not None and draws_in_secret(run.job):
+        what = "the training of a client" if kind == "TrainClient" else kind
+        told = f"{what} keeps failing and is tried again; {WHY} ({count})"
+    else:
+        worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
+        where = f" on {worker_id}" if worker_id else ""
+        log = f"the log of {worker_id or 'the coordinator'} says more"
+        told = f"{kind}{where} keeps failing and is tried again: {tries.reason} ({count}; {log})"
+    feed.set_trouble(effect.run_id, told, is_news=tries.is_news)
+
+
+def _moment(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# ---- counted progress ----
+#
+# Publishes the progress of runs that count rounds or generations: it changes with their facts.
+
+
+def publish_counts(feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId]) -> None:
+    """Publish that the counts of these runs are other ones, where they have no steps of their
+    own; the numbers themselves are taken from the state."""
+    for run_id in changed & state.runs.keys():
+        status = shown_status_of(state.runs[run_id], world)
+        if status.phase is RunPhase.RUNNING and status.counts.unit != RunCounts().unit:
+            feed.set_progress(run_id, SegmentProgress())

@@ -1,0 +1,196 @@
+"""Remembers which workers asked to be registered and were refused, and why.
+
+Never journaled: a worker asks again by itself, so that the next leader knows soon. The number, the
+text and the time are limited, and one caller cannot drive out the entries of another. Who did not
+prove to be a worker, where that is asked for, is never noted: see `rpc/server.py`, which calls this
+for admitted calls alone.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from stratagem.common.base.errors import PermissionDeniedError, StandbyError, StratagemError
+from stratagem.common.base.ids import RunId
+from stratagem.common.base.text import printable
+from stratagem.common.identity.callers import current_caller
+from stratagem.coordinator.core.strategy_calls import WHY
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import worker_pb2
+
+# ---- refused workers ----
+
+MAX_REFUSED: Final = 64
+FORGET_S: Final = 180.0
+"""Longer than any worker waits before it asks again."""
+MAX_NAME_CHARS: Final = 80
+MAX_REASON_CHARS: Final = 400
+MAX_TOLD: Final = 3
+"""Refused workers that the reason of a waiting run names."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRegistration:
+    """The last refusal of a worker that is not registered under this name."""
+
+    worker_id: str
+    address: str
+    reason: str
+    owner: str
+    asked_s: float
+    num_times: int = 1
+
+
+class Refusals:
+    """The refused workers by name; `on_change` is called when what they say has changed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: dict[str, RefusedRegistration] = {}
+        self.on_change: Callable[[], None] = lambda: None
+
+    def note(self, request: pb.RegisterWorkerRequest, error: StratagemError) -> None:
+        """Note that an admitted caller's registration was refused."""
+        if isinstance(error, StandbyError):
+            return  # the leader will say
+        caller, name, address = current_caller(), request.worker_id, request.address
+        if isinstance(error, PermissionDeniedError) and caller.cert_id is not None:
+            name, address = caller.cert_id.name, ""  # the one that it gives is not its own
+        name = _clipped(name, MAX_NAME_CHARS) or "without a name"
+        known = self._refused.pop(name, None)
+        now = self._refused[name] = RefusedRegistration(
+            worker_id=name,
+            address=_clipped(address, MAX_NAME_CHARS),
+            reason=_clipped(str(error), MAX_REASON_CHARS),
+            owner=caller.owner,
+            asked_s=self._clock(),
+            num_times=1 if known is None else known.num_times + 1,
+        )
+        self._keep_room()
+        if known is None or (known.address, known.reason) != (now.address, now.reason):
+            self.on_change()
+
+    def forget(self, worker_id: str) -> None:
+        """Forget the refusals of a worker that is registered now."""
+        if self._refused.pop(worker_id, None) is not None:
+            self.on_change()
+
+    def forget_old(self) -> None:
+        """Forget those that have not asked for long."""
+        since_s = self._clock() - FORGET_S
+        old = [name for name, each in self._refused.items() if each.asked_s <= since_s]
+        for name in old:
+            del self._refused[name]
+        if old:
+            self.on_change()
+
+    def messages(self) -> list[pb.RefusedWorker]:
+        """Return all of them by name, as messages."""
+        now_s = self._clock()
+        return [
+            pb.RefusedWorker(
+                worker_id=each.worker_id,
+                address=each.address,
+                reason=each.reason,
+                silent_s=max(0.0, now_s - each.asked_s),
+                num_times=each.num_times,
+            )
+            for each in self._sorted()
+        ]
+
+    def sentence(self) -> str:
+        """Return who asked and was refused, for the reason of a run that waits; "" for nobody."""
+        told = self._sorted()
+        parts = [
+            f"{each.worker_id}{each.address and f' at {each.address}'} asked and was refused: "
+            f"{each.reason}"
+            for each in told[:MAX_TOLD]
+        ]
+        if len(told) > MAX_TOLD:
+            parts.append(f"{len(told) - MAX_TOLD} more were refused, see `stratagem workers`")
+        return "; ".join(parts)
+
+    def _sorted(self) -> Sequence[RefusedRegistration]:
+        return [self._refused[name] for name in sorted(self._refused)]
+
+    def _keep_room(self) -> None:
+        """Forget one of the caller with the most entries, that which asked longest ago."""
+        if len(self._refused) <= MAX_REFUSED:
+            return
+        [(owner, _)] = Counter(each.owner for each in self._refused.values()).most_common(1)
+        del self._refused[next(n for n, each in self._refused.items() if each.owner == owner)]
+
+
+def _clipped(text: str, max_chars: int) -> str:
+    cut = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+    return printable(cut, is_line=True)
+
+
+# ---- stalled plans ----
+#
+# Says which worker of a run stays at one thing, by what the workers report of their torch threads.
+#
+# While one of them is at something of its own, the others wait for it, and that one is named. A
+# worker reports again to the next coordinator, so nothing of this is kept.
+
+
+@dataclass(frozen=True, slots=True)
+class StalledPlan:
+    """A plan that does not come on; see Stall in worker.proto."""
+
+    worker_id: str
+    seconds: float
+    activity: str = ""
+    place: str = ""
+    awaits: str = ""
+
+
+@dataclass(slots=True)
+class StalledPlans:
+    """The plans that do not come on now, by run."""
+
+    _of_run: dict[RunId, dict[Hashable, StalledPlan]] = field(default_factory=dict)
+
+    def note(self, run_id: RunId, plan: Hashable, worker_id: str, stall: worker_pb2.Stall) -> bool:
+        """Take in what a worker reports of a plan; without seconds it comes on, or has ended.
+        Return whether it does not."""
+        plans = self._of_run.setdefault(run_id, {})
+        plans.pop(plan, None)
+        is_stalled = 0 < stall.seconds < float("inf")
+        if is_stalled:
+            told = (stall.activity, stall.place, stall.awaits)
+            plans[plan] = StalledPlan(worker_id, stall.seconds, *told)
+        if not plans:
+            del self._of_run[run_id]
+        return is_stalled
+
+    def sentence(self, run_id: RunId, *, is_secret: bool = False) -> str:
+        """Return the sentence about a run, "" where all plans come on. is_secret: nobody may read
+        who has a plan of it."""
+        plans = self._of_run.get(run_id, {}).values()
+        if plans and is_secret:
+            longest_s = max(plan.seconds for plan in plans)
+            return f"a worker has been at one thing for over {_span(longest_s)}; {WHY}"
+        return sentence_of(plans) if plans else ""
+
+
+def sentence_of(plans: Collection[StalledPlan]) -> str:
+    """Return the sentence about plans of a run that do not come on, of which there are some."""
+    own = [plan for plan in plans if not plan.awaits] or plans
+    first, num_more = max(own, key=lambda plan: plan.seconds), len(own) - 1
+    told = f"{first.worker_id} has been at {first.activity} for over {_span(first.seconds)}"
+    place = f"{first.place}; " if first.place else ""
+    told += f" ({place}its log has the stack)"
+    if first.awaits:
+        told = f"{first.worker_id} has waited for over {_span(first.seconds)} for {first.awaits}"
+    if num_more:
+        told += f", and so {'has 1 more worker' if num_more == 1 else f'have {num_more} more'}"
+    return told
+
+
+def _span(seconds: float) -> str:
+    if seconds < 180:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

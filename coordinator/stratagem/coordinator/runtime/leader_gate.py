@@ -1,0 +1,123 @@
+"""Admits calls only while this coordinator leads; refuses all of them before and after.
+
+A server starts with its gate shut: each call is refused with the reason, and with the leader's
+address as far as the lease names it. Health reports the same: "" is SERVING while the gate is open;
+LIVE is SERVING from the start, for probes that ask only whether the process is well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2
+
+from stratagem.common.base.errors import StandbyError
+from stratagem.common.rpc.health_service import HealthService
+from stratagem.coordinator.store.lead import Holder, Lease
+from stratagem.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+LIVE: Final = "live"
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+log = structlog.get_logger()
+
+
+class LeaderGate(grpc.GenericRpcHandler):
+    """The CoordinatorService of a server that is started before this coordinator leads."""
+
+    def __init__(self, address: str, health: HealthService) -> None:
+        """Set up shut; address: host:port at which others reach this coordinator."""
+        self.address = address
+        self._health = health
+        self._refusing = _handlers_of(_Refusing(self))
+        self._serving: grpc.GenericRpcHandler | None = None
+        self._is_open = False
+        self._reason = "waits for the lead"
+        self._leader: Holder | None = None
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        serving = self._serving if self._is_open else None
+        return (serving or self._refusing).service(handler_call_details)
+
+    @property
+    def is_open(self) -> bool:
+        """Return True while this coordinator leads, as far as it knows, and serves."""
+        return self._is_open
+
+    async def open(
+        self, servicer: coordinator_pb2_grpc.CoordinatorServiceServicer | None = None
+    ) -> None:
+        """Admit calls, to this servicer or to the previous one."""
+        if servicer is not None:
+            self._serving = _handlers_of(servicer)
+        self._leader, self._is_open = None, True
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def shut(self, reason: str) -> None:
+        """Refuse all calls from now on, until the gate is opened again."""
+        log.info("serving no one", reason=reason)
+        self._reason, self._is_open = reason, False
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def say(self, reason: str) -> None:
+        """Set the reason that refusals give: what this coordinator does now."""
+        self._reason, self._leader = reason, None
+
+    def note_leader(self, seen: Lease) -> None:
+        """Record that another coordinator leads. May be called from any thread."""
+        if seen.holder != self._leader and seen.holder is not None:
+            log.info("standing by", leader=seen.holder.name, address=seen.holder.address)
+        self._leader = seen.holder
+
+    def refusal(self) -> StandbyError:
+        """Return the error that says why a call is refused now."""
+        leader = self._leader
+        if leader is None:
+            return StandbyError(f"the coordinator at {self.address} {self._reason}")
+        where = f" at {leader.address}" if leader.address else ""
+        return StandbyError(
+            f"the coordinator at {self.address} stands by: {leader.name}{where} leads",
+            leader.address,
+        )
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        await self._health.set("", status)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+
+
+class _Refusing:
+    """Raises the refusal from every method of the service."""
+
+    def __init__(self, entrance: LeaderGate) -> None:
+        async def refuse(_request: object, _context: object) -> object:
+            raise entrance.refusal()
+
+        async def refuse_stream(_request: object, _context: object) -> Any:
+            raise entrance.refusal()
+            yield
+
+        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        for method in service.methods:
+            setattr(self, method.name, refuse_stream if method.server_streaming else refuse)
+
+
+class _Collector:
+    """A stand-in for a server that keeps the handlers which the generated code would add to one."""
+
+    handler: grpc.GenericRpcHandler
+
+    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        (self.handler,) = handlers
+
+    def add_registered_method_handlers(self, _service: str, _handlers: object) -> None:
+        """Ignore these: the generic handler has them, too."""
+
+
+def _handlers_of(servicer: Any) -> grpc.GenericRpcHandler:
+    collector: Any = _Collector()
+    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, collector)
+    handler: grpc.GenericRpcHandler = collector.handler
+    return handler

@@ -1,0 +1,380 @@
+"""Leases of the workers: renewed by heartbeats, expired by one timer, never journaled.
+
+Only the loss that an expired lease leads to is a fact. When a coordinator takes over, every worker
+that the journal calls alive gets a full ttl: nothing expires while no coordinator leads, nor while
+this process is frozen, because the leader's clock leaves that time out.
+"""
+
+import asyncio
+import math
+import random
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import grpc.aio
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UnavailableError
+from stratagem.common.base.ids import RunId
+from stratagem.common.process.process import HEARTBEATS_PER_TTL
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.runtime.supervisor import Chores
+from stratagem.v1 import coordinator_pb2 as pb
+
+# ---- heartbeat pace ----
+#
+# How often workers beat and how long their leases are: a function of how many are alive.
+#
+# A beat costs the coordinator the same whoever sends it, so thousands of workers beat more seldom
+# and their leases grow with the interval. Pure: the number alive comes in, the two spans come out.
+
+BEATS_PER_S: Final = 500.0
+"""The interval grows when workers would send more than this, all of them together."""
+LONGEST_INTERVAL_S: Final = 10.0
+"""What the number of workers alone makes of the interval at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatPace:
+    """How often a worker beats, and after which silence it is lost; both in seconds."""
+
+    interval_s: float
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PaceRule:
+    """The pace of a few workers, from which that of many follows; both in seconds."""
+
+    shortest_s: float
+    ttl_s: float
+
+    def of(self, num_alive: int) -> HeartbeatPace:
+        """Return the pace for a number of workers. A lease outlives as many late beats as that of a
+        few workers does, in beats and in seconds."""
+        many_s = min(num_alive / BEATS_PER_S, LONGEST_INTERVAL_S)
+        return self.pace(max(self.shortest_s, many_s))
+
+    def pace(self, interval_s: float) -> HeartbeatPace:
+        """Return the pace with an interval that is at least the shortest one."""
+        more_s = interval_s - self.shortest_s
+        return HeartbeatPace(interval_s, self.ttl_s + HEARTBEATS_PER_TTL * more_s)
+
+
+# ---- heartbeat leases ----
+
+
+class _Lease(NamedTuple):
+    """When the last beat came, in leader time, and how long a silence the lease outlives."""
+
+    beat_s: float
+    ttl_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.beat_s + self.ttl_s
+
+
+class Leases:
+    def __init__(
+        self,
+        rule: PaceRule,
+        clock: Callable[[], float],
+        lose: Callable[[Member, str, float], Awaitable[object]],
+        on_drop: Callable[[Member], None] = lambda _member: None,
+    ) -> None:
+        """Set up without leases; clock: leader time; lose: called with each member whose lease has
+        expired, the reason and the seconds since its last beat; on_drop: with each that holds one
+        no longer, for whatever reason."""
+        self.rule = rule
+        self._clock = clock
+        self._lose = lose
+        self._on_drop = on_drop
+        self._leases: dict[Member, _Lease] = {}
+        self._planned_s = -math.inf
+        """Leader time at which leases are looked at next."""
+        self._sooner = asyncio.Event()
+        self._is_deaf = False
+
+    @property
+    def pace(self) -> HeartbeatPace:
+        """Return how often workers are to beat now, and how long their leases are."""
+        return self.rule.of(len(self._leases))
+
+    def grant(self, members: Iterable[Member], ttl_s: float) -> None:
+        """Give each of these members a lease from now."""
+        for member in members:
+            self._set(member, ttl_s)
+
+    def suspend(self) -> None:
+        """Stop expiring leases: no heartbeat can arrive from now on."""
+        self._is_deaf = True
+
+    def resume(self) -> None:
+        """Expire leases again, with a full ttl for each from now."""
+        self._is_deaf = False
+        for member, lease in list(self._leases.items()):
+            self._set(member, lease.ttl_s)
+        self._sooner.set()
+
+    def renew(self, member: Member, ttl_s: float) -> bool:
+        """Renew a member's lease. Return False when the member holds none (any more)."""
+        if member not in self._leases:
+            return False
+        self._set(member, ttl_s)
+        return True
+
+    def drop(self, member: Member) -> None:
+        """End the lease of a member that is lost or was replaced; its later beats are ignored."""
+        self._leases.pop(member, None)
+        self._on_drop(member)
+
+    def silent_s(self, member: Member) -> float | None:
+        """Return the seconds since the member's last beat; None without a lease."""
+        lease = self._leases.get(member)
+        return None if lease is None else self._clock() - lease.beat_s
+
+    def longest_silence_s(self) -> float:
+        """Return the seconds since the last beat of the member silent for longest; 0 without
+        members."""
+        now_s = self._clock()
+        return now_s - min((lease.beat_s for lease in self._leases.values()), default=now_s)
+
+    async def expire(self) -> None:
+        """Watch for leases that run out, until cancelled."""
+        while True:
+            expired = self._expired()
+            for member, _ in expired:
+                self.drop(member)
+            # Losses that are decided together share one transaction.
+            now_s = self._clock()
+            losses = (
+                self._lose(member, f"no heartbeat for {lease.ttl_s:g} s", now_s - lease.beat_s)
+                for member, lease in expired
+            )
+            await asyncio.gather(*losses)
+            await self._until_next()
+
+    def _expired(self) -> list[tuple[Member, _Lease]]:
+        now, leases = self._clock(), {} if self._is_deaf else self._leases
+        return [(member, lease) for member, lease in leases.items() if lease.end_s <= now]
+
+    def _set(self, member: Member, ttl_s: float) -> None:
+        lease = self._leases[member] = _Lease(self._clock(), ttl_s)
+        if lease.end_s < self._planned_s:
+            self._sooner.set()
+
+    async def _until_next(self) -> None:
+        """Wait until the first lease ends, or one is given that ends sooner: thousands that
+        register, or beat, wake nobody."""
+        self._sooner.clear()
+        ends = () if self._is_deaf else self._leases.values()
+        self._planned_s = min((lease.end_s for lease in ends), default=math.inf)
+        wait_s = max(0.01, self._planned_s - self._clock())
+        try:
+            async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
+                await self._sooner.wait()
+        except TimeoutError:
+            return
+
+
+# ---- heartbeat streams ----
+#
+# The standing calls over which workers send their heartbeats, one for each start of a worker.
+#
+# A message on a stream that is open costs a fraction of a call. Each renews the lease and is
+# answered with the pace that the number of workers asks for; what cannot wait for a beat, the end
+# of the run that a worker was started for, is said at once. That a stream breaks means nothing: the
+# lease decides.
+
+LEAST_GAP_S: Final = 0.05
+"""Beats that come faster wait, in the end with their sender."""
+LASTS_S: Final = 900.0
+"""A stream is ended after this: the next one goes over a connection with the newest certificate."""
+
+Receive = Callable[[], Awaitable[pb.HeartbeatStreamRequest | None]]
+Send = Callable[[pb.HeartbeatStreamResponse], Awaitable[None]]
+
+_jitter: Final = random.Random()
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One call, as messages come and go. check_caller: raises when the caller counts no more."""
+
+    receive: Receive
+    send: Send
+    check_caller: Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    member: Member
+    for_run: RunId
+    send: Send
+    interval_s: float
+    """What the worker was told last."""
+    limit: asyncio.Timeout
+    num_beats: int = 0
+    is_draining: bool = False
+    has_ended: bool = False
+    why: Exception | None = None
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def end(self, why: Exception | None) -> None:
+        """End the call, wherever it waits: with OK, or with an error."""
+        if not self.has_ended:
+            self.has_ended, self.why = True, why
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+
+class HeartbeatStreams:
+    """The streams that are open to this coordinator. Lives on the event loop."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        term: int,
+        is_over: Callable[[RunId], bool],
+        is_known: Callable[[RunId], bool],
+        drain: Callable[[Member], Awaitable[object]],
+        *,
+        lasts_s: float = LASTS_S,
+    ) -> None:
+        """is_over: whether a run has ended, or is not known; drain: called once a worker says on a
+        stream that it drains."""
+        self._leases, self._term, self._drain = leases, term, drain
+        self._is_over, self._is_known = is_over, is_known
+        self._lasts_s = lasts_s
+        self._streams: dict[Member, _Stream] = {}
+        self._for_run: defaultdict[RunId, set[_Stream]] = defaultdict(set)
+        self._chores = Chores()
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of streams that are open."""
+        return len(self._streams)
+
+    async def serve(
+        self, member: Member, for_run: RunId, first: pb.HeartbeatStreamRequest, wire: Wire
+    ) -> None:
+        """Take the beats of a worker until either side ends the call, from its first message on.
+
+        Raises NotFoundError once the worker is not registered (any more).
+        """
+        shortest_s = self._leases.rule.shortest_s
+        stream = _Stream(member, for_run, wire.send, shortest_s, asyncio.timeout(None))
+        try:
+            async with stream.limit:
+                self._open(stream)
+                try:
+                    await self._take_beats(stream, first, wire)
+                finally:
+                    self._close(stream)
+        except TimeoutError:
+            if not stream.has_ended:
+                raise
+            if stream.why is not None:
+                raise stream.why from None
+
+    def end(self, member: Member) -> None:
+        """End the stream of a member that holds no lease any more."""
+        if member in self._streams:
+            self._streams[member].end(_unknown(member))
+
+    def end_all(self, why: Exception) -> None:
+        """End all streams with an error; the workers find out who leads."""
+        for stream in list(self._streams.values()):
+            stream.end(why)
+
+    def tell_released(self, run_id: RunId) -> None:
+        """Tell the workers that were started for a run that it is over."""
+        for stream in self._for_run.get(run_id, ()):
+            self._chores.do(self._push(stream), f"release {stream.member.worker_id}")
+
+    async def close(self) -> None:
+        """End all streams, since this coordinator ends."""
+        self.end_all(UnavailableError("this coordinator ends"))
+        await self._chores.close()
+
+    def _open(self, stream: _Stream) -> None:
+        older = self._streams.get(stream.member)
+        if older is not None:
+            older.end(None)
+        self._streams[stream.member] = stream
+        if stream.for_run:
+            self._for_run[stream.for_run].add(stream)
+
+    def _close(self, stream: _Stream) -> None:
+        stream.has_ended = True
+        if self._streams.get(stream.member) is stream:
+            del self._streams[stream.member]
+        if stream.for_run:
+            self._for_run[stream.for_run].discard(stream)
+            if not self._for_run[stream.for_run]:
+                del self._for_run[stream.for_run]
+
+    async def _take_beats(
+        self, stream: _Stream, first: pb.HeartbeatStreamRequest, wire: Wire
+    ) -> None:
+        now_s = asyncio.get_running_loop().time
+        # Streams that were opened together are not to be opened anew together.
+        end_s = now_s() + self._lasts_s * _jitter.uniform(0.5, 1.0)
+        beat: pb.HeartbeatStreamRequest | None = first
+        while beat is not None:
+            came_s = now_s()
+            wire.check_caller()
+            await self._take(stream, beat)
+            if came_s >= end_s:
+                return
+            beat = await wire.receive()
+            if beat is not None:
+                _check_nameless(beat)
+                if (early_s := came_s + LEAST_GAP_S - now_s()) > 0:
+                    await asyncio.sleep(early_s)
+
+    async def _take(self, stream: _Stream, beat: pb.HeartbeatStreamRequest) -> None:
+        pace = self._leases.pace
+        # Until the worker has read this answer it beats as it was told before.
+        slowest_s = max(pace.interval_s, stream.interval_s)
+        if not self._leases.renew(stream.member, self._leases.rule.pace(slowest_s).ttl_s):
+            raise _unknown(stream.member)
+        stream.interval_s = pace.interval_s
+        if beat.draining and not stream.is_draining:
+            stream.is_draining = True
+            await self._drain(stream.member)
+        stream.num_beats += 1
+        await self._say(stream)
+
+    async def _say(self, stream: _Stream) -> None:
+        released = bool(stream.for_run) and self._is_over(stream.for_run)
+        async with stream.writing:
+            await stream.send(
+                pb.HeartbeatStreamResponse(
+                    term=self._term,
+                    time_s=time.time(),
+                    num_beats=stream.num_beats,
+                    interval_s=stream.interval_s,
+                    lease_ttl_s=self._leases.rule.pace(stream.interval_s).ttl_s,
+                    released=released,
+                    run_unknown=released and not self._is_known(stream.for_run),
+                )
+            )
+
+    async def _push(self, stream: _Stream) -> None:
+        with suppress(grpc.aio.BaseError):  # it has just ended; the next one is told as it begins
+            await self._say(stream)
+
+
+def _unknown(member: Member) -> NotFoundError:
+    return NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
+
+
+def _check_nameless(beat: pb.HeartbeatStreamRequest) -> None:
+    for name in ("worker_id", "incarnation", "for_run"):
+        if getattr(beat, name):
+            text = "is said in the first message of the stream, and not again"
+            raise InvalidInputError.at(name, text)

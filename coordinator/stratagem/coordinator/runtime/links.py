@@ -1,0 +1,349 @@
+"""The coordinator's connections to workers: one link per start of a worker, for all calls to it.
+
+A link owns a channel and turns status codes into our errors. Nothing else in the coordinator dials
+a worker: a tunnelled one is dialled here through the hub of its streams, and nothing above knows.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.ids import RunId
+from stratagem.common.base.text import is_loopback
+from stratagem.common.rpc.channel import PLAINTEXT, DelegatingChannel, Proof, open_channel
+from stratagem.common.rpc.probe import explain
+from stratagem.common.rpc.status_codes import from_rpc_error, shown
+from stratagem.common.tensors.files import FileSource
+from stratagem.common.tensors.local_files import Near, Take, place
+from stratagem.common.tensors.stream import frame
+from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.runtime.relay import RelayHub
+from stratagem.v1 import tensor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+
+# ---- worker links ----
+
+PROBE_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
+_MAX_TROUBLE_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSession:
+    """A session of a party on a worker, at the membership that calls about it belong to."""
+
+    member: Member
+    run_id: RunId
+    party: str
+    membership: int
+
+    @property
+    def ref(self) -> types_pb2.SessionRef:
+        """Return the name of the session, which the worker knows it by."""
+        return session(self.run_id, self.party)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCalls:
+    """Calls that request one snapshot."""
+
+    link: "WorkerLink"
+    request: worker_pb2.GetStateRequest
+    """Without an offset and a place."""
+
+    def __call__(self, offset: int) -> grpc.aio.UnaryStreamCall[Any, Any]:
+        """Request it from an offset on."""
+        return self._call(offset, "")
+
+    def near(self, take: Take) -> Near | None:
+        """Return how it is read from a file of the worker; None beyond this machine."""
+        return Near(self._beside, take, self.link.leave) if self.link.place else None
+
+    def _beside(self) -> grpc.aio.UnaryStreamCall[Any, Any]:
+        return self._call(0, self.link.place)
+
+    def _call(self, offset: int, place: str) -> grpc.aio.UnaryStreamCall[Any, Any]:
+        # A message of its own for each call: gRPC reads it later, in a task.
+        request = worker_pb2.GetStateRequest(offset=offset, place=place)
+        request.MergeFrom(self.request)
+        return self.link.stub.GetState(request)
+
+
+class WorkerLink:
+    def __init__(
+        self, member: Member, address: str, term: int, proof: Proof, relay: RelayHub
+    ) -> None:
+        """address: host:port of the worker; "" for one that is reached through its tunnel."""
+        self.member = member
+        self.address = address
+        self.is_near = is_loopback(address.rpartition(":")[0])
+        """Whether the worker is on this machine, and may read files that are open here."""
+        self._proof = proof
+        self._term = term
+        self._relay = relay
+        target = address or relay.target(member)
+        self._channel = open_channel(target, proof, is_shallow=True, to_worker=member.worker_id)
+        if not address:
+            self._channel = _TunnelChannel(self._channel, lambda: relay.check_open(member))
+        self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    def leave(self) -> None:
+        """Offer the worker no files, and read none of its, any more: it cannot be done."""
+        self.is_near = False
+
+    @property
+    def place(self) -> str:
+        """Return where this process is, for a worker that may name files to be read; else ""."""
+        return place() if self.is_near else ""
+
+    def fence(self, membership: int) -> types_pb2.Fence:
+        """Return the term and the membership that this coordinator believes to be current."""
+        return types_pb2.Fence(term=self._term, membership=membership)
+
+    async def execute(
+        self, request: worker_pb2.ExecuteRequest
+    ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
+        """Yield the messages of an execution. Raises UnavailableError when the stream breaks."""
+        call = self.stub.Execute(request)
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+        raise UnavailableError(f"worker {self.member.worker_id} ended the stream early")
+
+    async def answers(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+        """Return True when exactly this start of the worker answers at its address."""
+        return not await self.trouble(timeout_s)
+
+    async def trouble(self, timeout_s: float) -> str:
+        """Return why this start of the worker does not answer at its address, as gRPC says it; ""
+        when it does."""
+        try:
+            described = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return _how_silent(error, timeout_s)
+        except UnavailableError as error:
+            return str(error)
+        is_same = described.incarnation == self.member.incarnation
+        return "" if is_same else "another worker process answers there"
+
+    async def why_silent(self) -> str:
+        """Return why a worker does not answer, where its identity or its tunnel is the reason;
+        else ""."""
+        if not self.address:
+            return self._relay.silence(self.member)
+        proof, name = self._proof, self.member.worker_id
+        return await asyncio.to_thread(explain, self.address, proof, name)
+
+    async def close_session(
+        self, run_id: RunId, session: types_pb2.SessionRef | None = None
+    ) -> None:
+        """Have the worker forget one session of a run, or without one the run, its blobs included.
+        Raises when it does not answer."""
+        fence = self.fence(0)
+        request = worker_pb2.CloseSessionRequest(fence=fence, run_id=run_id, session=session)
+        await _answered(self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S))
+
+    async def abort(self, at: WorkerSession) -> None:
+        """Have the worker end what runs in a session."""
+        request = worker_pb2.AbortRequest(
+            fence=self.fence(at.membership), session=at.ref, reason="no longer needed"
+        )
+        await _answered(self.stub.Abort(request, timeout=CLOSE_TIMEOUT_S))
+
+    def snapshot(
+        self, at: WorkerSession, number: int, base: str = "", *, of_mirror: bool = False
+    ) -> "SnapshotCalls":
+        """Return what requests a snapshot of a session; base: name of one whose bytes are here.
+        of_mirror: that of the member before this one."""
+        request = worker_pb2.GetStateRequest(
+            fence=self.fence(at.membership),
+            session=at.ref,
+            snapshot=number,
+            base=base,
+            of_mirror=of_mirror,
+        )
+        return SnapshotCalls(self, request)
+
+    def outputs(
+        self, at: WorkerSession, number: int
+    ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
+        """Return a function that requests the outputs that a session has kept at the end of a
+        segment, from an offset on."""
+
+        def request(offset: int) -> worker_pb2.GetStateRequest:
+            return worker_pb2.GetStateRequest(
+                fence=self.fence(at.membership), session=at.ref, outputs=number, offset=offset
+            )
+
+        return lambda offset: self.stub.GetState(request(offset))
+
+    def kept(
+        self, at: WorkerSession, number: int
+    ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
+        """Return a function that requests what a member alone had at the end of a segment, from an
+        offset on."""
+
+        def request(offset: int) -> worker_pb2.GetStateRequest:
+            return worker_pb2.GetStateRequest(
+                fence=self.fence(at.membership), session=at.ref, kept=number, offset=offset
+            )
+
+        return lambda offset: self.stub.GetState(request(offset))
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+class Links:
+    """The links that are open, by member."""
+
+    def __init__(self, term: int, relay: RelayHub, proof: Proof = PLAINTEXT) -> None:
+        self._term = term
+        self._proof = proof
+        self._relay = relay
+        self._links: dict[Member, WorkerLink] = {}
+
+    def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
+        """Return the link to a member; raises UnavailableError when this start of it is gone."""
+        if not _is_alive(member, state):
+            raise UnavailableError(f"worker {member.worker_id} is lost")
+        record = state.workers[member.worker_id]
+        link = self._links.get(member)
+        if link is None or link.address != record.address:
+            link = self._links[member] = self.open(member, record.address)
+        return link
+
+    def open(self, member: Member, address: str) -> WorkerLink:
+        """Open a separate link to a worker that may not be registered yet; the caller closes it."""
+        return WorkerLink(member, address, self._term, self._proof, self._relay)
+
+    def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
+        """Forget the links to members that are gone and return them; the caller closes them."""
+        lost = [member for member in self._links if not _is_alive(member, state)]
+        return [self._links.pop(member) for member in lost]
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for link in self._links.values():
+            await link.close()
+        self._links.clear()
+
+
+def _is_alive(member: Member, state: CoordinatorState) -> bool:
+    record = state.workers.get(member.worker_id)
+    return record is not None and record.member == member and record.is_alive
+
+
+class _TunnelChannel(DelegatingChannel):
+    """A channel whose calls raise UnavailableError at once while the worker keeps no tunnel open:
+    gRPC would only say that a socket was closed."""
+
+    def __init__(self, inner: grpc.aio.Channel, check_open: Callable[[], None]) -> None:
+        self._inner, self._check_open = inner, check_open
+
+    def _present(self) -> grpc.aio.Channel:
+        return self._inner
+
+    def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = getattr(self._inner, kind)(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._check_open()
+            return inner(*args, **kwargs)
+
+        return call
+
+
+def _how_silent(error: grpc.aio.AioRpcError, timeout_s: float) -> str:
+    """Return the part of what gRPC says of a failed call that helps a person."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer within {timeout_s:g} s"
+    details = error.details() or error.code().name
+    if "resolv" in details or "lookup" in details:
+        return "its host name cannot be resolved here"
+    if "Connection refused" in details:
+        return "connection refused"
+    return shown(details, _MAX_TROUBLE_BYTES)
+
+
+async def _answered(call: Awaitable[object]) -> None:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def session(run_id: RunId, party: str) -> types_pb2.SessionRef:
+    """Return the name of a session on a worker."""
+    return types_pb2.SessionRef(run_id=run_id, party=party)
+
+
+def state_ref(base: Base) -> worker_pb2.StateRef:
+    """Return a committed state as a protobuf message."""
+    return worker_pb2.StateRef(
+        segment=base.segment, step=base.step, digest=base.digest, streams=base.streams
+    )
+
+
+# ---- broadcast ----
+#
+# Chunks of one file, shared by several receivers that read it at about the same time.
+#
+# A chunk is read, checksummed and framed once; the newest ones are kept, so a receiver that is
+# slightly behind finds them ready, and one that is far behind makes its own. Memory is a few
+# chunks, whatever the file's size and the number of receivers. Runs on the event loop.
+
+NUM_KEPT: Final = 4
+
+
+class SharedFrames:
+    """The frames of the range that `source` reads, which is total_bytes long."""
+
+    def __init__(
+        self,
+        source: FileSource,
+        total_bytes: int,
+        check: Callable[[int, bytes], None],
+        offer: Callable[[], tensor_pb2.OpenFile | None],
+    ) -> None:
+        """Set up without reading; check is called with the offset and bytes of each frame once it
+        is made. offer: to who reads the same bytes by itself, as long as this lives."""
+        self.offer = offer
+        self._source = source
+        self._check = check
+        self._total_bytes = total_bytes
+        self._kept: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # (frame, bytes of data)
+
+    def __call__(self, offset: int) -> Iterator[bytes]:
+        """Yield the frames from an offset on."""
+        pieces: Iterator[bytes] | None = None  # stands at the offset, or is not open
+        while offset < self._total_bytes:
+            made = self._kept.get(offset)
+            if made is None:
+                if pieces is None:
+                    pieces = self._source(offset)
+                made = self._keep(offset, next(pieces))
+            else:
+                pieces = None
+            yield made[0]
+            offset += made[1]
+
+    def _keep(self, offset: int, piece: bytes) -> tuple[bytes, int]:
+        made = frame(offset, piece)
+        self._check(offset, made)
+        self._kept[offset] = made, len(piece)
+        if len(self._kept) > NUM_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[offset]

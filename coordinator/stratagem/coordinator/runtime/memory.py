@@ -1,0 +1,86 @@
+"""Collects garbage in small portions, so that no call waits for all that a coordinator holds.
+
+Python's own collector looks, now and then, at every object: with the standing calls of ten thousand
+workers that takes a second, in which nothing is answered, and finds nearly nothing. Here what is
+new is looked at several times a second and then set aside (`gc.freeze`): what no circle refers to
+is freed all the same. Only once the process has grown by half is everything looked at. What is
+there at the start is code for the most part, which a fork shares with its template until it looks.
+"""
+
+import asyncio
+import gc
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+# ---- garbage collection ----
+
+COLLECTION_PAUSE_S: Final = 0.25
+GROWTH: Final = 1.5
+"""Everything is looked at when there are so many times the blocks that the last look has left, or
+that were there at the start."""
+LEAST_BLOCKS: Final = 500_000
+"""A smaller process counts as one of so many: it would grow by half with its first workers."""
+
+
+class Portions:
+    """What has been looked at, and how much there was."""
+
+    def __init__(self, num_blocks: Callable[[], int] = sys.getallocatedblocks) -> None:
+        """num_blocks: how much memory Python's objects take now."""
+        self._num_blocks = num_blocks
+        self._num_left = num_blocks()
+
+    def collect(self) -> None:
+        """Collect what is new, or everything where much has become of it, and set it aside."""
+        if self._num_blocks() >= GROWTH * max(self._num_left, LEAST_BLOCKS):
+            gc.unfreeze()
+            gc.collect()
+            self._num_left = self._num_blocks()
+        else:
+            gc.collect(1)
+        gc.freeze()
+
+
+@asynccontextmanager
+async def small_portions(pause_s: float = COLLECTION_PAUSE_S) -> AsyncIterator[None]:
+    """Collect in portions inside the context."""
+    task = asyncio.create_task(_collect_in_portions(Portions(), pause_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _collect_in_portions(portions: Portions, pause_s: float) -> None:
+    while True:
+        portions.collect()
+        await asyncio.sleep(pause_s)
+
+
+# ---- malloc trim ----
+#
+# Returns free memory to the system in the pauses between transfers.
+#
+# The allocator is tuned to keep memory that it once had (common/process/process.py), which makes
+# transfers fast; how much it keeps depends on how many chunks once waited for the disk together. In
+# a pause that memory is not needed.
+
+TRIM_PAUSE_S: Final = 10.0
+
+
+async def rest(
+    num_bytes_moved: Callable[[], int],
+    give_back: Callable[[], object],
+    pause_s: float = TRIM_PAUSE_S,
+) -> None:
+    """Call give_back once in every pause of at least pause_s seconds, until cancelled."""
+    given = seen = num_bytes_moved()
+    while True:
+        await asyncio.sleep(pause_s)
+        now = num_bytes_moved()
+        if now == seen and now != given:
+            await asyncio.to_thread(give_back)
+            given = now
+        seen = now

@@ -1,0 +1,380 @@
+"""Keeps one task per pending effect: started when it appears, retried with backoff until it leaves
+the set or is given up, then cancelled. core/effect_failures.py says which failures are tried again.
+
+A cancelled task may clean up; closing waits for that, too. Effects that need compute slots start
+when all of them are free.
+
+Level-triggered: what must run is read off the set, never remembered. One of the two places that
+catch every exception, because a failing effect must be reported and tried again.
+"""
+
+import asyncio
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final, NoReturn
+
+import grpc
+import grpc.aio
+import structlog
+
+from stratagem.common.base.errors import (
+    StratagemError,
+    UnavailableError,
+    leaves,
+    sole,
+    told,
+    without_frames,
+)
+from stratagem.common.base.ids import RunId
+from stratagem.common.base.retry import Backoff
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.coordinator.core.effect_failures import TROUBLE, FailedTries
+from stratagem.coordinator.core.effects import Effect, EvaluateState, Request, grant, slots
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.observe.logs import ids_of
+
+# ---- effect supervisor ----
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 5.0
+GRACE_S = 5.0
+"""Seconds that close waits for stopped tasks to end before it gives up on them."""
+_OF_PROXIES: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
+"""Codes that none of our errors has, and that gRPC makes of HTTP 500 and 404."""
+
+log = structlog.get_logger()
+
+
+class RunSupervisor:
+    def __init__(
+        self,
+        perform: Callable[[Effect], Awaitable[None]],
+        give_up: Callable[[Effect, FailedTries], Awaitable[None]],
+        on_trouble: Callable[[Effect, FailedTries], None] = lambda effect, tries: None,
+    ) -> None:
+        """Set up without tasks. give_up takes an effect out of the set that is not to be tried
+        again; on_trouble is called with every effect that keeps failing."""
+        self._perform, self._give_up = perform, give_up
+        self._on_trouble = on_trouble
+        self._tasks: dict[Effect, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Tasks that are stopped but have not ended yet."""
+        self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
+        """The effects that have a task."""
+        self._failed: dict[Effect, FailedTries] = {}
+        """Those of effects that fail, until one goes well."""
+        self._waiting: list[Request[Effect, Member]] = []
+        self._yielded: set[Effect] = set()
+        self.num_failures: Counter[str] = Counter()
+        """Attempts that failed, by effect."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of effects that wait for compute slots."""
+        return len(self._waiting)
+
+    def by_kind(self) -> tuple[Counter[str], Counter[str]]:
+        """Return the number of effects by kind that run, and the number that wait for compute
+        slots."""
+        running = Counter(type(effect).__name__ for effect in self._tasks)
+        return running, Counter(type(request.key).__name__ for request in self._waiting)
+
+    def reconcile(self, effects: frozenset[Effect], of: Collection[RunId] | None = None) -> None:
+        """Start and stop tasks so that exactly these effects run: all effects of the runs `of` or,
+        with None, of all runs."""
+        concerned = self._of_run if of is None else set(of)
+        running = [started for run_id in concerned for started in self._of_run.get(run_id, ())]
+        ended = [effect for effect in running if effect not in effects]
+        known = {request.key for request in self._waiting}
+        self._waiting = [
+            request
+            for request in self._waiting
+            if request.key in effects or (of is not None and request.key.run_id not in concerned)
+        ]
+        unqueued = known - {request.key for request in self._waiting}
+        left = {old: self._failed.pop(old) for old in (*ended, *unqueued) if old in self._failed}
+        for effect in ended:
+            self._stop(effect)
+        new = [e for e in effects if e not in self._tasks and e not in known]
+        for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
+            # Members that change do not mend what fails for another reason.
+            failed = next((left[old] for old in left if _is_same_request(effect, old)), None)
+            if failed is not None and not failed.are_too_many:
+                self._failed[effect] = failed
+            self._enqueue(effect, succeeds=any(_is_same_work(effect, old) for old in ended))
+        self._start_granted()
+
+    def yield_slots(self, effect: Effect) -> None:
+        """Free the slots of an effect that continues: what is left of it needs no compute."""
+        if effect in self._tasks:
+            self._yielded.add(effect)
+            self._start_granted()
+
+    async def close(self) -> None:
+        """Stop all effects and wait until they have ended, those stopped earlier included."""
+        self._waiting.clear()
+        for effect in list(self._tasks):
+            self._stop(effect)
+        if self._ending:
+            _, left = await asyncio.wait(self._ending, timeout=GRACE_S)
+            for task in left:
+                log.error("effect does not end", effect=task.get_name(), waited_s=GRACE_S)
+
+    def _enqueue(self, effect: Effect, *, succeeds: bool) -> None:
+        needed = slots(effect)
+        request = Request(effect, needed)
+        if not needed:
+            self._start(effect)
+        elif succeeds:
+            # The same segment with other members keeps its turn.
+            self._waiting.insert(0, request)
+        else:
+            self._waiting.append(request)
+
+    def _start_granted(self) -> None:
+        if not self._waiting:
+            return
+        busy = self._tasks.keys() - self._yielded
+        taken = [slot for effect in busy for slot in slots(effect)]
+        granted = grant(self._waiting, taken)
+        self._waiting = [request for request in self._waiting if request not in granted]
+        for request in granted:
+            self._start(request.key)
+
+    def _start(self, effect: Effect) -> None:
+        name = f"{type(effect).__name__} {effect.run_id}"
+        self._tasks[effect] = asyncio.create_task(self._persist(effect), name=name)
+        self._of_run[effect.run_id].add(effect)
+
+    def _stop(self, effect: Effect) -> None:
+        task = self._tasks.pop(effect)
+        self._failed.pop(effect, None)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.cancel()
+        self._yielded.discard(effect)
+        self._of_run[effect.run_id].discard(effect)
+        if not self._of_run[effect.run_id]:
+            del self._of_run[effect.run_id]
+
+    async def _persist(self, effect: Effect) -> None:
+        """Perform an effect until the task is cancelled."""
+        try:
+            await self._keep_trying(effect)
+        except asyncio.CancelledError as end:
+            # The task keeps it, whose frames keep the task.
+            raise without_frames(end) from None
+
+    async def _keep_trying(self, effect: Effect) -> NoReturn:
+        backoff, tries = (
+            Backoff(FIRST_RETRY_S, LAST_RETRY_S),
+            self._failed.get(effect, FailedTries()),
+        )
+        while True:
+            pause_s, were_too_many = backoff.next_s(), tries.are_too_many
+            tries = await self._attempt(effect, tries, pause_s)
+            stop_if_cancelled()
+            self._failed[effect] = tries
+            if tries.are_too_many and not were_too_many:
+                continue  # it is given up at once
+            if tries.num >= TROUBLE:
+                self._on_trouble(effect, tries)
+            # What was done has usually taken the effect out of the set, and this task with it.
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, effect: Effect, tries: FailedTries, pause_s: float) -> FailedTries:
+        """Perform the effect once, or give it up where it has failed too often; return the tries
+        that have failed by now."""
+        bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
+        began_s = time.monotonic()
+        try:
+            await (self._give_up(effect, tries) if tries.are_too_many else self._perform(effect))
+        except asyncio.CancelledError:  # gRPC raises it, too, where a channel closes under a call
+            stop_if_cancelled()
+            reason = "a call that it waited for was cancelled"
+            bound.info("effect was cut off, trying again", pause_s=pause_s)
+            failed = self._counted(effect, tries, [UnavailableError(reason)], reason, began_s)
+        except Exception as error:  # the task supervisor
+            stop_if_cancelled()  # what fails on the way out is not tried again
+            reason, errors = told(error), [_ours(leaf) for leaf in leaves(error)]
+            failed = self._counted(effect, tries, errors, reason, began_s)
+            if failed.is_defect:
+                bound.error("effect raised", reason=reason, pause_s=pause_s, exc_info=sole(error))
+            else:
+                bound.warning("effect failed", reason=reason, pause_s=pause_s)
+            del errors  # one has this frame
+        else:
+            return FailedTries()
+        # A failure to give up is none of the effect's own.
+        return tries if tries.are_too_many else replace(failed, next_s=time.time() + pause_s)
+
+    def _counted(
+        self,
+        effect: Effect,
+        tries: FailedTries,
+        errors: Sequence[BaseException],
+        reason: str,
+        began_s: float,
+    ) -> FailedTries:
+        self.num_failures[type(effect).__name__] += 1
+        lasted_s = time.monotonic() - began_s
+        return tries.and_another(effect, errors, reason, time.time(), lasted_s)
+
+
+def _ours(error: BaseException) -> BaseException:
+    """Return an error as one of ours where gRPC has raised it.
+
+    A proxy on the way that is out of order answers with codes that say nothing of the worker, and a
+    channel that somebody has closed is opened anew.
+    """
+    told, call = error, error.__cause__
+    if isinstance(error, grpc.RpcError):
+        told, call = from_rpc_error(error), error
+    is_of_a_proxy = isinstance(call, grpc.RpcError) and call.code() in _OF_PROXIES
+    if (type(told) is StratagemError and is_of_a_proxy) or (
+        isinstance(error, grpc.aio.UsageError) and "closed" in str(error).lower()
+    ):
+        return UnavailableError(str(told))
+    return told
+
+
+def _is_same_request(new: Effect, old: Effect) -> bool:
+    """Return True where the new effect asks for what the old one has not done, maybe of others.
+
+    A success ends with a fact that removes its effect, and what is asked for after it differs in
+    one of these, so that no failure before a success counts any more.
+    """
+
+    def asked(effect: Effect) -> tuple[object, ...]:
+        return tuple(getattr(effect, name, None) for name in ("client", "attempt", "step"))
+
+    # A state is evaluated after each round, with nothing by which one is known from the next.
+    is_told_apart = not isinstance(new, EvaluateState)
+    return is_told_apart and _is_same_work(new, old) and asked(new) == asked(old)
+
+
+def _is_same_work(new: Effect, old: Effect) -> bool:
+    """Return True where the new effect keeps the turn of the old one."""
+
+    def work(effect: Effect) -> tuple[object, ...]:
+        segment = getattr(effect, "segment", getattr(effect, "round_num", None))
+        return (
+            type(effect),
+            effect.run_id,
+            effect.party if hasattr(effect, "party") else "",
+            segment,
+        )
+
+    return work(new) == work(old)
+
+
+# ---- chores ----
+#
+# Background tasks that nothing waits for: a chore outlives its caller, but not the process.
+
+
+class Chores:
+    """The chores that are under way. An error of one is logged; the next one of its kind makes up
+    for it."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def do(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
+        """Start a chore; `what` names it in the log."""
+        task = asyncio.create_task(coroutine, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def close(self) -> None:
+        """Cancel all chores and wait for their end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        error = error and sole(error)
+        if isinstance(error, UnavailableError):  # a worker that is gone needs nothing more
+            log.info("chore not done", what=task.get_name(), reason=told(error))
+        elif isinstance(error, OSError | StratagemError):
+            log.warning("chore failed", what=task.get_name(), reason=told(error))
+        elif error is not None:
+            log.error("chore failed", what=task.get_name(), exc_info=error)
+
+
+# ---- task group ----
+#
+# Task groups that keep a cancellation apart from a failure of one of their tasks.
+#
+# A TaskGroup of Python before 3.13 that is cancelled while one of its tasks fails raises the
+# failure alone. Code that catches failures and continues must ask here whether it should. Such a
+# group also counts its own task as cancelled permanently when a member fails after the body has
+# ended, so code that may ask later uses `task_group`.
+
+
+def stop_if_cancelled() -> None:
+    """Raise CancelledError when the cancellation of the present task was requested."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling() > 0:
+        raise asyncio.CancelledError
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Open an asyncio.TaskGroup whose failures leave no cancellation behind."""
+    group = asyncio.TaskGroup()
+    was_requested = False
+    try:
+        async with group:
+            try:
+                yield group
+            finally:
+                was_requested = _has_cancelled_its_task(group)
+    finally:
+        task = asyncio.current_task()
+        if task is not None and not was_requested and _has_cancelled_its_task(group):
+            task.uncancel()
+
+
+def _has_cancelled_its_task(group: asyncio.TaskGroup) -> bool:
+    if sys.version_info >= (3, 13):
+        return False  # it takes that back by itself
+    return bool(group._parent_cancel_requested)  # type: ignore[attr-defined]
+
+
+# ---- throttle ----
+#
+# Runs a chore once for all requests that arrive meanwhile, with a pause between two runs.
+
+
+class Paced:
+    """A chore that runs at most once per pause, however often it is asked for; runs on the event
+    loop."""
+
+    def __init__(self, chore: Callable[[], Awaitable[None]], pause_s: float) -> None:
+        """Set up without a run; pause_s: from the end of one run to the beginning of the next."""
+        self._chore = chore
+        self._pause_s = pause_s
+        self._is_asked = False
+        self._next_s = time.monotonic()
+        self._lock = asyncio.Lock()
+
+    async def ask(self) -> None:
+        """Have the chore run, beginning after this call; returns at once when such a run is due
+        anyway."""
+        if self._is_asked:
+            return
+        self._is_asked = True
+        async with self._lock:
+            await asyncio.sleep(max(0.0, self._next_s - time.monotonic()))
+            self._is_asked = False
+            try:
+                await self._chore()
+            finally:
+                self._next_s = time.monotonic() + self._pause_s

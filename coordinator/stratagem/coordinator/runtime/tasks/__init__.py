@@ -1,1 +1,0 @@
-"""Tasks of the event loop: one for each pending effect, chores, and groups that end together."""

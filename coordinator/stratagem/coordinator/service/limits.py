@@ -1,0 +1,188 @@
+"""Limits on the fields of requests, apart from those that jobs and tensor streams check.
+
+Owns the sizes that are not settings: no deployment needs other ones, and every caller's code relies
+on them. Knows no state.
+"""
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from stratagem.common.base.errors import ConflictError, InvalidInputError, LimitError
+from stratagem.common.base.ids import Incarnation, Party, RunId, check_party
+from stratagem.common.base.text import is_printable, printable, split_address
+from stratagem.common.identity.callers import NOBODY, Caller
+from stratagem.common.rpc.admission import RETRY_AFTER_S
+from stratagem.coordinator.core.commands import Ending
+from stratagem.v1 import coordinator_pb2, types_pb2
+
+# ---- request limits ----
+
+MAX_NOTE_CHARS: Final = 2000
+MAX_REASON_CHARS: Final = 1000
+MAX_WORD_CHARS: Final = 256
+MAX_LABELS: Final = 256
+MAX_ENDPOINT_BYTES: Final = 64 * 2**10
+
+_HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+
+
+def check_note(note: str) -> None:
+    """Check the sentence that a client gives for a run's log."""
+    if len(note) > MAX_NOTE_CHARS:
+        raise LimitError(f"note: {len(note)} characters, the limit is {MAX_NOTE_CHARS}")
+    _check_printable("note", note)
+
+
+def clipped_reason(reason: str) -> str:
+    """Return a worker's reason for a failure, cut to the length that a log needs."""
+    return printable(reason[:MAX_REASON_CHARS], is_line=True)
+
+
+def check_address(address: str) -> None:
+    """Check for HOST:PORT and nothing else: gRPC would also take unix sockets, name servers and
+    more."""
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise InvalidInputError.at("address", str(error)) from None
+    if port == 0 or not (_HOST.fullmatch(host) or _is_bracketed_v6(host)):
+        raise InvalidInputError.at("address", f"{address[:80]!r} is not HOST:PORT")
+
+
+def check_capability(capability: types_pb2.Capability) -> None:
+    """Check the capability that a worker reports: it is journaled and displayed."""
+    for name in ("device", "device_name", "numerics_fingerprint", "data_plane", "code_policy"):
+        _check_word(f"capability.{name}", getattr(capability, name))
+    _check_word("capability.numerics_description", capability.numerics_description, 4)
+    for name in ("local_data", "tags"):
+        values = getattr(capability, name)
+        if len(values) > MAX_LABELS:
+            raise LimitError(f"capability.{name}: {len(values)} entries, the limit is {MAX_LABELS}")
+        for index, value in enumerate(values):
+            _check_word(f"capability.{name}[{index}]", value)
+
+
+def check_endpoint(endpoint: bytes) -> None:
+    """Check the endpoint that a member gives to the others at the rendezvous."""
+    if len(endpoint) > MAX_ENDPOINT_BYTES:
+        raise LimitError(f"endpoint: {len(endpoint)} bytes, the limit is {MAX_ENDPOINT_BYTES}")
+
+
+class Places:
+    """A limited number of places for open calls, with a limit of how many of them one caller may
+    take."""
+
+    def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
+        """Set up with all places free; setting: the name of the first limit, and the prefix of the
+        other one's."""
+        self._setting, self._limit, self._limit_each = setting, limit, limit_each
+        self._taken = Counter[str]()
+
+    @contextmanager
+    def taken(self, caller: Caller = NOBODY) -> Iterator[None]:
+        """Take a place. Raises LimitError when all are taken, or all that the caller may have."""
+        of_all = self._taken.total()
+        if of_all >= self._limit:
+            raise LimitError(
+                f"{self._setting}: {of_all} are open, the limit is {self._limit}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        own = self._taken[caller.owner]
+        if caller.is_known and self._limit_each is not None and own >= self._limit_each:
+            raise LimitError(
+                f"{self._setting}_each: {caller.name} has {own} open, the limit for one caller is "
+                f"{self._limit_each}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._taken[caller.owner] += 1
+        try:
+            yield
+        finally:
+            self._taken[caller.owner] -= 1
+            if not self._taken[caller.owner]:
+                del self._taken[caller.owner]
+
+
+class Keys:
+    """A set of keys of which only one call at a time may hold each."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._held: set[Hashable] = set()
+
+    @property
+    def held(self) -> Collection[Hashable]:
+        return self._held
+
+    @contextmanager
+    def holding(self, key: Hashable, shown: str) -> Iterator[None]:
+        """Hold a key. Raises ConflictError while another call holds it."""
+        if key in self._held:
+            raise ConflictError(f"another stream {self._what} {shown}")
+        self._held.add(key)
+        try:
+            yield
+        finally:
+            self._held.discard(key)
+
+
+def _check_word(field: str, value: str, times: int = 1) -> None:
+    limit = times * MAX_WORD_CHARS
+    if len(value) > limit:
+        raise LimitError(f"{field}: {len(value)} characters, the limit is {limit}")
+    _check_printable(field, value)
+
+
+def _check_printable(field: str, value: str) -> None:
+    if not is_printable(value):
+        raise InvalidInputError.at(field, f"{value[:80]!r} has control characters")
+
+
+def _is_bracketed_v6(host: str) -> bool:
+    if not (host.startswith("[") and host.endswith("]")):
+        return False
+    try:
+        return ipaddress.ip_address(host[1:-1].partition("%")[0]).version == 6
+    except ValueError:
+        return False
+
+
+# ---- previous exit ----
+#
+# Decodes how the previous process of a registering worker ended, as the worker reports it.
+#
+# It is journaled and displayed, so it is cut down to what it should be; nothing in it is a reason
+# to keep a worker out.
+
+MAX_LINES: Final = 10
+MAX_LINE_CHARS: Final = 300
+MAX_STATUS: Final = 1 << 16
+
+
+def ending_of(request: coordinator_pb2.RegisterWorkerRequest) -> Ending | None:
+    """Return how the previous process ended; None where the request does not say."""
+    told = request.previous_exit
+    if not told.incarnation:
+        return None
+    try:
+        party = check_party(told.session.party) if told.session.party else Party("")
+    except InvalidInputError:
+        return Ending(Incarnation(told.incarnation))
+    status = told.status if told.HasField("status") else None
+    return Ending(
+        incarnation=Incarnation(told.incarnation),
+        status=None if status is None or abs(status) > MAX_STATUS else status,
+        is_stopped=told.stopped,
+        run_id=RunId(told.session.run_id) if told.knows_work else None,
+        party=party,
+        step=told.step if told.HasField("step") else None,
+        lines=tuple(_line(text) for text in told.last_lines[-MAX_LINES:]),
+    )
+
+
+def _line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_LINE_CHARS])

@@ -1,0 +1,573 @@
+"""Answers queries about runs: active ones from memory, those at rest from the journal."""
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from heapq import merge, nsmallest
+from itertools import islice
+from typing import Final
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, OutOfRangeError
+from stratagem.common.base.ids import Digest, Party, RunId, check_run_id, check_worker_id
+from stratagem.common.history import Columns, Series, clipped, joined, shortened
+from stratagem.common.history.columns import part_of
+from stratagem.common.history.recording import is_of_newest_segment, pack_columns, unpack
+from stratagem.common.schema.json import dump_json, thawed
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.commands import EventSpan
+from stratagem.coordinator.core.fact_text import sentence
+from stratagem.coordinator.core.facts import KINDS, ROOT, Member, Setting
+from stratagem.coordinator.core.run_view import CommitView, RunView, view_of
+from stratagem.coordinator.core.state import (
+    CoordinatorState,
+    RunPhase,
+    RunRecord,
+    WorkerRecord,
+    World,
+)
+from stratagem.coordinator.core.strategy_calls import draws_in_secret, shown_status_of, why_waiting
+from stratagem.coordinator.observe.feed import (
+    PAGE_EVENTS,
+    PAUSE_S,
+    Feed,
+    FeedEvent,
+    Paces,
+    RunBriefs,
+    SegmentProgress,
+    with_refused,
+)
+from stratagem.coordinator.observe.history import SentRows, rows_in_flight
+from stratagem.coordinator.runtime.rendezvous import Arrival
+from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, behind, cut_to
+from stratagem.v1 import coordinator_pb2, types_pb2
+from stratagem.v1 import coordinator_pb2 as pb
+
+# ---- run queries ----
+
+MAX_PAGE_BYTES: Final = 2 * 2**20
+"""Size of a page with several runs; one alone is never larger than a message."""
+
+READ_AT_ONCE: Final = 16
+"""Runs at rest that are read at once: a few KB each, but each may be as large as a job."""
+
+
+_FIRST: Final = (-math.inf, RunId(""))
+"""A place before those of all runs."""
+
+
+class Runs:
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self._briefs = RunBriefs(self._brief, app.env.chores.do)
+        app.feed.listeners.append(self._briefs.note)
+
+    async def view(self, run_id: str) -> RunView:
+        """Return one run. Raises NotFoundError."""
+        views = await self._views([RunId(run_id)])
+        if not views:
+            raise NotFoundError(f"run {run_id!r} is not known")
+        return views[0]
+
+    async def info(self, run_id: str) -> coordinator_pb2.RunInfo:
+        """Return one run as a message. Raises NotFoundError."""
+        return self._info_of(await self.view(run_id))
+
+    def _info_of(self, view: RunView) -> coordinator_pb2.RunInfo:
+        is_pinned = view.run_id in self.app.loop.state.pinned
+        return run_info(view, self.app.path_of, pinned=is_pinned)
+
+    async def watch(self) -> AsyncIterator[coordinator_pb2.WatchRunsResponse]:
+        """Yield the briefs of all runs, newest first, and then of those that have changed."""
+        with self._briefs.follower() as follower:
+            run_ids = self._newest_first()
+            while at_once := list(islice(run_ids, READ_AT_ONCE)):
+                views = await self._views(at_once)
+                runs = [self._brief_of(view) for view in views]
+                yield coordinator_pb2.WatchRunsResponse(runs=runs, time_s=time.time())
+            yield coordinator_pb2.WatchRunsResponse(is_complete=True, time_s=time.time())
+            while True:
+                news = await follower.news()
+                runs = [brief for brief in news.values() if brief is not None]
+                deleted = [run_id for run_id, brief in news.items() if brief is None]
+                yield coordinator_pb2.WatchRunsResponse(
+                    runs=runs, deleted=deleted, is_complete=True, time_s=time.time()
+                )
+                await asyncio.sleep(PAUSE_S)
+
+    async def _brief(self, run_id: RunId) -> coordinator_pb2.RunBrief | None:
+        views = await self._views([run_id])
+        return self._brief_of(views[0]) if views else None
+
+    def _brief_of(self, view: RunView) -> coordinator_pb2.RunBrief:
+        run = self.app.loop.state.runs.get(view.run_id)
+        return run_brief(view, None if run is None else self.progress_of(run))
+
+    def progress_of(self, run: RunRecord) -> coordinator_pb2.RunProgress | None:
+        """Return the latest progress of a run."""
+        shown = self.app.feed.progress(run.run_id)
+        return None if shown is None else progress(self.app.paces, self.app.loop.world, run, shown)
+
+    async def page(self, page_token: str) -> coordinator_pb2.ListRunsResponse:
+        """Return the runs behind the token, newest first, as many as fit into one message.
+
+        The token is the position of the last run of a page, so that deleting that run does no harm.
+        """
+        run_ids = self._newest_first(_place_in(page_token) if page_token else _FIRST)
+        response = coordinator_pb2.ListRunsResponse()
+        num_bytes = 0
+        while at_once := list(islice(run_ids, READ_AT_ONCE)):
+            for view in await self._views(at_once):
+                info = self._info_of(view)
+                num_bytes += info.ByteSize()
+                if response.runs and num_bytes > MAX_PAGE_BYTES:
+                    last = response.runs[-1]
+                    response.next_page_token = f"{last.submitted_at_s!r} {last.run_id}"
+                    return response
+                response.runs.append(info)
+        return response
+
+    def _newest_first(self, behind: tuple[float, RunId] = _FIRST) -> Iterator[RunId]:
+        """Yield the runs that there are now behind a place among all, newest first."""
+        state = self.app.loop.state
+        active = sorted((-run.submitted_wall_s, run.run_id) for run in state.runs.values())
+        places = merge(active, state.ended.by_submission.behind(behind))
+        return (run_id for place, run_id in places if (place, run_id) > behind)
+
+    async def _views(self, run_ids: Sequence[RunId]) -> list[RunView]:
+        """Return those of the runs that exist, in this order; they may be deleted meanwhile."""
+        read: dict[RunId, RunView] = {}
+        asked: set[RunId] = set()
+        # One that is active may come to rest while others are read.
+        while left := [r for r in run_ids if r in self.app.loop.state.ended and r not in asked]:
+            read.update(await self.app.loop.recorded.views(left))
+            asked.update(left)
+        runs = self.app.loop.state.runs  # one may have been resumed meanwhile
+        views = (
+            self._live(runs[run_id]) if run_id in runs else read.get(run_id) for run_id in run_ids
+        )
+        return [view for view in views if view is not None]
+
+    def _live(self, run: RunRecord) -> RunView:
+        feed = self.app.feed
+        view = view_of(self.app.loop.world, run, feed.last_wall_s(run.run_id))
+        shown = feed.progress(run.run_id)
+        trouble = feed.trouble(run.run_id)  # as of a commit, while the run trains on
+        is_waiting = run.ended is None and why_waiting(run, self.app.loop.world) != ""
+        refused = self.app.refusals.sentence() if is_waiting else ""
+        said = with_refused(view.reason, refused)
+        reason = trouble or said or (shown.reason if shown else "")
+        # As its watchers see it: the open segment's steps that are made count, too.
+        step = max(view.step, shown.step if shown else 0)
+        return view.model_copy(update={"reason": reason, "step": step})
+
+
+def _place_in(page_token: str) -> tuple[float, RunId]:
+    wall_s, _, run_id = page_token.partition(" ")
+    try:
+        return -float(wall_s), RunId(check_run_id(run_id))
+    except ValueError:
+        text = f"{page_token[:80]!r} is not from an earlier answer"
+        raise InvalidInputError.at("page_token", text) from None
+
+
+# ---- worker queries ----
+#
+# Answers queries about workers: page by page, since there may be thousands.
+
+MAX_PAGE_SIZE: Final = 500
+"""Workers that are made into one answer: other calls wait for so long."""
+"""Size of a page with several workers."""
+
+
+def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
+    """Return the workers behind the token, by name: at most page_size, or without one all of them.
+
+    The token is the name of the last worker of a page, who may be gone when the next one is asked
+    for.
+    """
+    if page_token:
+        check_worker_id(page_token)
+    state, limit = app.loop.state, min(page_size, MAX_PAGE_SIZE)
+    found = _behind(list(state.workers.values()), page_token, limit)
+    refused = () if page_token else app.refusals.messages()
+    response, num_bytes = pb.ListWorkersResponse(refused=refused), 0
+    for info in worker_infos(state, found, app.silent_s):
+        num_bytes += info.ByteSize()
+        if limit and response.workers and num_bytes > MAX_PAGE_BYTES:
+            break
+        response.workers.append(info)
+    are_more = len(response.workers) < len(found) or (limit and len(found) == limit)
+    if are_more and response.workers:
+        response.next_page_token = response.workers[-1].worker_id
+    return response
+
+
+def _behind(workers: Sequence[WorkerRecord], token: str, limit: int) -> list[WorkerRecord]:
+    """Return the first workers behind a name, in order; limit: 0 for all."""
+    behind = [worker for worker in workers if worker.member.worker_id > token]
+    num_wanted = limit or len(behind)
+    return nsmallest(num_wanted, behind, key=lambda worker: worker.member.worker_id)
+
+
+# ---- history queries ----
+#
+# Answers queries about the step history of runs: what is stored of segments that have ended, and
+# what is in memory of those in flight.
+#
+# Decides nothing. Reads segments in pages, between which the journal goes on.
+
+MAX_ROWS: Final = 65_536
+"""Of one series in one answer."""
+MAX_NAMES: Final = 256
+"""Parties, or series, that one request names."""
+MESSAGE_ROWS: Final = 16_384
+"""Of one message: fewer bytes than the largest message has, also where nothing is compressed."""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """The rows of one party, by series, as they are read."""
+
+    ended: dict[Series, list[Columns]] = field(default_factory=dict)
+    in_flight: dict[Series, Columns] = field(default_factory=dict)
+    stride: int = 1
+    last_segment: int = -1
+    """The newest segment that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryQueries:
+    """Queries of one app."""
+
+    app: App
+
+    async def blocks(
+        self, request: pb.GetHistoryRequest, root_segment: int
+    ) -> AsyncIterator[pb.HistoryBlock]:
+        """Yield the rows that a request asks for, party by party and series by series.
+
+        root_segment: the newest one that the run has trained; what is stored behind it was trained
+        before the run returned to an earlier commit.
+        """
+        _check(request)
+        run_id = RunId(request.run_id)
+        stored = await self.app.loop.recorded.history_parties(run_id)
+        known = sorted({*stored, *self.app.history.parties(run_id)})
+        for party in known:
+            if not _is_wanted(party, request.parties or [ROOT]):
+                continue
+            limit = root_segment if _counts_as_root(party) else None
+            gathered = await self._read(request, party, limit)
+            sent = self.app.history.sent(run_id, party)
+            await asyncio.to_thread(_add_tail, gathered, sent, request.series)
+            for series in sorted({*gathered.ended, *gathered.in_flight}):
+                for block in await asyncio.to_thread(_blocks, request, party, series, gathered):
+                    yield block
+
+    async def _read(
+        self, request: pb.GetHistoryRequest, party: Party, limit: int | None
+    ) -> _Gathered:
+        gathered, last, step = _Gathered(), -1, 0
+        run_id, span = RunId(request.run_id), _span_of(request)
+        while page := await self.app.loop.recorded.history(run_id, party, span, last):
+            last = page[-1].segment
+            kept = page if limit is None else await asyncio.to_thread(_up_to, limit, page)
+            if kept and is_of_newest_segment(party):
+                kept = kept[-1:]
+                gathered.ended.clear()
+            for row, rows in zip(kept, await asyncio.to_thread(_unpacked, kept), strict=True):
+                for series, columns in rows.items():
+                    if _is_wanted(series.name, request.series or ["*"]):
+                        # What was read before may have been merged with what follows since.
+                        its = gathered.ended.setdefault(series, [])
+                        its.append(behind(columns, step) if row.from_step < step else columns)
+                step = max(step, row.to_step)
+            gathered.stride = max([gathered.stride, *(row.stride for row in kept)])
+            gathered.last_segment = max([gathered.last_segment, *(row.segment for row in kept)])
+        return gathered
+
+
+def _counts_as_root(party: Party) -> bool:
+    """Return whether segments of a party are those of the root."""
+    return party == ROOT or party.partition("/")[0] in ("actions", "node", "replica", "stage")
+
+
+def _up_to(segment: int, rows: Sequence[HistoryRow]) -> list[HistoryRow]:
+    cut = (cut_to(row, segment) for row in rows)
+    return [row for row in cut if row is not None]
+
+
+def _add_tail(gathered: _Gathered, sent: Sequence[SentRows], wanted: Sequence[str]) -> None:
+    """Add what the segment in flight has recorded; it may have ended while the rest was read."""
+    if not sent or sent[0].segment <= gathered.last_segment:
+        return
+    gathered.stride = max([gathered.stride, *(each.stride for each in sent)])
+    gathered.in_flight = {
+        series: columns
+        for series, columns in rows_in_flight(sent).items()
+        if _is_wanted(series.name, wanted or ["*"])
+    }
+
+
+def _span_of(request: pb.GetHistoryRequest) -> StepSpan:
+    return StepSpan(max(request.from_step, 1), request.to_step or None)
+
+
+def _unpacked(rows: Sequence[HistoryRow]) -> list[dict[Series, Columns]]:
+    return [unpack(row.rows) for row in rows]
+
+
+def _check(request: pb.GetHistoryRequest) -> None:
+    for name in ("parties", "series"):
+        given = getattr(request, name)
+        if len(given) > MAX_NAMES or any(len(each) > MAX_NAMES for each in given):
+            text = f"at most {MAX_NAMES} names, each of at most {MAX_NAMES} characters"
+            raise InvalidInputError.at(name, text)
+    if request.max_rows > MAX_ROWS:
+        raise InvalidInputError.at("max_rows", f"{request.max_rows} is over {MAX_ROWS}")
+    if request.to_step and request.to_step < request.from_step:
+        raise InvalidInputError.at("to_step", f"{request.to_step} is before from_step")
+
+
+def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
+    """Return whether a name is among those wanted, or begins as one of them that ends in "*"."""
+    return any(
+        name.startswith(each[:-1]) if each.endswith("*") else name == each for each in wanted
+    )
+
+
+def _blocks(
+    request: pb.GetHistoryRequest, party: Party, series: Series, gathered: _Gathered
+) -> list[pb.HistoryBlock]:
+    stride, max_rows, span = gathered.stride, request.max_rows or MAX_ROWS, _span_of(request)
+    whole = {
+        False: joined(gathered.ended.get(series, []), stride),
+        True: joined([gathered.in_flight[series]] if series in gathered.in_flight else [], stride),
+    }
+    whole = {
+        provisional: clipped(rows, stride, span.from_step, span.to_step)
+        for provisional, rows in whole.items()
+    }
+    _, stride = shortened(joined([*whole.values()], stride), stride, max_rows)
+    return [
+        pb.HistoryBlock(
+            party=party,
+            series=series.name,
+            stride=stride,
+            observed=series.observed,
+            provisional=provisional,
+            columns=pack_columns(part),
+        )
+        for provisional, rows in whole.items()
+        for part in _pieces(joined([rows], stride))
+    ]
+
+
+def _pieces(columns: Columns) -> Iterator[Columns]:
+    for start in range(0, len(columns), MESSAGE_ROWS):
+        yield part_of(columns, start, start + MESSAGE_ROWS)
+
+
+# ---- protobuf views ----
+#
+# Converts state to protobuf messages, for answers. Shows what is; decides nothing.
+
+Paths = Callable[[Digest], str]
+"""Returns where a blob is stored, for display; "" when it is not a file here."""
+
+_IN_BRIEF = {
+    field.name
+    for field in coordinator_pb2.RunBrief.DESCRIPTOR.fields
+    if field.name in RunView.model_fields and field.name != "phase"
+}
+_PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
+
+
+def run_info(run: RunView, paths: Paths, *, pinned: bool) -> coordinator_pb2.RunInfo:
+    """Return one run as a message."""
+    # What has the same name in both is taken as it is.
+    same = run.model_dump(exclude={"predictions", "num_facts", "is_reproducible"})
+    changed = {
+        "phase": _PHASES[run.phase],
+        "commits": [_commit_info(commit, paths) for commit in run.commits],
+        "event_index": max(run.num_facts - 1, 0),
+        "reproducible": run.is_reproducible,
+        "pinned": pinned,
+    }
+    return coordinator_pb2.RunInfo(**same | changed)
+
+
+def event(item: FeedEvent) -> coordinator_pb2.RunEvent:
+    """Return one event as a message."""
+    return coordinator_pb2.RunEvent(
+        index=item.index,
+        time_s=item.wall_s,
+        kind=type(item.fact).__name__,
+        sentence=sentence(item.fact),
+        payload_json=item.payload or item.fact.model_dump_json(),
+        phase=_PHASES[item.phase],
+        leader_s=item.leader_s,
+    )
+
+
+def progress(
+    paces: Paces, world: World, run: RunRecord, item: SegmentProgress
+) -> coordinator_pb2.RunProgress:
+    """Return the latest progress of a run as a message."""
+    status = shown_status_of(run, world)
+    counts, step = status.counts, max(item.step, status.step)
+    return coordinator_pb2.RunProgress(
+        **asdict(item) | {"step": step, "loss": item.loss or counts.loss},
+        **asdict(paces.time_of(run, status, step)),
+        num_steps=status.num_steps,
+        num_clients_done=status.num_clients_done,
+        num_clients=status.num_clients,
+        segment=status.segment,
+        num_segments=status.num_segments,
+        strategy_phase=status.strategy_phase,
+        unit=counts.unit,
+        num_clients_rejected=counts.num_clients_rejected,
+        num_clients_late=counts.num_clients_late,
+        best=counts.best,
+        best_member=counts.best_member,
+        num_copied=counts.num_copied,
+    )
+
+
+def run_brief(run: RunView, latest: coordinator_pb2.RunProgress | None) -> coordinator_pb2.RunBrief:
+    """Return what a list of runs shows of one."""
+    same = run.model_dump(include=_IN_BRIEF)
+    return coordinator_pb2.RunBrief(
+        **same,
+        phase=_PHASES[run.phase],
+        event_index=max(run.num_facts - 1, 0),
+        progress=latest,
+    )
+
+
+def worker_infos(
+    state: CoordinatorState,
+    workers: Sequence[WorkerRecord],
+    silent_s: Callable[[WorkerRecord], float],
+) -> Iterator[coordinator_pb2.WorkerInfo]:
+    """Yield these workers as messages; silent_s: seconds since a worker was heard of."""
+    runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
+    asked = frozenset(worker.member for worker in workers)
+    for run in state.runs.values():
+        if run.ended is None and not draws_in_secret(run.job):
+            for member in run.touched & asked:
+                runs_of[member].append(run.run_id)
+    for worker in workers:
+        yield _worker_info(worker, silent_s(worker), runs_of.get(worker.member, ()))
+
+
+def _worker_info(
+    worker: WorkerRecord, silent_s: float, runs: Sequence[RunId]
+) -> coordinator_pb2.WorkerInfo:
+    return coordinator_pb2.WorkerInfo(
+        **worker.member.model_dump(),
+        address=worker.address,
+        is_alive=worker.is_alive,
+        silent_s=silent_s,
+        capability=types_pb2.Capability(**worker.capability.model_dump()),
+        run_ids=runs,
+        reason=worker.reason,
+    )
+
+
+def met(arrivals: Sequence[Arrival]) -> coordinator_pb2.RendezvousResponse:
+    """Return what the members of a party are answered once all have arrived."""
+    members = [
+        coordinator_pb2.RendezvousMember(
+            endpoint=each.endpoint,
+            applied_step=each.applied_step,
+            address=each.address,
+            slices=each.slices,
+        )
+        for each in arrivals
+    ]
+    return coordinator_pb2.RendezvousResponse(members=members)
+
+
+def _commit_info(commit: CommitView, paths: Paths) -> coordinator_pb2.CommitInfo:
+    same = commit.model_dump(exclude={"schedule"})
+    schedule = [_setting(setting) for setting in commit.schedule]
+    return coordinator_pb2.CommitInfo(**same, path=paths(commit.digest), schedule=schedule)
+
+
+def _setting(setting: Setting) -> coordinator_pb2.Hyperparameters:
+    values = {name: thawed(value) for name, value in setting.values.items()}
+    return coordinator_pb2.Hyperparameters(
+        from_step=setting.from_step, values_json=dump_json(values)
+    )
+
+
+# ---- event requests ----
+#
+# Reads which events of a run a request asks for, and answers with those of the past.
+
+MAX_EVENTS: Final = 256
+MAX_BYTES: Final = 2**18
+"""Of the events in one message, but for the last one of them."""
+
+
+def span_of(request: pb.WatchRunRequest, num_facts: int) -> EventSpan:
+    """Return the span of a run that has so many events. Raises OutOfRangeError for one that begins
+    in the future, InvalidInputError for a kind that is none."""
+    if request.from_index > num_facts:
+        message = f"{request.from_index} is beyond the newest event, {num_facts - 1}"
+        raise OutOfRangeError.at("from_index", message)
+    for kind in request.kinds:
+        if kind not in KINDS:
+            text = f"{kind[:80]!r} is no kind of event, such as SegmentFinished or RunFailed"
+            raise InvalidInputError.at("kinds", text)
+    return EventSpan(
+        request.from_index,
+        min(request.before_index, num_facts) or None,
+        frozenset(request.kinds),
+        request.newest_first,
+    )
+
+
+def follows_on(request: pb.WatchRunRequest) -> bool:
+    """Return whether the stream goes on with events as they happen. Raises InvalidInputError where
+    that cannot be."""
+    has_end = request.newest_first or request.before_index > 0
+    follows = request.follow if request.HasField("follow") else not has_end
+    if follows and has_end:
+        text = "goes on with what happens, which newest_first and before_index leave out"
+        raise InvalidInputError.at("follow", text)
+    return follows
+
+
+async def past_events(
+    feed: Feed, run_id: RunId, span: EventSpan, request: pb.WatchRunRequest
+) -> AsyncIterator[pb.WatchRunResponse]:
+    """Yield the events up to the limit of the request, several in a message if it takes that: a
+    message costs more than the event in it."""
+    num_left = request.limit
+    at_once = min(num_left or MAX_EVENTS, MAX_EVENTS if request.several else PAGE_EVENTS)
+    async for page in feed.past(run_id, span, at_once):
+        wanted = page[:num_left] if request.limit else page
+        for message in _messages(wanted, MAX_EVENTS if request.several else 1):
+            yield message
+        num_left -= len(wanted)
+        if request.limit and num_left == 0:
+            return
+
+
+def _messages(page: Sequence[FeedEvent], max_events: int) -> Iterator[pb.WatchRunResponse]:
+    """Yield the events of a page, so many in a message at most."""
+    waiting: list[pb.RunEvent] = []
+    num_bytes = 0
+    for item in page:
+        waiting.append(event(item))
+        num_bytes += waiting[-1].ByteSize()
+        if len(waiting) >= max_events or num_bytes > MAX_BYTES:
+            yield pb.WatchRunResponse(event=waiting[0], more=waiting[1:])
+            waiting, num_bytes = [], 0
+    if waiting:
+        yield pb.WatchRunResponse(event=waiting[0], more=waiting[1:])

@@ -1,0 +1,312 @@
+"""The journal as facts and summaries, read and written in a thread of its own.
+
+Owns that one thread at a time uses the journal. Decides nothing: what is written is the loop's.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import chain, islice
+from typing import Final, TypeVar
+
+from pydantic import TypeAdapter
+
+from stratagem.common.base import ids
+from stratagem.common.base.ids import Party, RunId
+from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.cluster_summary import summary_of
+from stratagem.coordinator.core.commands import Command, EventSpan, JournalEntry
+from stratagem.coordinator.core.fact_text import SCHEMA_VERSION, decode, encode, payload_now
+from stratagem.coordinator.core.facts import RunResumed
+from stratagem.coordinator.core.run_view import RunView, num_to_recall, recall
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
+from stratagem.coordinator.store.journal import Journal, Record, RunSummary
+from stratagem.coordinator.store.snapshot import Snapshot
+from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, one_row
+
+# ---- fact codec ----
+#
+# Converts facts and summaries to rows of the journal, and back.
+
+_brief: Final = TypeAdapter(EndedRun)
+
+
+def _version() -> str:
+    """Return the version of the program and of the form of summaries: that changes between
+    versions, too."""
+    shapes = json.dumps([_brief.json_schema(), RunView.model_json_schema()], sort_keys=True)
+    return f"{version('stratagem')[:40]} {hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+
+
+VERSION: Final = _version()
+"""Version of the summaries that are read; all others are made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A durable fact: its number inside its run, and its time."""
+
+    entry: JournalEntry
+    index: int
+    time_s: float
+    wall_s: float
+    payload: str = ""
+    """The fact as JSON, where it was read; empty where it was not."""
+    shown_index: int = -1
+    """Its number among the facts of its run that readers get; -1: they do not get it, or nobody
+    has counted."""
+
+
+def committed(record: Record) -> Committed:
+    """Return the fact in a row."""
+    fact = decode(record.kind, record.schema_version, record.payload)
+    return Committed(JournalEntry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
+
+
+def shown_fact(record: Record) -> Committed:
+    """Return the fact in a row, with its payload for those who watch."""
+    fact = decode(record.kind, record.schema_version, record.payload)
+    payload, entry = (
+        payload_now(record.kind, fact, record.payload),
+        JournalEntry(record.run_id, fact),
+    )
+    return Committed(entry, record.seq, record.time_s, record.wall_s, payload)
+
+
+def record(item: Committed) -> Record:
+    """Return the row of a fact."""
+    kind, payload = encode(item.entry.fact)
+    return Record(
+        run_id=item.entry.run_id,
+        seq=item.index,
+        kind=kind,
+        schema_version=SCHEMA_VERSION,
+        payload=payload,
+        time_s=item.time_s,
+        wall_s=item.wall_s,
+        idem_key=item.entry.key,
+    )
+
+
+def summary(run: EndedRun, run_view: RunView) -> RunSummary:
+    """Return the row of a run at rest."""
+    brief = _brief.dump_json(run).decode()
+    return RunSummary(run.run_id, VERSION, brief, run_view.model_dump_json())
+
+
+def ended_run(brief: str) -> EndedRun:
+    """Return the part of a summary that stays in memory of a run at rest."""
+    return _brief.validate_json(brief)
+
+
+def view_of(text: str) -> RunView:
+    """Return the part of a summary that is shown of a run at rest."""
+    return RunView.model_validate_json(text)
+
+
+# ---- fact log ----
+
+PAGE_FACTS = 1000
+"""Facts that are read back at once, at the start."""
+
+PAGE_SEGMENTS = 64
+"""Rows of the step history that are read at once."""
+
+MERGED_SEGMENTS = 64
+"""Rows of the step history, of a segment each, that become one."""
+
+T = TypeVar("T")
+
+
+class Recorded:
+    """The facts and summaries of a journal, for the coordinator that leads with this term."""
+
+    def __init__(self, journal: Journal, term: int) -> None:
+        self._journal = journal
+        self._term = term
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    async def renew(self) -> None:
+        """Show that this coordinator leads. Raises FencedError when it does not."""
+        await self._in_thread(lambda: self._journal.renew(self._term))
+
+    async def close(self) -> None:
+        """Give up the lead and close the journal."""
+        await self._in_thread(lambda: self._journal.release(self._term))
+        await self._in_thread(self._journal.close)
+        self._thread.shutdown()
+
+    async def append(
+        self,
+        facts: Sequence[Committed],
+        at_rest: Sequence[tuple[EndedRun, RunView]],
+        histories: Sequence[HistoryRow] = (),
+    ) -> None:
+        """Make facts durable, with the summaries of the runs that are at rest after them, and the
+        step history of the segments that end with them. Where a run returns to an earlier commit,
+        what it has recorded behind that is deleted."""
+        records = [record(item) for item in facts]
+        summaries = [summary(run, view) for run, view in at_rest]
+        returns = {
+            item.entry.run_id: fact.from_segment
+            for item in facts
+            if isinstance(fact := item.entry.fact, RunResumed) and fact.from_segment is not None
+        }
+        await self._in_thread(
+            lambda: self._journal.append(self._term, records, summaries, histories, returns)
+        )
+
+    async def sum_up_cluster(self, state: CoordinatorState, num_facts: int) -> None:
+        """Replace the facts of the cluster, the first ones so many, by a summary of the state that
+        they have led to; they are durable. Raises FencedError."""
+
+        def made() -> list[Record]:
+            parts = list(summary_of(state))
+            numbered = enumerate(parts, num_facts - len(parts))
+            # Times are those of the facts in whose places they stand.
+            return [
+                record(Committed(JournalEntry(CLUSTER, part), number, 0.0, 0.0))
+                for number, part in numbered
+            ]
+
+        records = await asyncio.to_thread(made)
+        await self._in_thread(lambda: self._journal.sum_up(self._term, records))
+
+    async def snapshot(self) -> Snapshot:
+        """Return the journal with what has been appended so far, and nothing that comes later."""
+        return await self._in_thread(self._journal.snapshot)
+
+    async def forget(self, run_id: RunId) -> None:
+        """Delete everything that is stored of a run."""
+        await self._in_thread(lambda: self._journal.delete_run(self._term, run_id))
+
+    async def runs(self) -> tuple[list[EndedRun], list[RunId]]:
+        """Return the runs that have summaries, and those whose facts have to be read, the cluster
+        first: how a run is shown depends on the workers."""
+        briefs = await self._in_thread(lambda: self._journal.briefs(VERSION))
+        ended = [ended_run(brief) for brief in briefs.values() if brief is not None]
+        others = [run_id for run_id, brief in briefs.items() if brief is None]
+        return ended, sorted(others, key=lambda run_id: run_id != CLUSTER)
+
+    async def pages(self, run_ids: Iterable[RunId]) -> AsyncIterator[list[Committed]]:
+        """Yield all facts of these runs, one run after the other."""
+        stored = chain.from_iterable(map(self._journal.read, run_ids))
+        while page := await self._in_thread(lambda: list(islice(stored, PAGE_FACTS))):
+            yield [committed(item.record) for item in page]
+
+    async def read(self, run_id: RunId, span: EventSpan, num_facts: int) -> list[Committed]:
+        """Return the first facts of a span of a run, so many at most; none when there are none."""
+        page = await self._in_thread(
+            lambda: self._journal.page(
+                run_id,
+                span.from_index,
+                span.before_index,
+                num_rows=num_facts,
+                kinds=span.kinds,
+                newest_first=span.newest_first,
+            )
+        )
+        return await asyncio.to_thread(lambda: [shown_fact(item.record) for item in page])
+
+    async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:
+        """Return the views of runs at rest; nothing for one that is not, or not any more."""
+        shown = await self._in_thread(lambda: self._journal.shown(run_ids))
+        return {run_id: view_of(text) for run_id, text in shown.items()}
+
+    async def history_parties(self, run_id: RunId) -> list[Party]:
+        """Return the parties of a run of which there is a step history."""
+        return await self._in_thread(lambda: self._journal.history_parties(run_id))
+
+    async def history(
+        self, run_id: RunId, party: Party, span: StepSpan, behind: int
+    ) -> list[HistoryRow]:
+        """Return the step history of some of a party's segments with steps of the span, behind one;
+        none: there are none.
+
+        Commits wait meanwhile, so only a page of it is read at once.
+        """
+        return await self._in_thread(
+            lambda: self._journal.history(run_id, party, span, behind, PAGE_SEGMENTS)
+        )
+
+    async def unmerged_histories(self) -> set[RunId]:
+        """Return the runs with a party whose step history has more than one row."""
+        return await self._in_thread(self._journal.unmerged_histories)
+
+    async def merge_history(self, run_id: RunId, *, has_ended: bool) -> None:
+        """Merge the rows of the step history of a run: MERGED_SEGMENTS into one, and all that one
+        can hold of a run that has ended. Commits wait for a read or a write of it, not for the
+        merging itself."""
+        for party in await self._in_thread(
+            lambda: self._journal.full_histories(run_id, MERGED_SEGMENTS)
+        ):
+            while await self._merge_singles(run_id, party):
+                pass
+        if has_ended:
+            counts = await self._in_thread(lambda: self._journal.history_counts(run_id))
+            for party, num_rows in counts.items():
+                await self._merge_all(run_id, party, num_rows)
+
+    async def _merge_singles(self, run_id: RunId, party: Party) -> bool:
+        rows = await self._in_thread(
+            lambda: self._journal.single_histories(run_id, party, MERGED_SEGMENTS)
+        )
+        return len(rows) == MERGED_SEGMENTS and await self._merge(rows)
+
+    async def _merge_all(self, run_id: RunId, party: Party, num_rows: int) -> None:
+        rows: list[HistoryRow] = []
+        last = -1
+        while len(rows) < num_rows:
+            page = await self.history(run_id, party, StepSpan(), last)
+            if not page:
+                break
+            rows, last = [*rows, *page], page[-1].segment
+        while len(rows) > 1:
+            num = len(rows)
+            while not await self._merge(rows[:num]) and num > 1:
+                num //= 2  # together they are more than one can hold
+            rows = rows[num:]
+
+    async def _merge(self, rows: Sequence[HistoryRow]) -> bool:
+        """Return whether these rows are one now."""
+        if len(rows) < 2:
+            return False
+        into = await asyncio.to_thread(one_row, rows)
+        if into is None:
+            return False
+        return await self._in_thread(lambda: self._journal.merge_histories(self._term, rows, into))
+
+    async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
+        """Return the state with what a command needs of a run at rest, every fact of which is
+        durable."""
+        wanted = num_to_recall(state, command)
+        if wanted is None:
+            return state
+        return await self._rebuilt(state, *wanted)
+
+    async def run(self, state: CoordinatorState, run_id: RunId) -> RunRecord | None:
+        """Return a run at rest as its facts say it; None if it is none, or not any more."""
+        resting = state.ended.get(run_id)
+        if resting is None:
+            return None
+        return (await self._rebuilt(state, run_id, resting.num_facts)).runs.get(run_id)
+
+    async def _rebuilt(
+        self, state: CoordinatorState, run_id: RunId, num_facts: int
+    ) -> CoordinatorState:
+        """Return the state with the run that the first facts of one at rest make."""
+
+        def read() -> CoordinatorState:
+            stored = self._journal.read(run_id, 0, min(num_facts, PAGE_FACTS))
+            facts = (committed(item.record) for item in islice(stored, num_facts))
+            with ids.lifted():
+                return recall(state, run_id, ((item.entry.fact, item.time_s) for item in facts))
+
+        return await self._in_thread(read)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)

@@ -1,0 +1,361 @@
+"""The files of leaves: opened with every byte checked, and collected when nothing needs them.
+
+Workers write them, so a leaf counts only when its digest has been found right here. Collecting
+moves a file into a bin of this opening of the folder, of which the next opening removes all others:
+a coordinator that was frozen and replaced cannot delete what its successor relies on.
+"""
+
+import hashlib
+import os
+import secrets
+import threading
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
+
+from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
+from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.leaves import StateFolder, digest_and_upload
+from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c
+from stratagem.coordinator.store.blobs import MissingBlobError, new_bin
+from stratagem.coordinator.store.files import (
+    DurableFile,
+    make_folder,
+    open_regular,
+    space_needed,
+    sync_folder,
+)
+
+# ---- leaf store ----
+#
+# Where the leaves of states are: what a place of them promises, whatever it is.
+#
+# A leaf is written under the name of an upload, so nothing is overwritten, and there may be equal
+# copies of it. All methods may be called from any thread, and may block on a disk or a network.
+
+
+class NewLeaf(Protocol):
+    """A leaf whose bytes come to the coordinator: write them, then keep it under its digest, or
+    drop it."""
+
+    def write(self, data: memoryview) -> None: ...
+    def keep(self, digest: Digest, upload: str) -> None: ...
+    def drop(self) -> None: ...
+
+
+class LeafBytes(Protocol):
+    """An open leaf; every byte is checked when it is read."""
+
+    def read_into(self, view: memoryview, offset: int) -> None: ...
+
+
+class LeafStore(Protocol):
+    """The leaves of all states of one store."""
+
+    def new(self, upload: str) -> NewLeaf:
+        """Begin a leaf of an upload."""
+
+    def open(self, digest: Digest) -> LeafBytes:
+        """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
+        the digest."""
+
+    def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
+        """Return those of the leaves of kept states that need not be written again: nobody but this
+        coordinator may delete them."""
+
+    def keep(self, leaves: Sequence[Digest]) -> bool:
+        """Make all leaves of a state reliable, as a fact will name it; False where one is
+        missing."""
+
+    def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
+        """Return those of the leaves that an upload is said to have written that are not there with
+        their sizes; the others can be committed from now on."""
+
+    def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
+        """Return those of the leaves of a state that are not there."""
+
+    def check(self, digest: Digest, upload: str) -> bool:
+        """Read what an upload has written of a leaf; True where it has its digest."""
+
+    def found(self) -> Collection[Any]:
+        """Return what is there, for `collect`."""
+
+    def collect(
+        self, found: Collection[Any], named: Collection[Digest], under_way: Collection[str]
+    ) -> None:
+        """Delete those of what was found that neither a list nor a claim needs, and equal copies
+        but for the newest sound one.
+
+        found: before it was known which leaves are `named`, or in use, and which uploads are under
+        way; what has begun since counts, too.
+        """
+
+
+# ---- leaf claims ----
+#
+# Which leaves are in use though no list of a kept state may name them: those that an upload relies
+# on or writes, and those that a reader may still open. For any thread.
+
+
+class LeafClaims:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held while claims are made of leaves that are there, and while leaves are deleted."""
+        self._uploads: set[str] = set()
+        self._used: Counter[Digest] = Counter()
+
+    def begin(self, upload: str, leaves: Collection[Digest]) -> None:
+        """Note that an upload is under way, and relies on these leaves."""
+        with self.lock:
+            self._uploads.add(upload)
+            self._used.update(leaves)
+
+    def end(self, upload: str, leaves: Collection[Digest]) -> None:
+        with self.lock:
+            self._uploads.discard(upload)
+            self.release(leaves)
+
+    def use(self, leaves: Collection[Digest]) -> None:
+        """Note that somebody reads these leaves."""
+        with self.lock:
+            self._used.update(leaves)
+
+    def release(self, leaves: Collection[Digest]) -> None:
+        with self.lock:
+            self._used -= Counter(leaves)  # and none is left of those that are 0
+
+    def present(self) -> tuple[frozenset[str], frozenset[Digest]]:
+        """Return the uploads that are under way now, and the leaves that are in use."""
+        with self.lock:
+            return frozenset(self._uploads), frozenset(self._used)
+
+    def is_under_way(self, upload: str) -> bool:
+        with self.lock:
+            return upload in self._uploads
+
+    def is_used(self, leaf: Digest) -> bool:
+        with self.lock:
+            return leaf in self._used
+
+
+# ---- leaf files ----
+
+_NUM_FOLDERS: Final = 256
+_Identity = tuple[int, int, int]  # inode, size, time of change
+
+
+class OpenLeaf:
+    """An open leaf, with a checksum of each of its chunks; the file is closed with its last
+    reader."""
+
+    def __init__(self, digest: Digest, descriptor: int, sums: Sequence[int]) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        self._digest, self._descriptor, self._sums = digest, descriptor, sums
+        self._newest: tuple[int, memoryview] = (-1, memoryview(b""))
+
+    @classmethod
+    def of(cls, digest: Digest, descriptor: int, size: int) -> Self | None:
+        """Open a file of so many bytes, taking the descriptor over; None where it has another
+        digest."""
+        sums = sums_of(digest, descriptor, size)
+        if sums is None:
+            os.close(descriptor)
+            return None
+        return cls(digest, descriptor, sums)
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill a view with the bytes from an offset on. Raises UnavailableError where they have
+        changed since the leaf was opened."""
+        done = 0
+        while done < len(view):
+            number, skipped = divmod(offset + done, CHUNK_BYTES)
+            piece = self._chunk(number)[skipped : skipped + len(view) - done]
+            if not piece:
+                self._fail()
+            view[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _chunk(self, number: int) -> memoryview:
+        newest = self._newest  # several threads may read
+        if newest[0] != number:
+            data = os.pread(self._descriptor, CHUNK_BYTES, number * CHUNK_BYTES)
+            if number >= len(self._sums) or crc32c(data) != self._sums[number]:
+                self._fail()
+            newest = self._newest = number, memoryview(data)
+        return newest[1]
+
+    def _fail(self) -> None:
+        raise UnavailableError(f"leaf {self._digest} has changed where it is stored")
+
+
+class _NewFile:
+    """A leaf that comes to the coordinator, as a file that is not whole yet."""
+
+    def __init__(self, folder: StateFolder, upload: str) -> None:
+        self._folder = folder
+        self._path = folder.temporary / f"{upload}-{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with space_needed():
+            self._file = DurableFile(os.open(self._path, flags, 0o600))
+        self.write = self._file.write
+
+    def keep(self, digest: Digest, upload: str) -> None:
+        self._file.sync()
+        self._file.close()
+        path = self._folder.leaves / digest[:2] / f"{digest}-{upload}"
+        with space_needed():
+            self._path.rename(path)
+            sync_folder(path.parent)
+
+    def drop(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+class LeafFiles:
+    """The leaves below one folder, which is made if absent; see LeafStore."""
+
+    def __init__(self, folder: StateFolder, claims: LeafClaims) -> None:
+        self._folder, self._claims = folder, claims
+        self._verified: dict[Digest, tuple[_Identity, Sequence[int]]] = {}
+        make_folder(folder.leaves)
+        make_folder(folder.temporary)
+        for number in range(_NUM_FOLDERS):  # workers need not make them durable
+            (folder.leaves / f"{number:02x}").mkdir(mode=0o700, exist_ok=True)
+        sync_folder(folder.leaves)
+        self._bin = new_bin(folder.leaves / "bins")
+
+    def new(self, upload: str) -> _NewFile:
+        """Begin a leaf of an upload; see LeafStore."""
+        return _NewFile(self._folder, upload)
+
+    def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
+        """Return all leaves: a coordinator that was replaced cannot delete."""
+        return leaves
+
+    def keep(self, leaves: Sequence[Digest]) -> bool:
+        """Return True: what a list names stays; see LeafStore."""
+        return True
+
+    def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
+        """Return what an upload has not written; see LeafStore."""
+        return {digest for digest, size in sizes.items() if self._size(digest, upload) != size}
+
+    def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
+        """Return the leaves of which there is no file, whole or damaged."""
+        return [leaf for leaf in leaves if not self._folder.copies(leaf)]
+
+    def open(self, digest: Digest) -> OpenLeaf:
+        """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
+        the digest."""
+        is_there = False
+        for path in self._folder.copies(digest):
+            try:
+                descriptor = open_regular(path)
+            except FileNotFoundError:  # an equal copy has stayed, or another one will be found
+                continue
+            is_there = True
+            sums = self._verify(digest, descriptor)
+            if sums is not None:
+                return OpenLeaf(digest, descriptor, sums)
+            os.close(descriptor)
+        if is_there:
+            name = f"leaves/{digest[:2]}/{digest}-*"
+            raise IntegrityError(f"its leaf {name} has other bytes than were written")
+        raise MissingBlobError(digest)
+
+    def check(self, digest: Digest, upload: str) -> bool:
+        """Read what an upload has written of a leaf; True where it has its digest."""
+        return self._is_sound(self._path(digest, upload), digest)
+
+    def found(self) -> list[Path]:
+        """Return the files of all leaves, also of those that are not whole yet."""
+        return [
+            path
+            for folder in sorted(self._folder.leaves.iterdir())
+            if folder.name != "bins"
+            for path in sorted(folder.iterdir())
+        ]
+
+    def collect(
+        self, found: Collection[Path], named: Collection[Digest], under_way: Collection[str]
+    ) -> None:
+        """Delete the files that nothing needs; see LeafStore."""
+        copies: dict[Digest, list[Path]] = {}
+        for path in sorted(found, reverse=True):  # of a leaf, the newest first
+            if path.parent == self._folder.temporary:
+                if path.name.rpartition("-")[0] not in under_way:
+                    path.unlink(missing_ok=True)
+                continue
+            digest, upload = digest_and_upload(path.name)
+            if upload not in under_way:
+                copies.setdefault(digest, []).append(path)
+        for digest, paths in copies.items():
+            kept = paths[0]
+            if len(paths) > 1 and digest in named:
+                kept = next((each for each in paths if self._is_sound(each, digest)), kept)
+            for path in paths:
+                with self._claims.lock:
+                    is_needed = digest in named or self._claims.is_used(digest)
+                    if not is_needed or path != kept:
+                        self._discard(path)
+
+    def _path(self, digest: Digest, upload: str) -> Path:
+        return self._folder.leaves / digest[:2] / f"{digest}-{upload}"
+
+    def _size(self, digest: Digest, upload: str) -> int:
+        try:
+            return self._path(digest, upload).stat().st_size
+        except OSError:
+            return -1
+
+    def _is_sound(self, path: Path, digest: Digest) -> bool:
+        try:
+            descriptor = open_regular(path)
+        except OSError:
+            return False
+        try:
+            return self._verify(digest, descriptor) is not None
+        finally:
+            os.close(descriptor)
+
+    def _discard(self, path: Path) -> None:
+        """Move a file into the bin in one step, which fails once the bin is gone."""
+        discarded = self._bin / path.name
+        try:
+            path.rename(discarded)
+        except FileNotFoundError:
+            if not self._bin.is_dir():
+                root = self._folder.root
+                raise StaleError(f"{root} was opened by another coordinator since") from None
+        with suppress(FileNotFoundError):
+            discarded.unlink()
+        self._verified.pop(digest_and_upload(path.name)[0], None)
+
+    def _verify(self, digest: Digest, descriptor: int) -> Sequence[int] | None:
+        """Return the checksums of a file that has the digest; None where it has another one."""
+        status = os.fstat(descriptor)
+        identity = status.st_ino, status.st_size, status.st_mtime_ns
+        known = self._verified.get(digest)
+        if known is not None and known[0] == identity:
+            return known[1]
+        sums = sums_of(digest, descriptor, status.st_size)
+        if sums is None:
+            return None
+        self._verified[digest] = identity, sums
+        return sums
+
+
+def sums_of(digest: Digest, descriptor: int, size: int) -> Sequence[int] | None:
+    """Return the checksum of each chunk of a file that has the digest; None where it has another
+    one."""
+    hasher, sums = hashlib.sha256(), array("I")
+    for offset in range(0, size, CHUNK_BYTES):
+        data = os.pread(descriptor, CHUNK_BYTES, offset)
+        hasher.update(data)
+        sums.append(crc32c(data))
+    return sums if hasher.hexdigest() == digest else None

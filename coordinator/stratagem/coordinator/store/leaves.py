@@ -1,0 +1,458 @@
+"""A blob store that has states in leaves beside whole files, below a data folder or in a bucket.
+
+The name of a state in leaves is the digest of its list, which is a blob like any other: it becomes
+durable after all its leaves, and with it the state is there. Lists are collected as blobs are; a
+leaf goes when no list that is left names it, no upload relies on it, and no reader has it. Whoever
+opens such a state reads the safetensors file that its leaves make.
+"""
+
+import hashlib
+import secrets
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol, Self
+
+import structlog
+
+from stratagem.common.base.errors import IntegrityError, InvalidInputError, LimitError
+from stratagem.common.base.files import whole_file
+from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.leaves import (
+    LIST_SUFFIX,
+    LeafList,
+    LeafStream,
+    StateFolder,
+    leaves_of,
+    list_bytes,
+    places_of,
+    read_list,
+)
+from stratagem.common.tensors.manifest import Limits, Manifest
+from stratagem.common.tensors.stream import piece_bytes
+from stratagem.coordinator.store.blobs import (
+    BlobStore,
+    BlobWriter,
+    DamagedBlobError,
+    DirectoryBlobs,
+    MissingBlobError,
+)
+from stratagem.coordinator.store.bucket import Objects, unique_name
+from stratagem.coordinator.store.files import BlobFile, Scratch, make_folder
+from stratagem.coordinator.store.leaf_files import (
+    LeafBytes,
+    LeafClaims,
+    LeafFiles,
+    LeafStore,
+    NewLeaf,
+)
+from stratagem.coordinator.store.leaf_objects import LeafObjects
+from stratagem.coordinator.store.shared_blobs import BlobCache, SharedBlobs
+
+# ---- leaf upload ----
+#
+# An upload of leaves that is under way: what it writes is spared until it ends.
+
+WriteList = Callable[[Manifest, Sequence[Digest]], Digest]
+"""Makes the list of a state's leaves durable, and returns its digest."""
+
+
+class DirectUpload:
+    """One upload of leaves, from before the first is written until the state is there."""
+
+    def __init__(
+        self,
+        name: str,
+        have: frozenset[Digest],
+        leaves: LeafStore,
+        claims: LeafClaims,
+        write_list: WriteList,
+    ) -> None:
+        """have: leaves that are in the store, and stay there until the upload ends."""
+        self.name, self.have = name, have
+        self._leaves, self._claims, self._write_list = leaves, claims, write_list
+        self._is_over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Note that nothing is written any more; what no list names is garbage now."""
+        if not self._is_over:
+            self._is_over = True
+            self._claims.end(self.name, self.have)
+
+    def check(self, leaf: Digest) -> bool:
+        """Read a leaf that this upload has written; True where it has its digest."""
+        return self._leaves.check(leaf, self.name)
+
+    def lacking(self, sizes: Mapping[Digest, int]) -> set[Digest]:
+        """Return those of the leaves, given with their sizes, that this upload has not written."""
+        return self._leaves.lacking(self.name, sizes)
+
+    def commit(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
+        """Make the list of the state durable, and return the state's digest. Raises IntegrityError
+        where a leaf is not there."""
+        missing = self._leaves.missing(leaves)
+        if missing:
+            raise IntegrityError(f"{len(missing)} leaves of a state are not there: {missing[0]}")
+        return self._write_list(manifest, leaves)
+
+
+# ---- leaf writer ----
+#
+# Writes a state whose bytes come to the coordinator, in their order, as leaves and their list.
+#
+# It is the list that workers' leaves of the same state have.
+
+
+class _Hashed:
+    """A leaf that is open, and its SHA-256."""
+
+    def __init__(self, leaf: NewLeaf) -> None:
+        self.leaf, self.sha256, self.size = leaf, hashlib.sha256(), 0
+
+    def write(self, data: memoryview) -> None:
+        self.leaf.write(data)
+        self.sha256.update(data)
+        self.size += len(data)
+
+
+class LeafWriter:
+    """One state on its way in: write its data, then commit; or abort."""
+
+    def __init__(self, store: LeafStore, manifest: Manifest, upload: DirectUpload) -> None:
+        """Take the upload over: it ends with this."""
+        self._store, self._manifest, self._upload = store, manifest, upload
+        leaves = leaves_of(manifest)
+        self._stream = LeafStream(leaves)
+        self._open: dict[int, _Hashed] = {}
+        self._digests: list[Digest] = [Digest("")] * len(leaves)
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append data of the state. Any error aborts it."""
+        try:
+            for number, piece, is_end in self._stream.deal(data):
+                if number not in self._open:
+                    self._open[number] = _Hashed(self._store.new(self._upload.name))
+                self._open[number].write(piece)
+                if is_end:
+                    self._close(number, self._open.pop(number))
+        except BaseException:
+            self.abort()
+            raise
+
+    def digest(self) -> Digest:
+        """Return the digest that the state will have, once all of it has been written."""
+        return Digest(hashlib.sha256(list_bytes(self._manifest, self._digests)).hexdigest())
+
+    def commit(self) -> Digest:
+        """Make the list durable, and return the digest of the state."""
+        try:
+            if not self._stream.is_complete:
+                raise IntegrityError(
+                    f"the state has {self._manifest.total_bytes} bytes; fewer came"
+                )
+            return self._upload.commit(self._manifest, self._digests)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop what was begun; leaves that are whole are garbage unless the list names them."""
+        for hashed in self._open.values():
+            hashed.leaf.drop()
+        self._open.clear()
+        self._upload.end()
+
+    def _close(self, number: int, hashed: _Hashed) -> None:
+        digest = self._digests[number] = Digest(hashed.sha256.hexdigest())
+        if digest in self._upload.have:
+            hashed.leaf.drop()
+            return
+        hashed.leaf.keep(digest, self._upload.name)
+        self._upload.lacking({digest: hashed.size})
+
+
+# ---- leaf blobs ----
+
+MAX_HAVE: Final = 2**16
+"""Leaves that a worker is told to be there: 2 MiB of digests, in a message of at most 4 MiB."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Lists(BlobStore, Protocol):
+    """The blobs that are lists of leaves."""
+
+    def digests(self) -> Iterable[Digest]:
+        """Return the digests of all that are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where states in leaves are.
+
+    store_id: the name of the folder, which workers see, too; "" for an object store.
+    """
+
+    lists: Lists
+    leaves: LeafStore
+    claims: LeafClaims = field(default_factory=LeafClaims)
+    store_id: str = ""
+
+
+class LeafBlobs:
+    """The blobs of a coordinator, with states in leaves. See blob_store.py for the rules."""
+
+    def __init__(
+        self, whole: BlobStore, place: StatePlace, term: int, *, writes_leaves: bool, limits: Limits
+    ) -> None:
+        """whole: of what is one file. writes_leaves: states that come to the coordinator become
+        leaves, too."""
+        self._whole, self._term, self.limits = whole, term, limits
+        self.writes_leaves = writes_leaves
+        self.claims, self.leaves, self.store_id = place.claims, place.leaves, place.store_id
+        self._lists = place.lists
+        self._known: dict[Digest, tuple[Digest, ...]] = {}
+        """The leaves of each list that is there."""
+
+    @property
+    def signs(self) -> LeafObjects | None:
+        """Return what signs requests for leaves; None where workers see a folder of them."""
+        return self.leaves if isinstance(self.leaves, LeafObjects) else None
+
+    def writer(self, total_bytes: int) -> BlobWriter:
+        """Return a writer for a blob of exactly total_bytes, as one file."""
+        return self._whole.writer(total_bytes)
+
+    def state_writer(self, manifest: Manifest, kept: Sequence[Digest]) -> LeafWriter:
+        """Return a writer for the data of a state, which become leaves, but for those that the
+        states have that are kept."""
+        return LeafWriter(self.leaves, manifest, self.upload(kept))
+
+    def upload(self, kept: Sequence[Digest]) -> DirectUpload:
+        """Begin an upload, which need not write the leaves of the states that are kept, of so many
+        as have a place in a request, the first ones first; a context in which it is under way."""
+        name = unique_name(self._term)
+        with self.claims.lock:
+            leaves: dict[Digest, None] = {}
+            for state in kept:
+                leaves |= dict.fromkeys(self._leaves_of(state) or ())
+                if len(leaves) >= MAX_HAVE:
+                    break
+            have = frozenset(list(self.leaves.reliable(leaves))[:MAX_HAVE])
+            self.claims.begin(name, have)
+        return DirectUpload(name, have, self.leaves, self.claims, self.write_list)
+
+    def write_list(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
+        """Make the list of a state's leaves durable, and return its digest, which names the
+        state."""
+        content = list_bytes(manifest, leaves)
+        writer = self._lists.writer(len(content))
+        writer.write(content)
+        return writer.commit()
+
+    def scratch(self) -> Scratch:
+        """Return a file for bytes that will become part of a blob."""
+        return self._whole.scratch()
+
+    def open(self, digest: Digest) -> BlobFile:
+        """Open a blob, or the file that a state's leaves make; see BlobStore."""
+        with self.claims.lock:
+            listed = self._list(digest)
+            if listed is not None:
+                self.claims.use(listed.digests)
+        if listed is None:
+            return self._whole.open(digest)
+        state = JoinedState(digest, listed, self.leaves.open)
+        weakref.finalize(state, self.claims.release, listed.digests)
+        return BlobFile(state)
+
+    def list_of(self, digest: Digest) -> bytes:
+        """Return the list of a state in leaves. Raises MissingBlobError."""
+        with self._lists.open(digest) as file:
+            return file.read()
+
+    def is_in_leaves(self, digest: Digest) -> bool:
+        """Return True when a state is here in leaves."""
+        return self._lists.exists(digest)
+
+    def exists(self, digest: Digest) -> bool:
+        """Return True when the blob is in the store, whole or damaged."""
+        return self._lists.exists(digest) or self._whole.exists(digest)
+
+    def keep(self, digest: Digest) -> bool:
+        """Return True when the blob is in the store; it then counts as just written."""
+        if self._lists.keep(digest):
+            leaves = self._leaves_of(digest)
+            return leaves is not None and self.leaves.keep(leaves)
+        return self._whole.keep(digest)
+
+    def settle(self, digest: Digest) -> None:
+        """Note that the event that names the blob is durable; see BlobStore."""
+        self._lists.settle(digest)
+        self._whole.settle(digest)
+
+    def make_room(self) -> bool:
+        """Delete a local copy of a blob; see BlobStore."""
+        return self._whole.make_room()
+
+    def keep_room(self) -> None:
+        """Delete local copies while the disk has little room; see BlobStore."""
+        self._whole.keep_room()
+
+    def location(self, digest: Digest) -> str:
+        """Return the path of the blob's file; "" of a state in leaves, which has none."""
+        return self._whole.location(digest)
+
+    def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
+        """Delete the blobs that are not in `live`, and return them; then leaves that nothing needs
+        any more. See BlobStore."""
+        collected = self._whole.collect(live, grace_s) + self._lists.collect(live, grace_s)
+        # In this order: what is written meanwhile is not found; and of each upload that has written
+        # what is found either the list is there by now, or it is one of those under way.
+        found = self.leaves.found()
+        for digest in self._lists.digests():  # read what is new without the lock
+            self._leaves_of(digest)
+        with self.claims.lock:
+            under_way, used = self.claims.present()
+            named = set(used)
+            for digest in (present := list(self._lists.digests())):
+                leaves = self._leaves_of(digest)
+                if leaves is None:
+                    _log.warning("no leaves are collected: a list cannot be read", digest=digest)
+                    return collected
+                named.update(leaves)
+            self._known = {digest: self._known[digest] for digest in present}
+        self.leaves.collect(found, named, under_way)
+        return collected
+
+    def _leaves_of(self, digest: Digest) -> tuple[Digest, ...] | None:
+        """Return the leaves of a state; None where there is no list of it that can be read."""
+        if digest not in self._known or not self._lists.exists(digest):
+            try:
+                listed = self._list(digest)
+            except IntegrityError:
+                listed = None
+            if listed is None:
+                return None
+            self._known[digest] = listed.digests
+        return self._known[digest]
+
+    def _list(self, digest: Digest) -> LeafList | None:
+        """Read the list of a state; None where there is none."""
+        try:
+            content = self.list_of(digest)
+        except MissingBlobError:
+            return None
+        try:
+            return read_list(content, digest, self.limits)
+        except (InvalidInputError, LimitError) as error:
+            raise DamagedBlobError(digest) from error
+
+
+# ---- joined state ----
+#
+# The safetensors file that the leaves of a state make, read at any offset.
+
+_NUM_OPEN: Final = 4
+
+
+class JoinedState:
+    """The bytes of a state in leaves, which are opened when they are read. Each is verified."""
+
+    is_in_leaves = True
+
+    def __init__(
+        self, digest: Digest, listed: LeafList, open_leaf: Callable[[Digest], LeafBytes]
+    ) -> None:
+        self._digest, self._listed, self._open_leaf = digest, listed, open_leaf
+        self._places = places_of(leaves_of(listed.manifest))
+        self._at = 0
+        """The place that was read last: the next one is near."""
+        self._open: dict[int, LeafBytes] = {}
+        self.num_bytes = len(listed.header) + listed.manifest.total_bytes
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        num_head = len(self._listed.header)
+        head = self._listed.header[offset : offset + len(view)]
+        view[: len(head)] = head
+        done = len(head)
+        while done < len(view):
+            self._seek(offset + done - num_head)
+            place = self._places[self._at]
+            skipped = offset + done - num_head - place.offset
+            size = min(place.size - skipped, len(view) - done)
+            self._leaf(place.leaf).read_into(view[done : done + size], place.start + skipped)
+            done += size
+
+    def source(self, offset: int) -> Iterator[bytes]:
+        """Yield the data from an offset on, checked, up to the ends of chunks."""
+        total_bytes = self._listed.manifest.total_bytes
+        length = piece_bytes(total_bytes)
+        while offset < total_bytes:
+            piece = bytearray(min(length - offset % length, total_bytes - offset))
+            self.read_into(memoryview(piece), len(self._listed.header) + offset)
+            offset += len(piece)
+            yield bytes(piece)
+
+    def offer(self) -> None:
+        """Return None: it is in no one file."""
+
+    def check(self, offset: int, frame: bytes) -> None:
+        """Do nothing: what the source gives has been checked."""
+
+    def _seek(self, offset: int) -> None:
+        """Find the place of a byte of the data."""
+        if offset < self._places[self._at].offset:
+            self._at = 0
+        while offset >= self._places[self._at].offset + self._places[self._at].size:
+            self._at += 1
+
+    def _leaf(self, number: int) -> LeafBytes:
+        leaf = self._open.get(number)
+        if leaf is None:
+            named = self._listed.digests[number]
+            try:
+                leaf = self._open_leaf(named)
+            except IntegrityError as error:
+                raise DamagedBlobError(self._digest, str(error)) from error
+            except MissingBlobError as error:
+                raise DamagedBlobError(self._digest, f"its leaf {named} is not there") from error
+            while len(self._open) >= _NUM_OPEN:
+                del self._open[next(iter(self._open))]
+            self._open[number] = leaf
+        return leaf
+
+
+# ---- state places ----
+#
+# The two places of states in leaves: a folder that workers see, and a bucket that they do not.
+
+LISTS: Final = "lists"
+_LIST_CACHE_BYTES: Final = 2**30
+
+
+def in_folder(root: Path) -> StatePlace:
+    """Return the place below a folder, which is made if absent, and gets a name."""
+    make_folder(root)
+    folder = StateFolder(root)
+    if not folder.store_id():
+        with whole_file(root / "store-id", mode=0o600) as file:
+            file.write(secrets.token_hex(16).encode())
+    claims = LeafClaims()
+    lists = DirectoryBlobs(root / LISTS, suffix=LIST_SUFFIX)
+    return StatePlace(lists, LeafFiles(folder, claims), claims, folder.store_id())
+
+
+def in_objects(objects: Objects, whole: SharedBlobs, cache_dir: Path, term: int) -> StatePlace:
+    """Return the place below a prefix of a bucket, for the coordinator of a term. whole: what is
+    one object each there; cache_dir: for local copies of lists."""
+    cache = BlobCache(cache_dir, _LIST_CACHE_BYTES)
+    lists = SharedBlobs(objects, cache, term, folder=LISTS, suffix=LIST_SUFFIX)
+    claims = LeafClaims()
+    return StatePlace(lists, LeafObjects(objects, whole.scratch, claims, term), claims)

@@ -1,0 +1,192 @@
+"""Brings the tables of a journal to the present revision when it is opened.
+
+Those of a new journal are made as they are now; those of an older one are migrated by Alembic.
+Owns what is refused: a journal of a newer version. A journal of 0.1.0, which knew no revisions, is
+given the first one and goes on from there.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Connection,
+    Float,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    insert,
+    inspect,
+    select,
+    text,
+)
+
+from stratagem.common.base.errors import ConflictError
+from stratagem.coordinator.store.database import Database
+
+# ---- schema ----
+
+FIRST: Final = "0001"
+FOLDER: Final = Path(__file__).parent / "migrations"
+
+_stamp: Final = Table(
+    "alembic_version",
+    MetaData(),
+    Column("version_num", String(32), nullable=False),
+    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+"""As Alembic makes it."""
+
+
+def migrate(database: Database) -> None:
+    """Make or alter the tables, all or nothing. Raises ConflictError for a newer journal."""
+    with database.read() as connection:
+        if _revision(connection) == REVISION:
+            return
+    # A server ends a transaction that stands still, as it may while this machine is busy importing.
+    database.persist(lambda _is_repeat: _bring_up_to_date(database))
+
+
+def _bring_up_to_date(database: Database) -> None:
+    with database.write() as connection:
+        if database.migration_lock:
+            connection.execute(text(database.migration_lock))
+        revision = _revision(connection)  # another process may have been here first
+        if not revision:
+            _make(connection)
+        elif revision != REVISION:
+            _upgrade(connection, revision)
+
+
+def _revision(connection: Connection) -> str:
+    """Return the revision that the journal is stamped with; FIRST for one of 0.1.0, "" for none at
+    all."""
+    tables = inspect(connection).get_table_names()
+    if "alembic_version" in tables:
+        return str(connection.execute(select(_stamp.c.version_num)).scalar() or "")
+    if "meta" not in tables:
+        return ""
+    version = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version"))
+    number = version.scalar()
+    return FIRST if number == "1" else f"schema {number}"
+
+
+def _make(connection: Connection) -> None:
+    """Make what all migrations would, without the time that it takes to import Alembic."""
+    metadata.create_all(connection)
+    _stamp.create(connection)
+    connection.execute(insert(_stamp).values(version_num=REVISION))
+    connection.execute(insert(lease).values(id=1, holder="", term=0, renewals=0))
+    # 0.1.0 looks at the version of the schema, and refuses what is newer than itself.
+    values = {"schema_version": "2", CLOCK_FLOOR: "0.0"}
+    connection.execute(insert(meta), [{"key": k, "value": v} for k, v in values.items()])
+
+
+def _upgrade(connection: Connection, present: str) -> None:
+    from alembic import command  # 0.1 s, which only a journal of an older version costs
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(FOLDER))
+    config.attributes["connection"] = connection
+    known = [revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()]
+    if present not in known:
+        raise ConflictError(
+            f"the journal has revision {present!r}, written by a newer version; "
+            f"this one knows {FIRST} to {REVISION}"
+        )
+    if present == FIRST and not inspect(connection).has_table("alembic_version"):
+        command.stamp(config, FIRST)
+    command.upgrade(config, REVISION)
+
+
+# ---- tables ----
+#
+# The tables of the journal, the same for every database, as the newest migration leaves them.
+#
+# A change here comes with a migration in migrations/versions, which raises REVISION. A coordinator
+# that stands by migrates while another one leads, so a migration may add, but not take away what
+# the version before it uses.
+
+REVISION: Final = "0005"
+
+metadata: Final = MetaData()
+
+# SQLite counts up only columns of exactly this type.
+Position: Final = BigInteger().with_variant(Integer, "sqlite")
+
+event: Final = Table(
+    "event",
+    metadata,
+    Column("position", Position, primary_key=True, autoincrement=True),
+    Column("run_id", String(64), nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("term", BigInteger, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("schema_version", Integer, nullable=False),
+    Column("payload", Text, nullable=False),
+    Column("idem_key", String(256), nullable=True),
+    Column("time_s", Float(53), nullable=False),
+    Column("wall_s", Float(53), nullable=False),
+    UniqueConstraint("run_id", "seq"),
+    UniqueConstraint("run_id", "idem_key"),
+    sqlite_autoincrement=True,  # a position is never used twice, also after delete_run
+)
+
+summary: Final = Table(
+    "summary",
+    metadata,
+    Column("run_id", String(64), primary_key=True),
+    # Of the newest event that it covers; where the run has a newer one, or none, it is void.
+    Column("position", Position, nullable=False),
+    Column("version", String(64), nullable=False),
+    Column("brief", Text, nullable=False),
+    Column("shown", Text, nullable=False),
+)
+"""Made of the events of a run, which stay the truth: without it they are read."""
+
+history: Final = Table(
+    "history",
+    metadata,
+    Column("run_id", String(64), primary_key=True),
+    Column("party", Text, primary_key=True),
+    Column("segment", BigInteger, primary_key=True, autoincrement=False),
+    # Steps that a row of the segment's series stands for.
+    Column("stride", BigInteger, nullable=False),
+    Column("from_step", BigInteger, nullable=False),
+    Column("to_step", BigInteger, nullable=False),
+    Column("rows", LargeBinary, nullable=False),
+    # Of several segments in one row: JSON, [[segment, its last step], ...] in order.
+    Column("ends", Text, nullable=True),
+)
+"""Values of the steps of each segment that has ended. No event and no decision depends on them."""
+
+lease: Final = Table(
+    "lease",
+    metadata,
+    Column("id", Integer, CheckConstraint("id = 1"), primary_key=True, autoincrement=False),
+    Column("holder", Text, nullable=False),  # "" once released
+    Column("term", BigInteger, nullable=False),
+    Column("renewals", BigInteger, nullable=False),
+    # By the database's clock, seconds since 1970.
+    Column("renewed_s", Float(53), nullable=False, server_default="0"),
+)
+
+meta: Final = Table(
+    "meta",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Text, nullable=False),
+)
+CLOCK_FLOOR: Final = "clock_floor_s"
+"""The key of meta for the newest time of events that were deleted."""
+IDENTITY: Final = "identity"
+"""The key of meta for what tells this journal from others; absent until it is asked for."""

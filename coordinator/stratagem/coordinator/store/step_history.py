@@ -1,0 +1,332 @@
+"""The step history as rows of the journal's database: one per run, party and segment.
+
+A row is written in the transaction of the event that ends its segment, so there is none without the
+other. A segment that is done again replaces its row; what it has recorded of the steps is the same
+then, and anything else is a defect of ours, which is logged. Rows of many segments are merged into
+one afterwards, when nothing waits for it.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, Final
+
+import numpy as np
+import structlog
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Dialect,
+    Row,
+    Select,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    literal_column,
+    select,
+)
+from sqlalchemy.sql.compiler import SQLCompiler
+
+from stratagem.common.base.ids import Party, RunId
+from stratagem.common.history import Columns, Series
+from stratagem.common.history.columns import ROW_BYTES, concatenated, part_of
+from stratagem.common.history.recording import (
+    MAX_NAME,
+    MAX_SERIES,
+    MAX_UNPACKED_BYTES,
+    is_of_newest_segment,
+    pack,
+    unpack,
+)
+from stratagem.common.process.failpoints import failpoint
+from stratagem.coordinator.store.schema import history
+
+# ---- history rows ----
+#
+# Rows of the step history as they are stored: of one segment, or of several one after the other.
+#
+# In a row of several segments no two of them share a row of a series. So it can be cut at the end
+# of any, as when a run returns to an earlier commit, and says the same as those that it was made
+# of.
+
+Ends = tuple[tuple[int, int], ...]
+"""(segment, its last step), in order."""
+_MAX_HEAD_BYTES = MAX_SERIES * (MAX_NAME * 6 + 32)
+"""Of the names and numbers beside the rows; a character may be written as six."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRow:
+    """The step history of segments: steps from from_step + 1 to to_step, packed."""
+
+    run_id: RunId
+    party: Party
+    segment: int
+    """The last one in it."""
+    stride: int
+    from_step: int
+    to_step: int
+    rows: bytes
+    ends: Ends = ()
+    """Of all segments in it, where it holds those of several."""
+
+    @property
+    def all_ends(self) -> Ends:
+        """Of all segments in it."""
+        return self.ends or ((self.segment, self.to_step),)
+
+
+def behind(columns: Columns, step: int) -> Columns:
+    """Return the rows behind a step at which a row ends."""
+    return part_of(columns, int(np.searchsorted(columns.step, step, "right")), len(columns))
+
+
+def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
+    """Return one row that says what these of a party say, which follow each other; None where one
+    cannot hold them. Of a party of which only the newest segment is kept, that is its row."""
+    if is_of_newest_segment(rows[-1].party):
+        return rows[-1]
+    pieces: dict[Series, list[Columns]] = {}
+    num_rows = 0
+    for row in rows:
+        for series, columns in unpack(row.rows).items():
+            pieces.setdefault(series, []).append(columns)
+            num_rows += len(columns)
+    fits = num_rows * ROW_BYTES <= MAX_UNPACKED_BYTES - _MAX_HEAD_BYTES
+    if not fits or len(pieces) > MAX_SERIES or len({row.stride for row in rows}) > 1:
+        return None
+    whole = {series: concatenated(pieces[series]) for series in sorted(pieces)}
+    ends = tuple(end for row in rows for end in row.all_ends)
+    return replace(rows[-1], from_step=rows[0].from_step, rows=pack(whole), ends=ends)
+
+
+def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
+    """Return what of a row belongs to segments up to this one; None where nothing does."""
+    ends = tuple(end for end in row.all_ends if end[0] <= segment)
+    if len(ends) == len(row.all_ends):
+        return row
+    if not ends:
+        return None
+    last, step = ends[-1]
+    kept: Mapping[Series, Columns] = {
+        series: part_of(columns, 0, int(np.searchsorted(columns.step, step, "right")))
+        for series, columns in unpack(row.rows).items()
+    }
+    packed = pack({series: columns for series, columns in kept.items() if len(columns)})
+    return replace(row, segment=last, to_step=step, rows=packed, ends=ends if len(ends) > 1 else ())
+
+
+# ---- step histories ----
+
+log = structlog.get_logger()
+
+
+_COLUMNS: Final = tuple(each.name for each in history.c)
+_GIVEN: Final = tuple(name for name in _COLUMNS if name != "ends")
+_ITS: Final = {name: bindparam(name, type_=history.c[name].type) for name in _GIVEN}
+_OF_PARTY: Final = [history.c[name] == _ITS[name] for name in ("run_id", "party")]
+_SUCH: Final[Select[Any]] = select(literal_column("1")).where(
+    *_OF_PARTY, history.c.segment >= _ITS["segment"]
+)
+_NEW: Final = insert(history).from_select(
+    _GIVEN, select(*_ITS.values()).where(~exists(_SUCH.correlate(None)))
+)
+"""Writes a row behind all others of its party: one statement, as every segment ends with it."""
+
+
+def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
+    """Write the rows of segments that end in this transaction."""
+    for row in rows:
+        if row.ends or not _put_behind(connection, row):
+            _replace(connection, row)
+
+
+def _put_behind(connection: Connection, row: HistoryRow) -> bool:
+    """Write the row of a segment unless its party has one of it or of a later one; return whether
+    it was written.
+
+    The statement goes to the driver as it was compiled once: what SQLAlchemy does around each one
+    takes several times as long as the database, in a transaction that commits wait for.
+    """
+    statement = _new(connection.dialect)
+    given: tuple[Any, ...] | dict[str, Any] = statement.values_of(row)
+    if not statement.is_positional:
+        given = dict(zip(statement.names, given, strict=True))
+    return bool(connection.exec_driver_sql(statement.text, given).rowcount)
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A statement as the driver takes it, and what fills it of a row."""
+
+    text: str
+    names: tuple[str, ...]
+    is_positional: bool
+    values_of: Callable[[HistoryRow], tuple[Any, ...]]
+
+
+@lru_cache(maxsize=4)
+def _new(dialect: Dialect) -> _Statement:
+    compiled = _NEW.compile(dialect=dialect)
+    assert isinstance(compiled, SQLCompiler)
+    names = tuple(compiled.positiontup or _GIVEN)
+    return _Statement(str(compiled), names, bool(compiled.positiontup), attrgetter(*names))
+
+
+def _replace(connection: Connection, row: HistoryRow) -> None:
+    """Write a row of a segment that is done again, or before one that will be."""
+    query = select(history).where(*_of(row.run_id, row.party), history.c.segment >= row.segment)
+    found = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
+    covers = [each for each in found if each.all_ends[0][0] <= row.segment]
+    for stored in covers:
+        if not stored.ends and stored.rows != row.rows and _exact(stored) != _exact(row):
+            ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
+            log.error("a segment that was done again has recorded other values", **ids)
+        _cut(connection, stored, row.segment - 1)
+    connection.execute(insert(history).values(_values(row)))
+
+
+def cut(connection: Connection, run_id: RunId, segment: int) -> None:
+    """Delete what the parties of a run have recorded behind a segment, to which it returns."""
+    query = select(history).where(history.c.run_id == run_id, history.c.segment > segment)
+    for row in connection.execute(query).all():
+        _cut(connection, _row(row), segment)
+
+
+def _cut(connection: Connection, row: HistoryRow, segment: int) -> None:
+    _delete(connection, row)
+    kept = cut_to(row, segment)
+    if kept is not None:
+        connection.execute(insert(history).values(_values(kept)))
+
+
+def parties(connection: Connection, run_id: RunId) -> list[Party]:
+    """Return the parties of a run that have rows, in order of name."""
+    query = select(history.c.party).where(history.c.run_id == run_id).distinct()
+    return sorted(Party(party) for (party,) in connection.execute(query))
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """Steps from from_step to to_step, both included, and those in one row with them."""
+
+    from_step: int = 1
+    to_step: int | None = None
+
+
+def page(
+    connection: Connection, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
+) -> list[HistoryRow]:
+    """Return rows of a party with steps of the span, behind a segment, in order, as many as the
+    limit."""
+    its = history.c
+    rows = select(history).where(*_of(run_id, party), its.segment > behind)
+    rows = rows.where(its.to_step > _number(span.from_step) * its.stride)
+    if span.to_step is not None:
+        rows = rows.where(its.from_step < (_number(span.to_step) + 1) * its.stride)
+    return [_row(row) for row in connection.execute(rows.order_by(its.segment).limit(limit))]
+
+
+def counts(connection: Connection, run_id: RunId) -> dict[Party, int]:
+    """Return the parties of a run that have more than one row, each with the number of its rows.
+
+    The key alone is read: behind the values of the steps a row has what it is of, and a database
+    reads them all to get there.
+    """
+    its = history.c
+    query = select(its.party, func.count()).where(its.run_id == run_id).group_by(its.party)
+    found = connection.execute(query.having(func.count() > 1).order_by(its.party))
+    return {Party(party): num_rows for party, num_rows in found}
+
+
+def unmerged_runs(connection: Connection) -> set[RunId]:
+    """Return the runs that have a party with more than one row."""
+    by_party = select(history.c.run_id).group_by(history.c.run_id, history.c.party)
+    return {RunId(run_id) for (run_id,) in connection.execute(by_party.having(func.count() > 1))}
+
+
+def full_parties(connection: Connection, run_id: RunId, num_rows: int) -> list[Party]:
+    """Return the parties of a run that have so many rows of one segment each behind all others.
+
+    Of a party one row at most is read, however many it has. A party that another coordinator has
+    merged in between may be among them.
+    """
+    its = history.c
+    parties = [p for p, num in counts(connection, run_id).items() if num >= num_rows]
+    ends = {
+        party: select(its.ends).where(*_of(run_id, party)).order_by(its.segment.desc())
+        for party in parties
+    }
+    return [
+        party
+        for party in parties
+        if connection.execute(ends[party].limit(1).offset(num_rows - 1)).scalar() is None
+    ]
+
+
+def single_rows(
+    connection: Connection, run_id: RunId, party: Party, limit: int
+) -> list[HistoryRow]:
+    """Return the first rows of a party that are of one segment each."""
+    query = select(history).where(*_of(run_id, party), history.c.ends.is_(None))
+    return [_row(row) for row in connection.execute(query.order_by(history.c.segment).limit(limit))]
+
+
+def merge(connection: Connection, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
+    """Replace rows of a party by one that says the same; return False where they have changed
+    since they were read, and nothing is done."""
+    first, last = rows[0].segment, rows[-1].segment
+    its = history.c
+    between = (*_of(into.run_id, into.party), its.segment >= first, its.segment <= last)
+    query = select(history).where(*between).order_by(its.segment)
+    if [_row(row) for row in connection.execute(query)] != [*rows]:
+        return False
+    connection.execute(delete(history).where(*between))
+    failpoint("coordinator.history.merging")
+    connection.execute(insert(history).values(_values(into)))
+    return True
+
+
+def forget(connection: Connection, run_id: RunId) -> None:
+    """Delete the rows of a run."""
+    connection.execute(delete(history).where(history.c.run_id == run_id))
+
+
+def _of(run_id: RunId, party: Party) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    return history.c.run_id == run_id, history.c.party == party
+
+
+def _number(step: int) -> ColumnElement[int]:
+    """Return the number of the row, of the stride of a segment, that a step is in."""
+    return literal(step - 1, BigInteger) // history.c.stride
+
+
+def _delete(connection: Connection, row: HistoryRow) -> None:
+    its = (*_of(row.run_id, row.party), history.c.segment == row.segment)
+    connection.execute(delete(history).where(*its))
+
+
+def _values(row: HistoryRow) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in _COLUMNS}
+    values["ends"] = json.dumps(row.ends) if row.ends else None
+    return values
+
+
+def _row(row: Row[Any]) -> HistoryRow:
+    ends = tuple((segment, step) for segment, step in json.loads(row.ends or "[]"))
+    return HistoryRow(
+        *(RunId(row.run_id), Party(row.party), row.segment, row.stride, row.from_step),
+        *(row.to_step, bytes(row.rows), ends),
+    )
+
+
+def _exact(row: HistoryRow) -> dict[str, bytes]:
+    """Return the values that do not depend on clocks and machines."""
+    rows = unpack(row.rows).items()
+    return {series.name: columns.to_bytes() for series, columns in rows if not series.observed}

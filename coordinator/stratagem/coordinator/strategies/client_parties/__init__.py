@@ -1,1 +1,0 @@
-"""Federations whose clients are parties: silos that train together, or regions of clients."""

@@ -1,1 +1,0 @@
-"""Evaluations, whoever makes them: their sums, and the metrics that a commit has of them."""

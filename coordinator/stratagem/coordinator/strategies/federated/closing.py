@@ -1,0 +1,393 @@
+"""The closing of a federated round: when, with which updates, and what follows from too few.
+
+Pure functions of the run value and of which workers there are; federated.py asks them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stratagem.common.base.ids import Digest, RunId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated, fewest_updates
+from stratagem.coordinator.core.courses import num_lr_reductions
+from stratagem.coordinator.core.effects import TrainClient
+from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
+    Accepted,
+    Assignment,
+    ClientsAssigned,
+    Fact,
+    RoundClosed,
+    RoundRestarted,
+    RoundWaits,
+    RunFailed,
+    UpdateReceived,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.strategies.federated import ledgers, row_ledger
+from stratagem.coordinator.strategies.federated import roster as open_roster
+from stratagem.coordinator.strategies.federated.decisions import quorum_of, worker_for
+from stratagem.coordinator.strategies.federated.evaluation import round_metrics
+from stratagem.coordinator.strategies.federated.ledgers import privacy_metrics
+from stratagem.coordinator.strategies.federated.rejections import (
+    commonest_error,
+    commonest_first,
+    names,
+    said,
+)
+from stratagem.coordinator.strategies.federated.row_ledger import row_metrics
+from stratagem.coordinator.strategies.federated.run import FederatedRun, Late, due_clients, spec_of
+
+# ---- round closing ----
+
+WAIT = "wait"
+
+
+def begin_again(
+    job: JobSpec, value: FederatedRun, now_s: float
+) -> RoundRestarted | RunFailed | None:
+    """Begin a secure round again, or fail the run, when no sum of it can be unmasked any more."""
+    spec = spec_of(job).options.secure_aggregation
+    if spec is None:
+        return None
+    is_late = _is_late(value, now_s) and bool(value.secure.routed)
+    left = () if is_late else value.unanswered()
+    why = ledgers.lack(spec, value.secure, {*value.updates, *left})
+    if not why:
+        return None
+    reason = f"round {value.round_num}: of {len(value.selected)} clients {why}"
+    if value.rejected:
+        reason += f"; {commonest_first(job, value)}"
+    if value.secure.attempt + 1 < ledgers.MAX_ATTEMPTS and (
+        len(ledgers.cured(value.rejected)) < len(value.rejected)
+    ):
+        return RoundRestarted(
+            party=value.party,
+            round_num=value.round_num,
+            attempt=value.secure.attempt + 1,
+            reason=reason,
+        )
+    return RunFailed(reason=reason, error=commonest_error(value))
+
+
+def _is_late(value: FederatedRun, now_s: float) -> bool:
+    return value.deadline_s is not None and now_s >= value.deadline_s
+
+
+def close(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+) -> Fact | None:
+    """Close the round when all have answered, its deadline has passed, or enough updates are
+    here."""
+    is_secure = spec_of(job).options.secure_aggregation is not None
+    if is_secure and not value.secure.routed:
+        return None
+    num_selected, num_updates = len(value.selected), len(value.updates)
+    num_answered = num_updates + len(value.rejected) + len(value.left_unanswered())
+    is_late = _is_late(value, now_s)
+    suffices = value.num_needed is not None and num_updates >= value.num_needed
+    if num_answered < num_selected and not is_late and not suffices:
+        return None
+    count = f"round {value.round_num}: {num_updates} of {num_selected} updates"
+    if num_answered < num_selected:
+        count += f", {value.num_needed} suffice" if suffices else ", deadline passed"
+    if num_updates < num_required(job, value):
+        return _missing(job, value, workers, count, now_s)
+    if value.rejected:
+        count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    if left := sorted(value.left_unanswered()):
+        count += f", {len(left)} left ({names(job, value, left)})"
+    late = accepted(value)
+    if late:
+        clients = ", ".join(
+            f"client {a.client} of round {value.round_num - a.staleness}" for a in late
+        )
+        count += f", {len(late)} late ({clients})"
+    on_time = [
+        Accepted(client=client, digest=update.digest, num_samples=update.num_samples)
+        for client, update in value.updates.items()
+    ]
+    return RoundClosed(
+        party=value.party,
+        round_num=value.round_num,
+        accepted=tuple(sorted([*on_time, *late], key=lambda update: update.client)),
+        reason=count,
+        by_policy=num_answered < num_selected
+        or bool(late)
+        or bool(left)
+        or (is_secure and ledgers.is_by_policy(value.rejected))
+        or _is_noised_secretly(job),
+        metrics=_metrics(value),
+    )
+
+
+def _is_noised_secretly(job: JobSpec) -> bool:
+    """Return True when the run cannot be made again from its job, whose noise it has not."""
+    return job.privacy is not None and job.privacy.noise == "secret"
+
+
+def _metrics(value: FederatedRun) -> dict[str, float]:
+    if value.ledger is not None:  # a mean over few clients would tell of each of them
+        return privacy_metrics(value.ledger)
+    if value.rows is not None:  # a mean loss would tell of rows
+        return row_metrics(value.rows)
+    num_skipped = value.trained.get(SKIPPED_STEPS, 0.0)
+    return round_metrics(value.updates, received(value), num_skipped=num_skipped)
+
+
+def num_required(job: JobSpec, value: FederatedRun) -> int:
+    """Return the updates without which the round cannot close: the quorum, else any one of those
+    that did not fail; those that a robust rule needs; none in a private run without a quorum."""
+    options = spec_of(job).options
+    if value.ledger is not None and (options.quorum is None or not value.selected):
+        return 0  # nobody has to take part: the sum is noise then, and counts
+    of_rule = fewest_updates(options.robust)
+    if options.secure_aggregation is not None:
+        of_rule = ledgers.fewest_survivors(options.secure_aggregation, value.secure)
+    if options.quorum is None:
+        return of_rule
+    needed = value.num_needed or quorum_of(options.quorum, len(value.selected))
+    return max(of_rule, needed)
+
+
+def _missing(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], count: str, now_s: float
+) -> Fact | None:
+    """Go on with other clients, wait, or fail the run, when the round has too few updates."""
+    needed = num_required(job, value)
+    if value.rejected:
+        count += f"; {commonest_first(job, value)}"
+    if needed > 1 or not value.rejected:
+        count += f"; {needed} are needed" if needed > 1 else "; 1 is needed"
+    if 1 < needed == fewest_updates(spec_of(job).options.robust):
+        count += " for options.robust"
+    num_needed = None if spec_of(job).options.quorum is None else needed
+    if open_roster.goes_on(job, value):
+        more = open_roster.more(job, value, workers, now_s)
+        return more or open_roster.wait(job, value, count, now_s, num_needed)
+    if spec_of(job).options.on_missing_quorum != WAIT:
+        return RunFailed(reason=count, error=commonest_error(value))
+    if value.is_waiting:
+        return None
+    return RoundWaits(
+        party=value.party,
+        round_num=value.round_num,
+        reason=count,
+        num_needed=num_needed,
+    )
+
+
+def ask_again(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+) -> RoundWaits | None:
+    """Ask again the failed clients of a round that waits for which there is another worker: a new
+    start of their own, where their rows are on it. Those whose site has refused are asked now and
+    then, too: it may have changed its file."""
+    if not value.is_waiting or not value.rejected:
+        return None
+    is_time = value.asks_again_s is not None and now_s >= value.asks_again_s
+    alive = {worker.member.worker_id: worker for worker in workers}
+    again, refused = [], []
+    for client in sorted(value.rejected.keys() & value.assigned.keys()):
+        binding = value.roster[client]
+        if is_time and value.rejected[client].cause.is_refusal and binding.worker_id in alive:
+            refused.append(client)
+            continue
+        tried = value.tried.get(client, frozenset()) | {value.assigned[client][0]}
+        if worker_for(job, binding, alive, Counter(), tried) is not None:
+            again.append(client)
+    if not again and not refused and not is_time:
+        return None
+    num_updates, num_selected = len(value.updates), len(value.selected)
+    return RoundWaits(
+        party=value.party,
+        round_num=value.round_num,
+        reason=f"round {value.round_num}: {num_updates} of {num_selected} updates",
+        num_needed=value.num_needed,
+        asked_again=tuple(sorted([*again, *refused])),
+        refused=tuple(refused),
+    )
+
+
+# ---- late updates ----
+#
+# Late updates: clients that a round was closed without train on, and their updates enter a later
+# round.
+#
+# Only where the job says so (`options.late_updates`). What such a client has changed on its own
+# base is made to the present state and counts n · d^staleness, staleness being the rounds between
+# the one it trained for and the one it enters (as in FedAsync, https://arxiv.org/abs/1903.03934,
+# and FedBuff, https://arxiv.org/abs/2106.06639). Pure functions of the run value; federated.py asks
+# them.
+
+
+def max_staleness(job: JobSpec) -> int:
+    """Return for how many rounds updates of a closed round may still be needed; 0: late ones are
+    refused."""
+    strategy = job.strategy
+    if not isinstance(strategy, Federated) or strategy.options.late_updates == "refuse":
+        return 0
+    return strategy.options.max_staleness
+
+
+def weight(job: JobSpec, accepted: Accepted) -> float:
+    """Return the weight of an update in the mean of its round: rows, discounted by staleness."""
+    policy = spec_of(job).options.late_updates
+    discount = 1.0 if policy == "refuse" else policy.discount
+    return float(accepted.num_samples * discount**accepted.staleness)
+
+
+def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> FederatedRun:
+    """Mark the clients that still train as a round closes as late, and drop the late updates it
+    took."""
+    if not max_staleness(job):
+        return value
+    late = {client: training for client, training in before.late.items() if training.update is None}
+    for client in due_clients(before):
+        late[client] = of_open_round(before, client)
+    return replace(value, late=late)
+
+
+def of_open_round(value: FederatedRun, client: int) -> Late:
+    """Return what a client of the open round trains from, and where."""
+    assert value.committed is not None
+    num_reductions = num_lr_reductions(value.metrics)
+    return Late(value.round_num, value.committed, *value.assigned[client], num_reductions)
+
+
+def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
+    """Give up the late clients that would be too stale in the next round, or all after the last."""
+    is_over = value.round_num > spec_of(job).rounds
+    limit = -1 if is_over else max_staleness(job)
+    late = {
+        c: training
+        for c, training in value.late.items()
+        if value.round_num - training.round_num <= limit
+    }
+    return replace(value, late=late)
+
+
+def after_selection(value: FederatedRun) -> FederatedRun:
+    """Drop late clients that are selected again: they train for the new round."""
+    chosen = set(value.selected)
+    return replace(value, late={c: late for c, late in value.late.items() if c not in chosen})
+
+
+def is_late(value: FederatedRun, fact: Fact) -> bool:
+    """Return True for a fact about clients that an earlier round was closed without."""
+    match fact:
+        case UpdateReceived() | UpdateRejected():
+            late = value.late.get(fact.client)
+            return late is not None and late.round_num == fact.round_num
+        case ClientsAssigned():
+            return all(
+                (late := value.late.get(a.client)) is not None and late.round_num == fact.round_num
+                for a in fact.assignments
+            )
+        case _:
+            return False
+
+
+def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
+    """Fold a fact about late clients: an update that waits for the next closing, or a client that
+    is given up."""
+    late = dict(value.late)
+    match fact:
+        case UpdateReceived():
+            late[fact.client] = replace(late[fact.client], update=fact)
+        case UpdateRejected():
+            del late[fact.client]
+        case _:
+            assert isinstance(fact, ClientsAssigned), "is_late was asked"
+            for assignment in fact.assignments:
+                del late[assignment.client]
+            value = replace(value, membership=fact.membership)
+    return replace(value, late=late)
+
+
+def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned | None:
+    """Give up late clients whose worker is lost; they are not trained again. None while there are
+    none."""
+    if not value.late:
+        return None
+    here = {worker.member for worker in workers}
+    lost = {c: training for c, training in _training(value) if training.member not in here}
+    if not lost:
+        return None
+    round_num = min(training.round_num for training in lost.values())
+    return ClientsAssigned(
+        party=value.party,
+        round_num=round_num,
+        membership=value.membership + 1,
+        assignments=tuple(
+            Assignment(client=client, member=None)
+            for client, training in sorted(lost.items())
+            if training.round_num == round_num
+        ),
+    )
+
+
+def accepted(value: FederatedRun) -> list[Accepted]:
+    """Return the late updates that the open round takes if it closes now."""
+    return [
+        Accepted(
+            client=client,
+            digest=late.update.digest,
+            num_samples=late.update.num_samples,
+            staleness=value.round_num - late.round_num,
+            base=late.base.digest,
+        )
+        for client, late in sorted(value.late.items())
+        if late.update is not None
+    ]
+
+
+def received(value: FederatedRun) -> list[UpdateReceived]:
+    """Return the facts of the late updates that have arrived, in order of client."""
+    return [late.update for _, late in sorted(value.late.items()) if late.update is not None]
+
+
+def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
+    """Yield the training of the late clients, unchanged from when their round was open."""
+    for client, late in _training(value):
+        yield training(run_id, job, value, client, late)
+
+
+def training(
+    run_id: RunId, job: JobSpec, value: FederatedRun, client: int, own: Late
+) -> TrainClient:
+    """Return the training of one client; own: its round, base and worker, late or not."""
+    strategy, states = spec_of(job), value.client_states
+    return TrainClient(
+        run_id=run_id,
+        party=value.party,
+        membership=own.membership,
+        round_num=own.round_num,
+        client=client,
+        num_clients=strategy.num_clients,
+        local_epochs=strategy.options.local_epochs,
+        member=own.member,
+        base=own.base,
+        num_lr_reductions=own.num_lr_reductions,
+        clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
+        rows=None if value.rows is None else row_ledger.asked(value.rows, client),
+        state=None if states is None else states.newest.get(client),
+        attempt=value.secure.attempt,
+        routed=value.secure.routed,
+        num_members=len(value.secure.members),
+    )
+
+
+def blobs(value: FederatedRun) -> frozenset[Digest]:
+    """Return the states that late clients train from, or that accepted late updates were trained
+    from."""
+    kept = {late.base.digest for late in value.late.values()}
+    return frozenset(kept | {update.base for update in value.accepted if update.base})
+
+
+def _training(value: FederatedRun) -> Iterator[tuple[int, Late]]:
+    for client, late in value.late.items():
+        if late.update is None:
+            yield client, late

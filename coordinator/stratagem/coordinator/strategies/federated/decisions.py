@@ -1,0 +1,466 @@
+"""The decisions of a federated round, in the order of the round.
+
+Pure functions of the run value and of which workers there are; federated.py asks them.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Final, assert_never
+
+from stratagem.common.base.ids import Digest, WorkerId
+from stratagem.common.base.text import counted
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import All, ByCapability, ClientSelection, Federated, num_drawn
+from stratagem.common.strategy import Random as RandomSelection
+from stratagem.coordinator.core.courses import (
+    course_of,
+    follows_evaluations,
+    resumed_metrics,
+    why,
+    why_stopped,
+)
+from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.facts import (
+    Assignment,
+    BuildFailed,
+    ClientBenched,
+    ClientBinding,
+    ClientsAssigned,
+    ClientsSelected,
+    ErrorRecord,
+    Excused,
+    Member,
+    MembersFormed,
+    ModelBuilt,
+    RosterFormed,
+    RunCompleted,
+    RunFailed,
+    StoppedEarly,
+)
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.core.strategy_calls import draws_in_secret
+from stratagem.coordinator.strategies.federated import row_ledger
+from stratagem.coordinator.strategies.federated.ledgers import PrivacyLedger, beyond_budget
+from stratagem.coordinator.strategies.federated.rejections import (
+    BUILD,
+    FAIL,
+    MAX_NAMED,
+    cause_of,
+    in_all,
+    in_closed_rounds,
+)
+from stratagem.coordinator.strategies.federated.run import (
+    FederatedRun,
+    evaluates_at_clients,
+    lacking,
+    spec_of,
+)
+from stratagem.coordinator.strategies.placement import is_site_of, sites_of
+
+# ---- round decisions ----
+
+
+def new_helper(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> MembersFormed | None:
+    """Choose the worker that builds at first and evaluates later, or all clients' workers where
+    these evaluate; None while it stays."""
+    alive = {worker.member.worker_id: worker.member for worker in workers}
+    helper = tuple(m for m in value.helper if alive.get(m.worker_id) == m)
+    if evaluates_at_clients(job) and value.roster:
+        names = {binding.worker_id for binding in value.roster}
+        everybody = sorted((w.member for w in workers), key=lambda member: member.worker_id)
+        helper = tuple(member for member in everybody if member.worker_id in names)
+    elif not helper and workers:
+        helper = (workers[0].member,)
+    if helper == value.helper:
+        return None
+    fingerprint = value.fingerprint
+    if helper and not fingerprint and job.execution.deterministic:
+        fingerprint = workers[0].capability.numerics_fingerprint
+    reason = f"{helper[0].worker_id} builds and evaluates" if helper else "no worker is left"
+    if len(helper) > 1:
+        reason = f"{len(helper)} clients evaluate"
+    return MembersFormed(
+        party=value.party,
+        membership=value.membership + 1,
+        members=helper,
+        reason=reason,
+        fingerprint=fingerprint,
+    )
+
+
+def form_roster(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> RosterFormed | None:
+    """Bind every client to a worker; None while the workers that it takes are not here."""
+    strategy = spec_of(job)
+    by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
+    if job.data.worker_local is not None:
+        by_name = [w for w in by_name if is_site_of(job, w)]
+        if (sites := sites_of(strategy)) is not None:
+            by_name = [w for w in by_name if w.member.worker_id in sites]
+        if len(by_name) < strategy.num_clients:
+            return None
+    if not by_name:
+        return None
+    bindings = tuple(
+        ClientBinding(
+            client=client,
+            worker_id=by_name[client % len(by_name)].member.worker_id,
+            tags=by_name[client % len(by_name)].capability.tags,
+        )
+        for client in range(strategy.num_clients)
+    )
+    if not select(strategy.client_selection, bindings, job.seed, 1):
+        return None
+    return RosterFormed(party=value.party, clients=bindings)
+
+
+def is_evaluated_first(job: JobSpec, value: FederatedRun) -> bool:
+    """Return True while an evaluation is missing that decides about the next round."""
+    return follows_evaluations(job) and bool(value.to_evaluate)
+
+
+def stopped_early(job: JobSpec, value: FederatedRun) -> StoppedEarly | None:
+    """End the run where the evaluations say so."""
+    why = why_stopped(job, value.metrics)
+    if not why:
+        return None
+    assert value.committed is not None
+    num_rounds = value.committed.segment
+    done = f"stopped early after {counted(num_rounds, 'round')}: {why}"
+    return StoppedEarly(reason=_with_rejections(job, value, done), step=num_rounds)
+
+
+def bench(job: JobSpec, value: FederatedRun) -> ClientBenched | None:
+    """Let a client that has failed too many rounds in a row take no part in the next ones."""
+    strikes = spec_of(job).options.strikes
+    if strikes is None:
+        return None
+    for client, number in sorted(value.attendance.strikes.items()):
+        if number >= strikes.limit:
+            rounds = f"{counted(number, 'round')}{' in a row' if number > 1 else ''}"
+            return ClientBenched(
+                party=value.party,
+                client=client,
+                until_round=value.round_num + strikes.bench_rounds,
+                reason=f"rejected in {rounds}: {value.rejections[client][1]}",
+            )
+    return None
+
+
+def excused_by_bench(value: FederatedRun) -> tuple[Excused, ...]:
+    """Return the clients on the bench in the next round, by its end."""
+    sitting: dict[int, list[int]] = {}
+    for client, until in sorted(value.attendance.benched.items()):
+        if until > value.round_num and client not in value.attendance.left:
+            sitting.setdefault(until, []).append(client)
+    return tuple(
+        Excused(reason=f"benched until round {until}", clients=tuple(clients))
+        for until, clients in sorted(sitting.items())
+    )
+
+
+def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected | StoppedEarly:
+    """Open the next round with the clients of a roster that stays, without those on the bench and
+    those whose rows have spent their privacy; end the run where none is left."""
+    attendance, number = value.attendance, value.round_num
+    able = [binding for binding in value.roster if attendance.is_able(binding.client, number)]
+    excused = excused_by_bench(value) if attendance.benched else ()
+    if value.rows is not None:
+        able, spent = row_ledger.with_budget(job, value.rows, able)
+        excused += spent
+    opened = open_round(job, value, able, excused, now_s)
+    if opened is None and value.rows is not None:
+        return row_ledger.budget_spent(job, value.rows, number - 1)
+    assert opened is not None, "whose updates closed the round before are not on the bench"
+    return opened
+
+
+def private_round(
+    job: JobSpec, value: FederatedRun, ledger: PrivacyLedger, now_s: float
+) -> ClientsSelected | StoppedEarly | RunFailed | None:
+    """Open the next round of a private run with the clients that were drawn for it, or end the run
+    where it would cost too much; None while it is not accounted."""
+    if ledger.round is None:
+        return None
+    assert value.committed is not None
+    if ended := beyond_budget(job, ledger, value.committed.segment):
+        return ended
+    opened = open_round(job, value, value.roster, (), now_s)
+    assert opened is not None, "the roster has clients"
+    return opened.model_copy(update={"clients": ledger.round.drawn})
+
+
+def candidates_of(job: JobSpec, value: FederatedRun) -> tuple[int, ...]:
+    """Return the clients of which those of a private round are drawn: all, or, where the draw is no
+    secret, those that take part."""
+    strategy, roster = spec_of(job), value.roster
+    if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
+        return tuple(binding.client for binding in roster)
+    return select(strategy.client_selection, roster, job.seed, value.round_num)
+
+
+def next_trainers(job: JobSpec, value: FederatedRun) -> frozenset[WorkerId]:
+    """Return the workers on which clients of the round after the open one are expected to train;
+    none where the draw is a secret. A guess: who comes or goes until then is not in it."""
+    strategy, number = spec_of(job), value.round_num + 1
+    if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
+        return frozenset()
+    able = {b.client: b for b in value.roster if value.attendance.is_able(b.client, number)}
+    num_extra = strategy.options.over_select
+    drawn = select(strategy.client_selection, [*able.values()], job.seed, number, num_extra)
+    at = {client: member.worker_id for client, (member, _) in value.assigned.items()}
+    return frozenset(at.get(client, able[client].worker_id) for client in drawn)
+
+
+def open_round(
+    job: JobSpec,
+    value: FederatedRun,
+    roster: Sequence[ClientBinding],
+    excused: tuple[Excused, ...],
+    now_s: float,
+) -> ClientsSelected | None:
+    """Open the round with clients of those that can take part; None where it takes none of them."""
+    strategy = spec_of(job)
+    deadline, num_extra = strategy.options.round_deadline_s, strategy.options.over_select
+    selection, number = strategy.client_selection, value.round_num
+    clients = select(selection, roster, job.seed, number, num_extra) if roster else ()
+    if not clients:
+        return None
+    num_needed = None
+    if num_extra:
+        num_wanted = len(select(selection, roster, job.seed, number))
+        num_needed = quorum_of(strategy.options.quorum, num_wanted, of_all=num_wanted)
+    return ClientsSelected(
+        party=value.party,
+        round_num=value.round_num,
+        clients=clients,
+        deadline_s=None if deadline is None else now_s + deadline,
+        num_needed=num_needed,
+        excused=excused,
+    )
+
+
+def assign(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> ClientsAssigned | None:
+    """Assign a live worker to every client that has none: its own, else the one with fewest
+    clients."""
+    alive = {worker.member.worker_id: worker for worker in workers}
+    if not lacking(value, lambda member: _is_alive(alive, member)):
+        return None
+    waiting = list(value.unanswered())
+    current = {c: value.assigned[c][0] for c in waiting if c in value.assigned}
+    held = {c: m for c, m in current.items() if _is_alive(alive, m)}
+    load = Counter(member.worker_id for member in held.values())
+    new = []
+    for client in waiting:
+        if client in held:
+            continue
+        tried = value.tried.get(client, frozenset())
+        worker = worker_for(job, value.roster[client], alive, load, tried)
+        if worker is not None:
+            load[worker.member.worker_id] += 1
+        elif client not in current:
+            continue
+        new.append(Assignment(client=client, member=worker.member if worker else None))
+    if not new:
+        return None
+    return ClientsAssigned(
+        party=value.party,
+        round_num=value.round_num,
+        membership=value.membership + 1,
+        assignments=tuple(new),
+    )
+
+
+def has_homes(job: JobSpec) -> bool:
+    """Return True when each client is trained by its own worker and by no other."""
+    options = spec_of(job).options
+    is_secure = options.secure_aggregation is not None  # its secrets are on its worker
+    return job.data.worker_local is not None or options.open_roster is not None or is_secure
+
+
+def _is_alive(alive: Mapping[WorkerId, WorkerRecord], member: Member) -> bool:
+    return member.worker_id in alive and alive[member.worker_id].member == member
+
+
+def worker_for(
+    job: JobSpec,
+    binding: ClientBinding,
+    alive: Mapping[WorkerId, WorkerRecord],
+    load: Counter[WorkerId],
+    tried: frozenset[Member],
+) -> WorkerRecord | None:
+    """Return the worker that a client trains on: its own, else the one with fewest clients; none of
+    `tried`."""
+    own = alive.get(binding.worker_id)
+    if own is not None and own.member not in tried:
+        return own
+    if has_homes(job):
+        return None
+    selection = spec_of(job).client_selection
+    required = set(selection.required_tags) if isinstance(selection, ByCapability) else set()
+    fitting = [
+        worker
+        for worker in alive.values()
+        if required <= set(worker.capability.tags) and worker.member not in tried
+    ]
+    return min(fitting, key=lambda w: (load[w.member.worker_id], w.member.worker_id), default=None)
+
+
+def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
+    if value.to_evaluate:
+        return None
+    assert value.committed is not None
+    done = f"{counted(value.committed.segment, 'round')} committed"
+    return RunCompleted(reason=_with_rejections(job, value, done))
+
+
+def _with_rejections(job: JobSpec, value: FederatedRun, done: str) -> str:
+    rejected = () if draws_in_secret(job) else in_closed_rounds(value)
+    return "; ".join(filter(None, (done, in_all(job, rejected))))
+
+
+# ---- client selection ----
+#
+# Selection of the clients that take part in a federated round.
+
+
+def select(
+    selection: ClientSelection,
+    roster: Sequence[ClientBinding],
+    seed: int,
+    round_num: int,
+    num_extra: int = 0,
+) -> tuple[int, ...]:
+    """Return the clients of a round, ascending; drawn from the roster, whichever workers are alive.
+
+    Random: num_extra + max(1, floor(fraction * len(roster) + 1e-9)) without replacement, seeded by
+    (run seed, round), so that a restarted coordinator draws the same.
+    """
+    match selection:
+        case All():
+            return tuple(binding.client for binding in roster)
+        case RandomSelection(fraction=fraction):
+            share = num_drawn(fraction, len(roster))
+            count = min(share + num_extra, len(roster))
+            key = hashlib.sha256(f"select/{seed}/{round_num}".encode()).digest()
+            drawn = Random(int.from_bytes(key[:8])).sample([b.client for b in roster], count)
+            return tuple(sorted(drawn))
+        case ByCapability(required_tags=required):
+            return tuple(b.client for b in roster if set(required) <= set(b.tags))
+        case _:
+            assert_never(selection)
+
+
+def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) -> int:
+    """Return the number of updates a round needs; of_all: the number where the job names none."""
+    if quorum is None:
+        return of_all
+    if isinstance(quorum, int):
+        return min(quorum, num_selected)
+    return max(1, math.ceil(quorum * num_selected - 1e-9))
+
+
+# ---- model building ----
+#
+# The choice of the worker that builds a federation's model; where each has rows of its own, any
+# that can.
+#
+# A site whose data or code raises when the model is built would otherwise end the federation before
+# its first round. All its workers are tried, and the run fails when none can; so, too, where a
+# worker lacks a file, a package or memory, whatever the data are.
+
+_OF_THE_PLACE: Final = frozenset(
+    {
+        *("NotFoundError", "FileNotFoundError", "PermissionError", "OSError"),
+        *("ImportError", "ModuleNotFoundError"),
+    }
+)
+"""Types of errors that say what is not there."""
+_UNWILLING: Final = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
+
+
+def may_move(job: JobSpec, error: ErrorRecord | None = None) -> bool:
+    """Return True when a build that fails on one worker may succeed on another one. error: by which
+    it has failed, unless its process has ended."""
+    if not isinstance(job.strategy, Federated):
+        return False
+    if job.data.worker_local is None:
+        return error is not None and _is_of_the_place(error)
+    return job.strategy.options.on_client_error != FAIL
+
+
+def _is_of_the_place(error: ErrorRecord) -> bool:
+    """Return True for a file, a package, memory or a permission that only this worker may lack."""
+    name = error.type.rpartition(".")[2]
+    return name in _OF_THE_PLACE or cause_of(error) in (Cause.MEMORY, *_UNWILLING)
+
+
+def build_failed(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> BuildFailed | RunFailed | None:
+    """Give up on a worker whose processes the build ends one after the other; fail the run when
+    none is left."""
+    deaths = value.deaths.get(BUILD)
+    if deaths is not None and deaths.latest and deaths.are_too_many and may_move(job):
+        reason = why("it", deaths)
+        return BuildFailed(party=value.party, member=deaths.latest.member, reason=reason)
+    if not value.unfit or not workers or fit(value, workers):
+        return None
+    said = [f"{name}: {fact.reason}" for name, fact in sorted(value.unfit.items())]
+    more = [f"{len(said) - MAX_NAMED} more"] if len(said) > MAX_NAMED else []
+    errors = [fact.error for _, fact in sorted(value.unfit.items()) if fact.error is not None]
+    text = f"no worker can build the model: {'; '.join(said[:MAX_NAMED] + more)}"
+    return RunFailed(reason=text, error=errors[0] if errors else None)
+
+
+def only_one_to_build(job: JobSpec, value: FederatedRun, world: World, member: Member) -> bool:
+    """Return True when no other worker is left that may build the model: one whose site is closed
+    is waited for then."""
+    workers = [w for w in world.usable() if is_site_of(job, w)]
+    return all(worker.member == member for worker in fit(value, workers))
+
+
+def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
+    """Fold the outcome of a build: the first state, or a worker that cannot build it."""
+    if isinstance(fact, ModelBuilt):
+        metrics = resumed_metrics(job)
+        return replace(
+            value,
+            committed=Base(fact.segment, fact.step, fact.digest, average=_resumed_average(job)),
+            round_num=fact.segment + 1,
+            num_rows=fact.num_rows,
+            trained={name: n for name, n in metrics.items() if name not in course_of(metrics)},
+            metrics=course_of(metrics),
+            left={},
+            deaths={},
+        )
+    name = fact.member.worker_id
+    return replace(
+        value,
+        helper=tuple(member for member in value.helper if member.worker_id != name),
+        unfit={**value.unfit, name: fact},
+        deaths={task: count for task, count in value.deaths.items() if task != BUILD},
+    )
+
+
+def _resumed_average(job: JobSpec) -> Digest:
+    """Return the average that a run goes on from which resumes a commit of another one."""
+    initial = job.initial
+    return Digest((initial and initial.average) or "")
+
+
+def fit(value: FederatedRun, workers: list[WorkerRecord]) -> list[WorkerRecord]:
+    """Return the workers that have not failed to build, while there is no model."""
+    if value.committed is not None:
+        return workers
+    return [worker for worker in workers if worker.member.worker_id not in value.unfit]

@@ -1,0 +1,334 @@
+"""The ledger of a private run: what its rounds have spent, and how the next one is noised.
+
+Each round is accounted before it is opened: an effect draws its clients in secret and computes
+what all rounds will have cost with it. A round that would cost more than the target is never
+opened, and one that was opened has been paid for, whatever becomes of it: also one without
+clients, and one that the run has gone back behind since. Pure functions of the ledger.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
+from stratagem.common.base.text import beyond_text, counted
+from stratagem.common.job import JobSpec
+from stratagem.common.secure.sharing import MIN_CLIENTS, neighbours, never_opened, shares_needed
+from stratagem.common.strategy.secure import SecureAggregation
+from stratagem.coordinator.core.effects import (
+    AccountRound,
+    KeptState,
+    PostKeys,
+    RouteShares,
+    SecureParty,
+)
+from stratagem.coordinator.core.facts import (
+    KeysPosted,
+    RoundAccounted,
+    RunFailed,
+    SegmentCommitted,
+    SharesRouted,
+    StoppedEarly,
+    UpdateReceived,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.facts.fact_values import Cause
+
+# ---- privacy ledger ----
+
+EPSILON = "privacy.epsilon"
+"""Metric: what a run has spent with the round of its commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrivacyLedger:
+    """What a run has spent, and what is known of the round that is open or comes next."""
+
+    clip_norm: float
+    """That of the next round to be accounted."""
+    noise_multiplier: float | None
+    """None: the first round calibrates it."""
+    num_spent: int = 0
+    epsilon: float = 0.0
+    """Spent with all rounds that were opened."""
+    fingerprint: str = ""
+    round: RoundAccounted | None = None
+    """The round that is open, or is accounted and about to be."""
+
+
+def begun(job: JobSpec) -> PrivacyLedger | None:
+    """Return the ledger of a run that has spent nothing; None where no clients are protected."""
+    if job.privacy is None or job.privacy.unit != "client":
+        return None
+    return PrivacyLedger(job.privacy.clip.norm, job.privacy.noise_multiplier)
+
+
+def with_fact(ledger: PrivacyLedger, fact: RoundAccounted | SegmentCommitted) -> PrivacyLedger:
+    """Fold the account of the next round, or the commit of the open one."""
+    if isinstance(fact, RoundAccounted):
+        noise, fingerprint = fact.noise_multiplier, fact.fingerprint
+        return replace(ledger, round=fact, noise_multiplier=noise, fingerprint=fingerprint)
+    norm = ledger.clip_norm if fact.clip_norm is None else fact.clip_norm
+    return replace(ledger, round=None, clip_norm=norm)
+
+
+def with_opened(ledger: PrivacyLedger) -> PrivacyLedger:
+    """Return the ledger after the accounted round was opened."""
+    assert ledger.round is not None
+    return replace(ledger, num_spent=ledger.num_spent + 1, epsilon=ledger.round.epsilon)
+
+
+def returned(ledger: PrivacyLedger | None) -> PrivacyLedger | None:
+    """Return the ledger after the run went back to an earlier commit: what is spent stays spent."""
+    return None if ledger is None else replace(ledger, round=None)
+
+
+def accounting(
+    run_id: RunId,
+    party: Party,
+    ledger: PrivacyLedger,
+    round_num: int,
+    candidates: tuple[int, ...],
+) -> AccountRound | None:
+    """Return the effect that accounts the next round; None where that has been done."""
+    if ledger.round is not None:
+        return None
+    return AccountRound(
+        run_id,
+        party,
+        round_num,
+        candidates,
+        ledger.num_spent,
+        ledger.clip_norm,
+        ledger.noise_multiplier,
+        ledger.fingerprint,
+    )
+
+
+def beyond_budget(
+    job: JobSpec, ledger: PrivacyLedger, segment: int
+) -> StoppedEarly | RunFailed | None:
+    """Return the end of a run whose accounted round would cost more than its target.
+
+    segment: the newest committed round.
+    """
+    assert job.privacy is not None
+    target, known = job.privacy.target, ledger.round
+    if known is None or target.epsilon is None or known.epsilon <= target.epsilon:
+        return None
+    budget = f"{ledger.epsilon:.3g} of {target.epsilon:g} spent"
+    cost = beyond_text(known.epsilon, target.epsilon)
+    text = f"privacy budget: {budget}, round {known.round_num} would cost {cost}"
+    if not ledger.num_spent:
+        return RunFailed(reason=f"{text}; more noise, or clients drawn more rarely, cost less")
+    return StoppedEarly(
+        reason=f"stopped early after {counted(segment, 'round')}: {text}", step=segment
+    )
+
+
+def privacy_metrics(ledger: PrivacyLedger) -> dict[str, float]:
+    """Return the metrics of a private round: nothing of its clients."""
+    assert ledger.round is not None
+    return {EPSILON: ledger.epsilon, "privacy.clip_norm": ledger.round.clip_norm}
+
+
+# ---- client states ----
+#
+# Which state each client of a federation has kept of which round: pure folds over the facts.
+#
+# A client's newest state is that of its newest update that was journaled. So a round that is done
+# again begins from the state of the round before it, whatever the client has written meanwhile.
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStates:
+    """The states of all clients, which lie at their workers, or as blobs in the store."""
+
+    are_blobs: bool = False
+    newest: Mapping[int, KeptState] = field(default_factory=dict)
+    """By client; without one it begins anew."""
+    owed: Mapping[int, Mapping[int, KeptState]] = field(default_factory=dict)
+    """By round of a commit that clients still evaluate: the state of each of them then."""
+    is_incomplete: bool = False
+    """Some client no longer has what its newest state is told to be, or all have begun anew from an
+    earlier commit: where states add up to a common one, they do not any more."""
+
+    @property
+    def blobs(self) -> frozenset[Digest]:
+        """The states that the store keeps."""
+        return frozenset(state.digest for state in self.newest.values() if self.are_blobs)
+
+    def with_update(self, fact: UpdateReceived) -> "ClientStates":
+        """Note what a client keeps from the round of its update on."""
+        state = KeptState(fact.round_num, fact.client_state)
+        return replace(self, newest={**self.newest, fact.client: state})
+
+    def with_loss(self) -> "ClientStates":
+        """Note that a client has lost its state."""
+        return replace(self, is_incomplete=True)
+
+    def anew(self) -> "ClientStates":
+        """Begin all clients anew where states are gone that add up to a common one."""
+        return replace(self, newest={}, is_incomplete=False) if self.is_incomplete else self
+
+    def with_evaluation(self, segment: int, clients: Iterable[int]) -> "ClientStates":
+        """Note with which states clients will evaluate a commit, however late they do."""
+        states = {client: self.newest[client] for client in clients if client in self.newest}
+        return replace(self, owed={**self.owed, segment: states})
+
+    def evaluated(self, segment: int) -> "ClientStates":
+        """Forget the states of a commit that is evaluated."""
+        return replace(self, owed={n: states for n, states in self.owed.items() if n != segment})
+
+    def returned(self, segment: int) -> "ClientStates":
+        """Begin all clients anew, as the run goes back to a commit; what is owed up to it stays."""
+        owed = {n: states for n, states in self.owed.items() if n <= segment}
+        return ClientStates(are_blobs=self.are_blobs, owed=owed, is_incomplete=True)
+
+    def of_evaluation(self, segment: int, client: int) -> KeptState | None:
+        """Return the state with which a client evaluates a commit."""
+        return self.owed.get(segment, {}).get(client)
+
+    def kept_rounds(self, client: int) -> tuple[int, ...]:
+        """Return the rounds whose states a client must still have while it trains."""
+        states = [of_clients.get(client) for of_clients in self.owed.values()]
+        states.append(self.newest.get(client))
+        return tuple(sorted({state.round_num for state in states if state is not None}))
+
+
+# ---- secure setup ----
+#
+# What a federated round exchanges before its clients train, so that only their sum is seen.
+#
+#     POST KEYS      each client posts public keys             KeysPosted
+#     ROUTE SHARES   each seals shares of its secrets          SharesRouted
+#     (training)     masked updates come in                    UpdateReceived
+#     (closing)      whose updates are in the sum is fixed     RoundClosed
+#     (aggregation)  those clients open the masks of the sum
+#
+# A client that is lost on the way is left out, and its masks are taken from the sum with shares
+# that the others hold. Where too few are left for that, and keys were lost, the round begins again
+# with new ones. Pure functions; they know nothing of the rest of a round.
+
+MAX_ATTEMPTS: Final = 5
+"""Attempts of a round: each needs a worker process to have ended since the one before."""
+_CURED: Final = (Cause.KEYS_LOST, Cause.ABSENT)
+"""Causes that new keys do away with."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecureSetup:
+    """How far the open round is, in its present attempt."""
+
+    attempt: int = 0
+    members: tuple[int, ...] = ()
+    """The clients that have posted keys; empty before."""
+    ring_seed: str = ""
+    directory: Digest = NO_DIGEST
+    routed: tuple[int, ...] = ()
+    """The clients that have shared their secrets; empty before."""
+    shares: Digest = NO_DIGEST
+
+    def with_fact(self, fact: KeysPosted | SharesRouted) -> "SecureSetup":
+        """Fold one fact of the attempt."""
+        if isinstance(fact, KeysPosted):
+            return SecureSetup(self.attempt, fact.clients, fact.ring_seed, fact.directory)
+        known = self.attempt, self.members, self.ring_seed, self.directory
+        return SecureSetup(*known, fact.clients, fact.shares)
+
+    def party(self, workers: Mapping[int, WorkerId]) -> SecureParty:
+        """Return the attempt as effects have it. workers: of each client."""
+        return SecureParty(
+            self.attempt,
+            tuple(sorted(workers.items())),
+            self.members,
+            self.ring_seed,
+            self.directory,
+            self.shares,
+            self.routed,
+        )
+
+    def refuses(self, fact: KeysPosted | SharesRouted) -> str:
+        """Return why a fact of the open round is stale; "" when it is welcome."""
+        done = self.members if isinstance(fact, KeysPosted) else self.routed
+        is_next = not done and (isinstance(fact, KeysPosted) or bool(self.members))
+        if fact.attempt == self.attempt and is_next:
+            return ""
+        return f"attempt {fact.attempt} of round {fact.round_num} does not wait for it"
+
+    @property
+    def blobs(self) -> frozenset[Digest]:
+        return frozenset({self.directory, self.shares} - {NO_DIGEST})
+
+
+def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
+    """Return the rejections of the clients that are left out, by client."""
+    return {
+        each.client: UpdateRejected(
+            party=fact.party,
+            round_num=fact.round_num,
+            client=each.client,
+            reason=each.reason,
+            cause=each.cause,
+            attempt=fact.attempt,
+        )
+        for each in fact.left_out
+    }
+
+
+def exchange(
+    run_id: RunId,
+    party: Party,
+    round_num: int,
+    setup: SecureSetup,
+    workers: Mapping[int, WorkerId],
+    *,
+    may_leave_out: bool,
+) -> PostKeys | RouteShares | None:
+    """Return what is to be exchanged next; None once clients can train. workers: of the clients
+    that are still in the round."""
+    of_round = run_id, party, round_num
+    if not setup.members:
+        return PostKeys(*of_round, setup.party(workers), may_leave_out)
+    if not setup.routed:
+        own = {client: workers[client] for client in setup.members if client in workers}
+        return RouteShares(*of_round, setup.party(own), may_leave_out)
+    return None
+
+
+def lack(spec: SecureAggregation, setup: SecureSetup, possible: Collection[int]) -> str:
+    """Return why no sum of these clients can be unmasked; "" where it can, as far as is known."""
+    group = setup.members or possible
+    if len(group) < MIN_CLIENTS:
+        return f"{len(group)} exchange keys, and fewer than {MIN_CLIENTS} hide nobody"
+    if not setup.members:
+        return ""
+    still = set(possible) & set(setup.routed or setup.members)
+    needed = shares_needed(spec.threshold, len(setup.members))
+    if len(still) < needed:
+        return f"{len(still)} can be in the sum, and {needed} are needed to unmask it"
+    seed = bytes.fromhex(setup.ring_seed)
+    around = neighbours(setup.members, spec.degree, seed)
+    if lost := never_opened(around, setup.routed or setup.members, still, spec.threshold):
+        return f"too few are left that hold shares of client {lost[0]}"
+    return ""
+
+
+def fewest_survivors(spec: SecureAggregation, setup: SecureSetup) -> int:
+    """Return the updates without which the round is not unmasked."""
+    return shares_needed(spec.threshold, len(setup.members))
+
+
+def cures(cause: Cause) -> bool:
+    """Return whether new keys may do away with a cause."""
+    return cause in _CURED
+
+
+def cured(rejected: Mapping[int, UpdateRejected]) -> dict[int, UpdateRejected]:
+    """Return the rejections that new keys do not do away with."""
+    return {client: fact for client, fact in rejected.items() if not cures(fact.cause)}
+
+
+def is_by_policy(rejected: Mapping[int, UpdateRejected]) -> bool:
+    """Return whether another run of the job might have had a client that this round is without."""
+    return any(cures(fact.cause) for fact in rejected.values())

@@ -1,0 +1,261 @@
+"""Federated averaging over regions: a client is a federation of its own, which tells its sums.
+
+Between the opening of a round and its closing each selected region is a party (client_parties.py)
+whose clients train the global state for as
+many rounds as `options.inner` says. In all of these but the last the region goes on from its mean;
+of the last it tells s = sum n_k w_k in float64 and n = sum n_k, and the next global state is
+sum s / sum n over the regions. With one round inside these are the bits of `options.regions`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.base.ids import Party, RunId, WorkerId
+from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job.strategy_rules import check_regional
+from stratagem.common.strategy import Federated, dump_strategy
+from stratagem.common.strategy.nested_regions import clients_by_region, region_names
+from stratagem.coordinator.core.courses import num_lr_reductions
+from stratagem.coordinator.core.effects import (
+    AggregateRound,
+    Base,
+    Effect,
+    SumRegion,
+    TrainClient,
+)
+from stratagem.coordinator.core.facts import (
+    TRAIN_LOSS,
+    ClientBinding,
+    Fact,
+    PartyFailed,
+    RosterFormed,
+)
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.state import RunPhase, WorkerRecord, World
+from stratagem.coordinator.core.strategy_contract import Child, Status, Strategies
+from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.federated import due
+from stratagem.coordinator.strategies.federated import strategy as federated
+from stratagem.coordinator.strategies.federated.evaluation import TRAFFIC
+from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.silos import (
+    PartiesRun,
+    PartyKind,
+    party_of,
+    unanswered,
+)
+from stratagem.coordinator.strategies.placement import sites_of
+
+# ---- regional ----
+
+
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """Refuse what has no meaning where clients are regions."""
+    violations = [*check_regional(job)]
+    return violations or nested.check_inside(lambda: region_job(job), strategies)
+
+
+def region_job(job: JobSpec) -> JobSpec:
+    """Return the job of every region: the same seed and rows, with the rounds that all take
+    inside. Clients of any region are numbered as all are, so that one job serves them."""
+    inner = inside(job)
+    num_clients = sum(len(members) for members in members_of_regions(job))
+    rounds = spec_of(job).rounds * inner.rounds
+    return with_fields(
+        job,
+        {
+            "strategy": dump_strategy(replace(inner, num_clients=num_clients, rounds=rounds)),
+            "evaluation": None,
+            "weight_average": None,
+            "initial": None,
+        },
+    )
+
+
+def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
+    """Return the next fact of the round; between its opening and its closing, those of the
+    regions."""
+    fact = federated.decide_round(
+        job, value.rounds, world, now_s, lambda _: _of_regions(job, value, world, now_s)
+    )
+    if isinstance(fact, RosterFormed) and fact.party == value.rounds.party:
+        return named(job, fact)
+    return fact
+
+
+def _of_regions(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
+    if failed := KIND.failed(value):
+        return failed
+    for region, child in KIND.in_training(value).items():
+        if not child.value.roster:
+            workers = due.usable(job, value.rounds, world)
+            fact: Fact | None = roster_of_region(job, child.party, region, workers)
+        else:
+            fact = nested.decide(child, world, now_s)
+        if fact is not None:
+            return fact
+    return None
+
+
+def _opened(job: JobSpec, value: PartiesRun, region: int) -> Child:
+    """Begin the rounds of a selected region from the global state. They are numbered over the whole
+    run, so that no client trains a round twice."""
+    rounds, num_inside, own_job = value.rounds, inside(job).rounds, region_job(job)
+    assert rounds.committed is not None
+    before = (rounds.round_num - 1) * num_inside
+    base, child = Base(before, before, rounds.committed.digest), value.clients.get(region)
+    if child is None:
+        child = nested.begin(party_of(value, region), own_job, 0, value.strategies)
+    begun = nested.rebased(child, own_job, base, rounds.num_rows, before + num_inside)
+    return replace(begun, value=replace(begun.value, fingerprint=rounds.fingerprint))
+
+
+def pending(
+    run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
+) -> frozenset[Effect]:
+    """Return the effects that the round needs, with the work of the regions in place of their
+    training."""
+    effects = set[Effect]()
+    for effect in due.pending(run_id, job, value.rounds, horizon):
+        if isinstance(effect, AggregateRound):
+            effects.add(replace(effect, integers_of=_largest(job, value)))
+        else:
+            effects.add(effect)
+    for region, child in KIND.in_training(value).items():
+        effects |= {_of_all(job, value, region, effect) for effect in nested.pending(run_id, child)}
+    return frozenset(effects | _sums(run_id, value))
+
+
+def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Effect:
+    """Return an effect of a region; of a client with its number among those of all regions."""
+    if not isinstance(effect, TrainClient):
+        return effect
+    members = members_of_regions(job)
+    share = members[region][effect.client], sum(map(len, members))
+    return replace(effect, share=share, num_lr_reductions=num_lr_reductions(value.rounds.metrics))
+
+
+def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
+    """Return the sums of the regions whose last round is closed."""
+    rounds, effects = value.rounds, set[SumRegion]()
+    training = KIND.in_training(value)
+    for region in unanswered(value):
+        child = value.clients[region]
+        own: FederatedRun = child.value
+        if region in training or own.committed is None:
+            continue
+        told = {n: x for n, x in own.trained.items() if not n.startswith(TRAIN_LOSS)}
+        effects.add(
+            SumRegion(
+                run_id=run_id,
+                party=rounds.party,
+                round_num=rounds.round_num,
+                client=region,
+                inside=child.party,
+                round_inside=own.round_num,
+                base=own.committed,
+                accepted=own.accepted,
+                num_steps=sum(own.updates[each.client].num_steps for each in own.accepted),
+                loss=own.trained.get(TRAIN_LOSS, math.nan),
+                metrics=tuple(sorted((n, x) for n, x in told.items() if n not in TRAFFIC)),
+            )
+        )
+    return effects
+
+
+def _largest(job: JobSpec, value: PartiesRun) -> int:
+    """Return the place, among the accepted regions, of that with the client of most rows of all;
+    the first of equals, as they are numbered over all regions."""
+    members = members_of_regions(job)
+    places = [
+        (-each.num_samples, members[region.client][each.client], place)
+        for place, region in enumerate(value.rounds.accepted)
+        for each in value.clients[region.client].value.accepted
+    ]
+    return min(places)[2]
+
+
+def _has_trained(child: Child) -> bool:
+    own: FederatedRun = child.value
+    return own.is_closed and own.round_num == child.horizon
+
+
+def status(job: JobSpec, value: PartiesRun, world: World) -> Status:
+    """Return the run's status, with the workers of all regions."""
+    shown = due.status(job, value.rounds, world)
+    if shown.strategy_phase != "TRAINING":
+        return shown
+    reason, phase = KIND.answered(value, shown), RunPhase.RUNNING
+    members = set(shown.members)
+    for region, child in KIND.in_training(value).items():
+        inner = child.strategy.status(child.job, child.value, world)
+        members |= set(inner.members)
+        if inner.phase is not RunPhase.RUNNING:
+            phase = RunPhase.RECOVERING
+            name = value.rounds.roster[region].worker_id
+            reason = f"{reason}; region {name}: {inner.reason}"
+    in_order = tuple(sorted(members, key=lambda member: member.worker_id))
+    return replace(shown, members=in_order, phase=phase, reason=reason)
+
+
+def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
+    return Cause.EXCEPTION if fact.cause is Cause.UNKNOWN else fact.cause, fact.reason
+
+
+def rounds_inside(job: JobSpec, value: object, round_num: int) -> list[tuple[Party, int]]:
+    """Return the rounds of the regions that belong to a round; none of runs without regions."""
+    if not isinstance(value, PartiesRun) or not isinstance(spec_of(job).options.inner, Federated):
+        return []
+    last = round_num * inside(job).rounds
+    numbers = range(last - inside(job).rounds + 1, last + 1)
+    return [(child.party, number) for child in value.clients.values() for number in numbers]
+
+
+KIND = PartyKind("region", _has_trained, _opened, _why_rejected)
+STRATEGY = KIND.strategy(check, decide, pending, status)
+
+
+# ---- region members ----
+#
+# Which clients each region has, and the workers that they live on.
+
+
+def inside(job: JobSpec) -> Federated:
+    """Return the strategy of each region."""
+    inner = spec_of(job).options.inner
+    assert isinstance(inner, Federated), "the job was checked"
+    return inner
+
+
+def members_of_regions(job: JobSpec) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of the clients of each region, of all clients from 0 on."""
+    return clients_by_region(spec_of(job), inside(job))
+
+
+def named(job: JobSpec, fact: RosterFormed) -> RosterFormed:
+    """Return the roster of the regions, each with its name in place of a worker: it lives on
+    several."""
+    names = region_names(spec_of(job))
+    clients = tuple(
+        ClientBinding(client=region, worker_id=WorkerId(name), tags=())
+        for region, name in enumerate(names)
+    )
+    return fact.model_copy(update={"clients": clients})
+
+
+def roster_of_region(
+    job: JobSpec, party: Party, region: int, workers: Sequence[WorkerRecord]
+) -> RosterFormed | None:
+    """Bind the clients of a region: sites to themselves, whether they are here or not; others to
+    workers, in turn over all regions. None while there is no worker."""
+    members, sites = members_of_regions(job)[region], sorted(sites_of(spec_of(job)) or ())
+    names = sites or sorted(worker.member.worker_id for worker in workers)
+    if not names:
+        return None
+    clients = tuple(
+        ClientBinding(client=at, worker_id=WorkerId(names[number % len(names)]), tags=())
+        for at, number in enumerate(members)
+    )
+    return RosterFormed(party=party, clients=clients)

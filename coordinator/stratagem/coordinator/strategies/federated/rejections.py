@@ -1,0 +1,272 @@
+"""Rejections of federated clients' updates in words, and the cause that an exception stands for.
+
+A client that fails is rejected alone, with a cause and a reason; the round continues without it.
+round_closing.py decides what becomes of a round that has too few updates left.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from stratagem.common.base.ids import Party, WorkerId
+from stratagem.common.base.text import counted
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.courses import Deaths, after, why
+from stratagem.coordinator.core.facts import (
+    ErrorRecord,
+    Member,
+    MembersFormed,
+    ProcessDied,
+    RunFailed,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.strategy_contract import RejectedClient
+from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of, task_of
+
+# ---- update rejections ----
+
+FAIL: Final = "fail"
+MAX_REASON_CHARS: Final = 300
+MAX_NAMED: Final = 8
+"""Number of clients that a sentence names one by one."""
+
+_VERBS: Final = {
+    Cause.EXCEPTION: "raised",
+    Cause.CRASHED: "crashed:",
+    Cause.MEMORY: "ran out of memory:",
+    Cause.TIMEOUT: "timed out:",
+    Cause.REFUSED_BY_SITE: "refused:",
+    Cause.OUTSIDE_WINDOW: "closed:",
+    Cause.BUDGET: "refused:",
+    Cause.KEYS_LOST: "lost keys:",
+    Cause.ABSENT: "absent:",
+    Cause.NOT_FINITE: "not finite:",
+    Cause.NOT_FINITE_LOSS: "not finite:",
+}
+_OUT_OF_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
+_NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
+"""Words of torch's messages about memory in exceptions that have no type of their own."""
+_NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
+"""Words of a worker's message about an entry point that its `--allow` does not have."""
+
+_BY_THE_SITE: Final = {
+    "RefusedBySiteError": Cause.REFUSED_BY_SITE,
+    "SiteClosedError": Cause.OUTSIDE_WINDOW,
+    "BudgetSpentError": Cause.BUDGET,
+    "KeysLostError": Cause.KEYS_LOST,
+}
+"""The answers of those who keep the rows, by their types."""
+
+
+def cause_of(error: ErrorRecord) -> Cause:
+    """Return the kind of failure an exception is; one without a traceback is a worker's own
+    message."""
+    kind = error.type.rpartition(".")[2]
+    if kind.endswith(_OUT_OF_MEMORY):
+        return Cause.MEMORY
+    if kind == "RuntimeError" and any(words in error.message for words in _NO_MEMORY_LEFT):
+        return Cause.MEMORY
+    if kind == "TimeoutError":
+        return Cause.TIMEOUT
+    if not error.traceback and kind == "FloatingPointError":
+        return Cause.NOT_FINITE_LOSS
+    if not error.traceback and kind in _BY_THE_SITE:
+        return _BY_THE_SITE[kind]
+    if not error.traceback and any(words in error.message for words in _NOT_ALLOWED):
+        return Cause.REFUSED_BY_SITE
+    return Cause.EXCEPTION
+
+
+def reason_of(error: ErrorRecord) -> str:
+    """Return type and message in one line; the message alone where nothing was raised."""
+    text = f"{error.type}: {error.message}" if error.traceback else error.message
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_REASON_CHARS else f"{line[: MAX_REASON_CHARS - 1]}…"
+
+
+def rejection(
+    value: FederatedRun, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
+) -> UpdateRejected:
+    """Return the rejection of a client of the open round."""
+    return UpdateRejected(
+        party=value.party,
+        round_num=value.round_num,
+        client=client,
+        reason=reason,
+        cause=cause,
+        error=error,
+    )
+
+
+def forbidden(job: JobSpec, value: FederatedRun) -> RunFailed | None:
+    """Fail a run in which no client may fail, once one has."""
+    if spec_of(job).options.on_client_error != FAIL or not value.rejected:
+        return None
+    client = min(value.rejected)
+    fact = value.rejected[client]
+    who = names(job, value, [client])
+    return RunFailed(reason=f"round {value.round_num}: {who}: {fact.reason}", error=fact.error)
+
+
+def said(job: JobSpec, value: FederatedRun) -> str:
+    """Return the open round's rejections, as "client 0: not finite; clients 1, 3: KeyError:
+    'label'"."""
+    groups = _groups(value)
+    return "; ".join(f"{names(job, value, who)}: {reason}" for (_, reason), who in groups)
+
+
+def commonest_first(job: JobSpec, value: FederatedRun) -> str:
+    """Return the rejections by number, as "3 raised KeyError: 'label' (clients 0, 2, 3); 1 not
+    finite: ... (client 1)"."""
+    return "; ".join(
+        f"{len(who)} {_VERBS.get(cause, 'rejected:')} {reason} ({names(job, value, who)})"
+        for (cause, reason), who in _by_number(value)
+    )
+
+
+def commonest_error(value: FederatedRun) -> ErrorRecord | None:
+    """Return an exception for the commonest reason for which there is one."""
+    for _, who in _by_number(value):
+        for client in who:
+            if (error := value.rejected[client].error) is not None:
+                return error
+    return None
+
+
+def names(job: JobSpec, value: FederatedRun, clients: list[int]) -> str:
+    """Name clients, as "clients 0, 2"; with their workers where each has its own rows on one."""
+    has_homes = job.data.worker_local is not None
+    shown = [
+        f"{client} ({value.roster[client].worker_id})" if has_homes else str(client)
+        for client in clients[:MAX_NAMED]
+    ]
+    more = f" and {len(clients) - MAX_NAMED} more" if len(clients) > MAX_NAMED else ""
+    return f"client{'s' if len(clients) > 1 else ''} {', '.join(shown)}{more}"
+
+
+Group = tuple[tuple[Cause, str], list[int]]
+
+
+def _groups(value: FederatedRun) -> list[Group]:
+    """Return the rejected clients by cause and reason; in order of their first client."""
+    groups: dict[tuple[Cause, str], list[int]] = defaultdict(list)
+    for client, fact in sorted(value.rejected.items()):
+        groups[fact.cause, fact.reason].append(client)
+    return list(groups.items())
+
+
+def _by_number(value: FederatedRun) -> list[Group]:
+    return sorted(_groups(value), key=lambda group: -len(group[1]))
+
+
+def in_closed_rounds(value: FederatedRun) -> tuple[RejectedClient, ...]:
+    """Return the clients that closed rounds have rejected, in order of client."""
+    return tuple(
+        RejectedClient(client, value.roster[client].worker_id, count, reason)
+        for client, (count, reason) in sorted(value.rejections.items())
+    )
+
+
+def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
+    """Merge rejections so that each client occurs once, with the rounds of all and its newest
+    reason."""
+    merged: dict[int, RejectedClient] = {}
+    for refused in rejected:
+        before = merged[refused.client].num_rounds if refused.client in merged else 0
+        merged[refused.client] = replace(refused, num_rounds=before + refused.num_rounds)
+    return tuple(merged.values())
+
+
+def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
+    """Return the rejected clients of the whole run, for its last sentence; "" when there were
+    none."""
+    order = sorted(together(rejected), key=lambda client: (-client.num_rounds, client.client))
+    has_homes = job.data.worker_local is not None
+    parts = [
+        f"client {client.client}{f' ({client.worker_id})' if has_homes else ''} in "
+        f"{counted(client.num_rounds, 'round')} ({client.reason})"
+        for client in order[:MAX_NAMED]
+    ]
+    more = f"; {len(order) - MAX_NAMED} more" if len(order) > MAX_NAMED else ""
+    return f"rejected: {'; '.join(parts)}{more}" if parts else ""
+
+
+# ---- client crashes ----
+#
+# Attribution of the end of a worker process to the work of a federated run that it counts against.
+#
+# A build, or an evaluation by one worker for all, that ends process after process fails the run; a
+# client that does so, or one that evaluates on its own rows, is left out alone.
+
+BUILD: Final = "the build"
+EVALUATION: Final = "the evaluation"
+
+
+def too_deadly(value: FederatedRun) -> RunFailed | None:
+    """Fail the run when its build or its evaluation ends every process that tries it."""
+    deaths = {task: value.deaths[task] for task in (BUILD, EVALUATION) if task in value.deaths}
+    deadly = [task for task in deaths if deaths[task].are_too_many]
+    if not deadly:
+        return None
+    work = why(", ".join(deadly), value.deaths[deadly[0]])
+    return RunFailed(reason=f"round {value.round_num}: {work}")
+
+
+def crashed(value: FederatedRun) -> UpdateRejected | None:
+    """Reject the first client of the open round that ends every process which trains it."""
+    for client in value.unanswered():
+        deaths = value.deaths.get(task_of(client))
+        if deaths is not None and deaths.are_too_many:
+            return rejection(value, client, Cause.CRASHED, why("it", deaths))
+    return None
+
+
+def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> FederatedRun:
+    """Count a worker process that ended against what it did, or against all that it had to do."""
+    member, tasks = died.member, set(value.left.get(died.member, ()))
+    if member in value.helper and (value.committed is None or value.to_evaluate):
+        tasks.add(task_of_helper(value, member))
+    for client in value.unanswered():
+        if client in value.assigned and value.assigned[client][0] == member:
+            tasks.add(task_of(client))
+    if died.at is not None:
+        tasks &= {_task_at(value, died.at, member)}
+    deaths = {task: after(value.deaths.get(task, Deaths()), died, now_s, ()) for task in tasks}
+    return replace(value, deaths={**value.deaths, **deaths})
+
+
+def task_of_helper(value: FederatedRun, member: Member) -> str:
+    """Return the task of a worker that builds or evaluates, as the key of its deaths."""
+    if value.committed is None:
+        return BUILD
+    return task_of_evaluator(member.worker_id) if value.evaluators else EVALUATION
+
+
+def task_of_evaluator(worker_id: WorkerId) -> str:
+    """Return the task of a client that evaluates on its own rows, as the key of its deaths."""
+    return f"{EVALUATION} on {worker_id}"
+
+
+def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
+    """Return the task of the party whose plan the process executed; the party's path ends in
+    "client<n>", "evaluate" or "build"."""
+    name = at.rpartition("/")[2]
+    client = name.removeprefix("client")
+    return task_of(int(client)) if client.isdecimal() else task_of_helper(value, member)
+
+
+def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
+    """Note that another worker builds and evaluates, and what was taken from the one before."""
+    left = dict(value.left)
+    for member in value.helper:
+        if member not in fact.members and (value.committed is None or value.to_evaluate):
+            left[member] = (*left.get(member, ()), task_of_helper(value, member))
+    return replace(
+        value,
+        membership=fact.membership,
+        helper=fact.members,
+        fingerprint=fact.fingerprint,
+        left=left,
+    )

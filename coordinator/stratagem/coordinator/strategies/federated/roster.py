@@ -1,0 +1,406 @@
+"""Open rosters: clients join, leave and come back while a federation goes on.
+
+A client is a worker by its name; its number is the order in which it first joined. Clients join
+when a round opens, or while one has too few updates. One that is lost in a round is waited for; one
+whose worker was stopped, or is outside its window, is not.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from stratagem.common.base.ids import WorkerId
+from stratagem.common.base.text import counted
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import ByCapability, Roster
+from stratagem.coordinator.core.facts import (
+    ClientBinding,
+    ClientEvaluated,
+    ClientLeft,
+    ClientsAssigned,
+    ClientsJoined,
+    ClientsSelected,
+    Excused,
+    Fact,
+    RoundWaits,
+    RunFailed,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.strategies.federated.decisions import (
+    excused_by_bench,
+    open_round,
+    select,
+)
+from stratagem.coordinator.strategies.federated.evaluation import evaluators_left
+from stratagem.coordinator.strategies.federated.run import (
+    Departure,
+    FederatedRun,
+    reassigned,
+    spec_of,
+    without,
+)
+
+MAX_JOINS: Final = 1000
+"""Clients that join with one fact."""
+ASK_AGAIN_S: Final = 300.0
+"""How long a client that has refused, as its site is closed, is left alone while its worker stays,
+where it has not said when it opens: a round that waits for clients over a night leaves some hundred
+facts of each."""
+MAX_NAMED: Final = 8
+AWAY: Final = "away"
+STOPPED: Final = "its worker was stopped"
+
+Here = Mapping[WorkerId, WorkerRecord]
+
+
+def roster_of(job: JobSpec) -> Roster | None:
+    """Return the open roster of a job; None where all clients are there from the start."""
+    return spec_of(job).options.open_roster
+
+
+def by_name(workers: Iterable[WorkerRecord]) -> Here:
+    return {worker.member.worker_id: worker for worker in workers}
+
+
+# ---- decisions ----
+
+
+def before_build(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+) -> tuple[bool, Fact | None]:
+    """Return whether enough clients are here for the model to be built, and the fact that follows
+    where they are not."""
+    roster = roster_of(job)
+    assert roster is not None
+    num_here = _num_fitting(job, workers)
+    if num_here >= roster.min_clients:
+        return True, None
+    return False, wait(job, value, _count(job, num_here), now_s)
+
+
+def next_round(
+    job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord], now_s: float
+) -> Fact | None:
+    """Let clients leave and join, then open the next round, or wait for enough of them."""
+    here = by_name(workers)
+    if fact := _gone(value, world) or joined(job, value, here, now_s):
+        return fact
+    able = able_clients(value, here)
+    opened = open_round(job, value, able, excused(value, world, here), now_s)
+    roster = roster_of(job)
+    assert roster is not None
+    if len(able) >= roster.min_clients and isinstance(opened, ClientsSelected):
+        return opened
+    return wait(job, value, lack(job, value, world, workers), now_s)
+
+
+def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord]) -> str:
+    """Return how many of the clients that a round takes are able to take part, and where others
+    are."""
+    if value.committed is None:
+        return _count(job, _num_fitting(job, workers))
+    here = by_name(workers)
+    able = able_clients(value, here)
+    text = f"round {value.round_num}: {_count(job, len(able))}"
+    if able and not select(spec_of(job).client_selection, able, job.seed, value.round_num):
+        text += ", none with the tags that are required"
+    others = [
+        f"{excuse.reason}: {_named(value, excuse.clients)}"
+        for excuse in excused(value, world, here)
+    ]
+    return "; ".join([text, *others, *closed_sites(value)])
+
+
+def closed_sites(value: FederatedRun) -> list[str]:
+    """Return what some sites say that are closed; not those that the open round has rejected for
+    it, which it names."""
+    said = {
+        departure.reason: client
+        for client, departure in sorted(value.attendance.left.items())
+        if departure.asked_again_s is not None and client not in value.rejected
+    }
+    shown = [f"{reason} (client {client})" for reason, client in [*said.items()][:MAX_NAMED]]
+    more = len(said) - len(shown)
+    return [*shown, f"{more} more closed"] if more else shown
+
+
+def wait(
+    job: JobSpec, value: FederatedRun, reason: str, now_s: float, num_needed: int | None = None
+) -> RoundWaits | ClientLeft | RunFailed | None:
+    """Wait for clients, as long as the roster says; then fail the run."""
+    roster, until_s = roster_of(job), value.attendance.waits_until_s
+    assert roster is not None
+    if until_s is None:
+        return RoundWaits(
+            party=value.party,
+            round_num=value.round_num,
+            reason=reason,
+            num_needed=num_needed,
+            until_s=now_s + roster.wait_s,
+        )
+    for client, departure in sorted(value.attendance.left.items()):
+        if departure.asked_again_s is not None and now_s >= departure.asked_again_s:
+            return _left(value, client, AWAY)  # its worker has gone since it has refused
+    if now_s < until_s:
+        return None
+    return RunFailed(reason=f"{reason}; waited {roster.wait_s:g} s for more")
+
+
+def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
+    """Return the departure of a client that something is expected of, or what it leaves open."""
+    roster = roster_of(job)
+    if roster is None:
+        return None
+    awaited = set(_expected(value))
+    for client, until_s in sorted(value.attendance.awaited_until_s.items()):
+        if client not in awaited:
+            continue
+        record = world.workers.get(value.roster[client].worker_id)
+        if record is None or record.is_draining:
+            return _left(value, client, STOPPED if record is None else _why_draining(record))
+        if now_s >= until_s:
+            return _left(value, client, f"{AWAY} for {roster.wait_s:g} s")
+    for segment in value.evaluators:
+        for client in evaluators_left(value, segment):
+            if (departure := value.attendance.left.get(client)) is not None:
+                return ClientEvaluated(
+                    party=value.party,
+                    segment=segment,
+                    client=client,
+                    sums={},
+                    reason=f"it has left: {departure.reason}",
+                    has_left=True,
+                )
+    return None
+
+
+def joined(job: JobSpec, value: FederatedRun, here: Here, now_s: float) -> ClientsJoined | None:
+    """Return the clients that are back, by number, and those that are new, by name."""
+    known = {binding.worker_id for binding in value.roster}
+    left = value.attendance.left
+    names = {client: value.roster[client].worker_id for client in sorted(left)}
+    back = [c for c, name in names.items() if _is_back(left[c], here.get(name), now_s)]
+    room = spec_of(job).num_clients - len(value.roster)
+    new = sorted(here.keys() - known)[:room] if room > 0 else []
+    clients = [(client, value.roster[client].worker_id) for client in back]
+    clients += enumerate(new, start=len(value.roster))
+    if not clients:
+        return None
+    bindings = tuple(
+        ClientBinding(client=client, worker_id=name, tags=here[name].capability.tags)
+        for client, name in clients[:MAX_JOINS]
+    )
+    return ClientsJoined(party=value.party, clients=bindings)
+
+
+def goes_on(job: JobSpec, value: FederatedRun) -> bool:
+    """Return True when a round that has too few updates goes on with other clients: some have left
+    it, or the job says that it waits."""
+    if roster_of(job) is None:
+        return False
+    return bool(value.left_unanswered()) or spec_of(job).options.on_missing_quorum == "wait"
+
+
+def more(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+) -> ClientsJoined | ClientsSelected | None:
+    """Return further clients for a round that has too few updates: those that join, then those
+    that were not asked yet."""
+    here = by_name(workers)
+    if new := joined(job, value, here, now_s):
+        return new
+    asked = set(value.selected)
+    fresh = [binding for binding in able_clients(value, here) if binding.client not in asked]
+    opened = open_round(job, value, fresh, value.attendance.excused, now_s)
+    if not isinstance(opened, ClientsSelected):
+        return None
+    kept = asked - value.left_unanswered()
+    clients = tuple(sorted(kept | set(opened.clients)))
+    return opened.model_copy(update={"clients": clients, "num_needed": value.num_needed})
+
+
+def able_clients(value: FederatedRun, here: Here) -> list[ClientBinding]:
+    """Return the clients that can take part in the round that opens next."""
+    attendance, number = value.attendance, value.round_num
+    return [
+        binding
+        for binding in value.roster
+        if binding.worker_id in here and attendance.is_able(binding.client, number)
+    ]
+
+
+def excused(value: FederatedRun, world: World, here: Here) -> tuple[Excused, ...]:
+    """Return the clients that cannot be asked, by reason; not those that have left."""
+    away: dict[str, list[int]] = {}
+    benched = excused_by_bench(value)
+    sitting = {client for excuse in benched for client in excuse.clients}
+    for binding in value.roster:
+        client = binding.client
+        if binding.worker_id in here or client in value.attendance.left or client in sitting:
+            continue
+        record = world.workers.get(binding.worker_id)
+        reason = _why_draining(record) if record is not None and record.is_draining else AWAY
+        away.setdefault(reason, []).append(client)
+    absent = (Excused(reason=reason, clients=tuple(who)) for reason, who in sorted(away.items()))
+    return (*absent, *benched)
+
+
+def deadline(value: FederatedRun) -> float | None:
+    """Return the leader-clock time at which a client has left, or the run fails for want of
+    clients."""
+    attendance = value.attendance
+    is_training = next(value.unanswered(), None) is not None
+    times = []
+    if attendance.waits_until_s is not None and not is_training:
+        times.append(attendance.waits_until_s)
+        again = (departure.asked_again_s for departure in attendance.left.values())
+        times += [time for time in again if time is not None]
+    if attendance.awaited_until_s:
+        expected = set(_expected(value))
+        times += [until for c, until in attendance.awaited_until_s.items() if c in expected]
+    return min(times, default=None)
+
+
+# ---- folds ----
+
+
+def with_joined(
+    job: JobSpec, value: FederatedRun, fact: ClientsJoined, now_s: float
+) -> FederatedRun:
+    """Add clients to the roster, or take them back."""
+    roster, numbers = list(value.roster), [binding.client for binding in fact.clients]
+    for binding in fact.clients:
+        if binding.client < len(roster):
+            roster[binding.client] = binding
+        else:
+            roster.append(binding)
+    left = without(value.attendance.left, numbers)
+    attendance = replace(value.attendance, left=left, waits_until_s=None)
+    value = replace(value, roster=tuple(roster), attendance=attendance)
+    return awaiting_all(job, reassigned(value, value.assigned), now_s)
+
+
+def with_left(
+    value: FederatedRun,
+    client: int,
+    reason: str,
+    now_s: float,
+    asked_again_s: float | None = None,
+) -> FederatedRun:
+    """Expect nothing of a client any more; one that has refused is asked again at some time."""
+    departure = Departure(reason, asked_again_s, since_s=now_s)
+    left = {**value.attendance.left, client: departure}
+    attendance = replace(value.attendance.here([client]), left=left)
+    return reassigned(replace(value, attendance=attendance), without(value.assigned, [client]))
+
+
+def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
+    """Return True for the answer of a client of an open roster that takes no part at this time."""
+    return fact.cause is Cause.OUTSIDE_WINDOW and roster_of(job) is not None
+
+
+def asking_again(value: FederatedRun, now_s: float) -> FederatedRun:
+    """Note when a round that waits asks the sites again that have refused: not before the first of
+    them opens, where one says when."""
+    refused = [fact for fact in value.rejected.values() if fact.cause.is_refusal]
+    if not value.is_waiting or not refused:
+        return replace(value, asks_again_s=None)
+    wait_s = min(fact.opens_in_s or ASK_AGAIN_S for fact in refused)
+    return replace(value, asks_again_s=now_s + wait_s)
+
+
+def awaiting_all(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+    """Await the clients of the open round that have no worker yet."""
+    roster = roster_of(job)
+    if roster is None or not value.num_unassigned:
+        return value
+    waiting = [client for client in value.unanswered() if client not in value.assigned]
+    attendance = value.attendance.awaiting(waiting, now_s + roster.wait_s)
+    return replace(value, attendance=attendance)
+
+
+def after_assignment(
+    job: JobSpec, value: FederatedRun, fact: ClientsAssigned, now_s: float
+) -> FederatedRun:
+    """Await the clients that have lost their worker, and no longer those that have one."""
+    if roster_of(job) is None:
+        return value
+    found = [a.client for a in fact.assignments if a.member is not None]
+    value = replace(value, attendance=value.attendance.here(found))
+    return awaiting_all(job, value, now_s)
+
+
+def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+    """Await the clients that have yet to evaluate and are not here."""
+    roster = roster_of(job)
+    if roster is None:
+        return value
+    if value.committed is None:  # enough are here for the model to be built
+        return replace(value, attendance=replace(value.attendance, waits_until_s=None))
+    here = {member.worker_id for member in value.helper}
+    expected = set(_evaluators(value))
+    found = {client for client in expected if value.roster[client].worker_id in here}
+    attendance = value.attendance.here(found - set(value.unanswered()))
+    attendance = attendance.awaiting(expected - found, now_s + roster.wait_s)
+    return replace(value, attendance=attendance)
+
+
+# ---- parts ----
+
+
+def _expected(value: FederatedRun) -> Iterator[int]:
+    """Yield the clients that something is expected of: an update, or an evaluation."""
+    if not value.accepted:
+        yield from value.unanswered()
+    yield from _evaluators(value)
+
+
+def _evaluators(value: FederatedRun) -> Iterator[int]:
+    for segment in value.evaluators:
+        yield from evaluators_left(value, segment)
+
+
+def _gone(value: FederatedRun, world: World) -> ClientLeft | None:
+    """Return the departure of a client whose worker is not known any more."""
+    for binding in value.roster:
+        if binding.worker_id not in world.workers and binding.client not in value.attendance.left:
+            return _left(value, binding.client, STOPPED)
+    return None
+
+
+def _left(value: FederatedRun, client: int, reason: str) -> ClientLeft:
+    return ClientLeft(party=value.party, client=client, reason=reason)
+
+
+def _is_back(departure: Departure, record: WorkerRecord | None, now_s: float) -> bool:
+    if record is None:
+        return False
+    again_s = departure.asked_again_s
+    return again_s is None or now_s >= again_s or record.registered_s > departure.since_s
+
+
+def _why_draining(record: WorkerRecord) -> str:
+    return record.reason if record.reason != "draining" else "its worker is being stopped"
+
+
+def _num_fitting(job: JobSpec, workers: list[WorkerRecord]) -> int:
+    selection = spec_of(job).client_selection
+    required = set(selection.required_tags) if isinstance(selection, ByCapability) else set()
+    return sum(required <= set(worker.capability.tags) for worker in workers)
+
+
+def _count(job: JobSpec, num_able: int) -> str:
+    roster = roster_of(job)
+    assert roster is not None
+    who = "sites" if job.data.worker_local is not None else "clients"
+    return f"{num_able} of {roster.min_clients} {who}"
+
+
+def _named(value: FederatedRun, clients: tuple[int, ...]) -> str:
+    shown = ", ".join(
+        f"client {client} ({value.roster[client].worker_id})" for client in clients[:MAX_NAMED]
+    )
+    more = len(clients) - MAX_NAMED
+    return f"{shown} and {counted(more, 'other')}" if more > 0 else shown

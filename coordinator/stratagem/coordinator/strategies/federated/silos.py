@@ -1,0 +1,392 @@
+"""Federated averaging over silos: a client is not one worker but a party that trains together.
+
+Between the opening of a round and its closing each selected client is a party (client_parties.py)
+that trains the global state on the client's rows under the inner strategy; what it commits is its
+update. So gradients stay inside a silo, and only models leave it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.base.ids import Party, RunId, child_party
+from stratagem.common.job import (
+    GroupSpec,
+    JobSpec,
+    OptimizerSpec,
+    ScheduleSpec,
+    seed_of,
+    with_fields,
+)
+from stratagem.common.job.optimizer import UpdateRuleSpec
+from stratagem.common.job.strategy_rules import check_silos
+from stratagem.common.schema.json import JSON
+from stratagem.common.strategy import (
+    Local,
+    dump_strategy,
+)
+from stratagem.coordinator.core.courses import num_lr_reductions
+from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, RunSegment, TrainClient
+from stratagem.coordinator.core.facts import (
+    TRAIN_LOSS,
+    ClientsSelected,
+    Fact,
+    ModelBuilt,
+    PartyFailed,
+    RunResumed,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.strategy_contract import (
+    VERSION,
+    Child,
+    Nesting,
+    Status,
+    Strategies,
+    Strategy,
+)
+from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.federated import due
+from stratagem.coordinator.strategies.federated import strategy as federated
+from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of, rejection
+from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
+
+# ---- client parties ----
+#
+# A federation whose clients are parties, each run by a strategy of its own: what is alike whether
+# they are silos (silos.py) or regions (regional.py).
+#
+# Rounds are those of Federated (federated.py). Between the opening of a round and its closing each
+# selected client works as a party (`client0`, `client1`, ...) until it has trained; what has become
+# of it is then its update. One that fails is rejected alone.
+
+
+@dataclass(frozen=True, slots=True)
+class PartiesRun:
+    """The run value: the rounds, and the parties of the clients that have taken part so far."""
+
+    rounds: FederatedRun
+    strategies: Strategies
+    """The table that the clients' strategy is taken from."""
+    clients: Mapping[int, Child]
+    failures: Mapping[int, PartyFailed] = field(default_factory=dict)
+    """Failures by client, in the open round; each becomes the rejection of its client alone."""
+
+
+def _unchanged(_job: JobSpec, _value: PartiesRun, _client: int, child: Child, _fact: Fact) -> Child:
+    return child
+
+
+@dataclass(frozen=True, slots=True)
+class PartyKind:
+    """What sort of parties the clients are: what differs between one and another."""
+
+    noun: str
+    """What people call a client."""
+    has_trained: Callable[[Child], bool]
+    """Whether a party has done its part of the round."""
+    opened: Callable[[JobSpec, PartiesRun, int], Child]
+    """(job, value, client): its party at the opening of a round that it was selected for."""
+    why_rejected: Callable[[PartyFailed], tuple[Cause, str]]
+    """Cause and reason of the rejection of a client whose party has failed."""
+    folded: Callable[[JobSpec, PartiesRun, int, Child, Fact], Child] = _unchanged
+    """(job, value, client, party, fact): the party after a fact of its own, which is folded into it
+    already."""
+
+    def transition(self, job: JobSpec, value: PartiesRun, fact: Fact, now_s: float) -> PartiesRun:
+        """Fold one fact: of the rounds, or of a client's party."""
+        for client, child in value.clients.items():
+            if nested.is_of(child, fact):
+                if isinstance(fact, PartyFailed):
+                    return replace(value, failures={**value.failures, client: fact})
+                after = nested.transition(child, fact, now_s)
+                after = self.folded(job, value, client, after, fact)
+                return replace(value, clients={**value.clients, client: after})
+        value = replace(value, rounds=federated.transition(job, value.rounds, fact, now_s))
+        if isinstance(fact, ClientsSelected):
+            opened = {n: self.opened(job, value, n) for n in value.rounds.selected}
+            return replace(value, clients={**value.clients, **opened}, failures={})
+        if isinstance(fact, RunResumed):
+            clients = {n: nested.transition(c, fact, now_s) for n, c in value.clients.items()}
+            return replace(value, clients=clients, failures={})
+        return value
+
+    def reject_reason(self, job: JobSpec, value: PartiesRun, fact: Fact) -> str:
+        """Return why a reported fact is stale, as its client or the round decides; "" when it is
+        welcome."""
+        for client, child in value.clients.items():
+            if nested.is_of(child, fact):
+                if client not in self.in_training(value):
+                    round_num = value.rounds.round_num
+                    return f"{self.noun} {client} has ended its part of round {round_num}"
+                return "" if isinstance(fact, PartyFailed) else nested.reject_reason(child, fact)
+        return federated.reject_reason(job, value.rounds, fact)
+
+    def failed(self, value: PartiesRun) -> UpdateRejected | None:
+        """Return the rejection of the first client whose party has failed."""
+        for client in unanswered(value):
+            if (fact := value.failures.get(client)) is not None:
+                cause, reason = self.why_rejected(fact)
+                return rejection(value.rounds, client, cause, reason, fact.error)
+        return None
+
+    def in_training(self, value: PartiesRun) -> dict[int, Child]:
+        """Return the parties of the open round that have not trained yet."""
+        found = {client: value.clients[client] for client in unanswered(value)}
+        return {client: child for client, child in found.items() if not self.has_trained(child)}
+
+    def answered(self, value: PartiesRun, shown: Status) -> str:
+        """Return, as a sentence, how many clients of the open round have answered."""
+        count = f"round {value.rounds.round_num}: {shown.num_clients_done} of {shown.num_clients}"
+        return f"{count} {self.noun}s have answered"
+
+    def strategy(
+        self,
+        check: Callable[[JobSpec, Strategies], list[Violation]],
+        decide: Callable[[JobSpec, PartiesRun, World, float], Fact | None],
+        pending: Callable[[RunId, JobSpec, PartiesRun, int | None], frozenset[Effect]],
+        status: Callable[[JobSpec, PartiesRun, World], Status],
+    ) -> Strategy:
+        """Return the strategy of these parties: with what is alike for all."""
+        return Strategy(
+            version=VERSION,
+            check=check,
+            init=lambda _job, party, strategies: PartiesRun(FederatedRun(party), strategies, {}),
+            decide=decide,
+            transition=self.transition,
+            reject_reason=self.reject_reason,
+            pending=pending,
+            status=status,
+            own_deadline=lambda value: federated.own_deadline(value.rounds),
+            own_deaths=lambda value, member: federated.deaths(value.rounds, member),
+            own_blobs=lambda value: federated.blobs(value.rounds),
+            children=lambda value: value.clients.values(),
+            working=lambda value: self.in_training(value).values(),
+            nesting=Nesting(lambda value: federated.progress(value.rounds), _rebase, _returned),
+        )
+
+
+def unanswered(value: PartiesRun) -> list[int]:
+    """Return the clients of the open round without an update."""
+    return [] if value.rounds.is_closed else list(value.rounds.unanswered())
+
+
+def party_of(value: PartiesRun, client: int) -> Party:
+    """Return the name of a client's party."""
+    return child_party(value.rounds.party, f"client{client}")
+
+
+def _rebase(job: JobSpec, value: PartiesRun, base: Base, num_rows: Mapping[str, int]) -> PartiesRun:
+    """Begin the next round from the given state."""
+    return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
+
+
+def _returned(
+    job: JobSpec, value: PartiesRun, base: Base, metrics: Mapping[str, float]
+) -> PartiesRun:
+    """Return the rounds to an earlier commit."""
+    return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))
+
+
+# ---- silos ----
+
+
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """Refuse what a silo cannot do, and an inner strategy that cannot run."""
+    violations = [*check_silos(job)]
+    return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
+
+
+def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int = 0) -> JobSpec:
+    """Return the job of a client in a round: its own rows, with a fresh optimizer and its own
+    order. num_lr_reductions: how often a plateau has lowered the rates before the round."""
+    spec = spec_of(job)
+    epochs = spec.options.local_epochs
+    partition = job.document().get("partition") or {"method": "contiguous"}
+    assert isinstance(partition, dict)
+    fields: dict[str, JSON] = {
+        "strategy": dump_strategy(spec.options.inner or Local()),
+        "partition": {
+            **partition,
+            "client": client,
+            "num_clients": spec.num_clients,
+            "seed": job.seed,
+        },
+        "evaluation": None,
+        "weight_average": None,
+        "epochs": epochs,
+        "checkpoint.every": f"{epochs} epochs",
+        "seed": seed_of(f"silo/{job.seed}/{client}/{round_num}"),
+    }
+    if job.initial is not None and job.initial.resume:
+        fields["initial"] = None  # its step is the federation's, and no silo's
+    if job.turns is None and job.optimizer.plateau is not None:
+        fields["optimizer"] = _lowered(job.optimizer, job.optimizer.plateau, num_lr_reductions)
+    return with_fields(job, fields)
+
+
+def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) -> JSON:
+    """Return an optimizer with the rates that a plateau has left, in place of it."""
+    groups = spec.groups and tuple(
+        group.with_changes(**_lower(group, plateau, num_reductions)) for group in spec.groups
+    )
+    lower = {**_lower(spec, plateau, num_reductions), "groups": groups, "schedule": None}
+    return spec.with_changes(**lower).document()
+
+
+def _lower(
+    spec: UpdateRuleSpec | GroupSpec, plateau: ScheduleSpec, num_reductions: int
+) -> dict[str, object]:
+    """Return the rates of one section that a plateau has left, by field."""
+    lower: dict[str, object] = {}
+    if spec.lr is not None:
+        lower["lr"] = plateau.reduced(spec.lr, num_reductions)
+    own = spec.optimizer if isinstance(spec, GroupSpec) else None
+    if own is not None:
+        lower["optimizer"] = own.with_changes(**_lower(own, plateau, num_reductions))
+    return lower
+
+
+def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
+    """Return the next fact of the round; between its opening and its closing, those of the
+    clients."""
+    rounds = value.rounds
+    if not _has_begun(rounds) and nested.decide(_sample(job, value), world, now_s) is None:
+        return None  # nothing is built for silos that have no place
+    return federated.decide_round(
+        job, rounds, world, now_s, lambda _: _of_clients(value, world, now_s)
+    )
+
+
+def _has_begun(rounds: FederatedRun) -> bool:
+    return rounds.committed is not None or bool(rounds.helper)
+
+
+def _sample(job: JobSpec, value: PartiesRun) -> Child:
+    """Return any silo before its first round; all need the same kinds of workers."""
+    return nested.begin(party_of(value, 0), client_job(job, 0, 1), 0, value.strategies)
+
+
+def _of_clients(value: PartiesRun, world: World, now_s: float) -> Fact | None:
+    if failed := KIND.failed(value):
+        return failed
+    training = KIND.in_training(value)
+    for client, child in training.items():
+        siblings = [other for number, other in training.items() if number != client]
+        if fact := nested.decide(child, nested.world_beside(world, siblings), now_s):
+            return fact
+    return None
+
+
+def _folded(job: JobSpec, value: PartiesRun, client: int, child: Child, fact: Fact) -> Child:
+    """Return a silo that was built with the global state: it was built to know the client's rows,
+    and what is trained is that state."""
+    if isinstance(fact, ModelBuilt) and fact.party == child.party:
+        return _based(job, value, client, child)
+    return child
+
+
+def _opened(job: JobSpec, value: PartiesRun, client: int) -> Child:
+    """Begin a silo; one that has taken part before, from the new global state."""
+    known = value.clients.get(client)
+    if known is None:
+        party = party_of(value, client)
+        return nested.begin(party, client_job(job, client, 1), 0, value.strategies)
+    if nested.progress(known).num_rows:
+        return _based(job, value, client, known)
+    return nested.again(known)  # it has failed before it knew its rows; on from its membership
+
+
+def _based(job: JobSpec, value: PartiesRun, client: int, child: Child) -> Child:
+    rounds = value.rounds
+    assert rounds.committed is not None
+    base = Base(0, 0, rounds.committed.digest)
+    num_reductions = num_lr_reductions(rounds.metrics)
+    of_round = client_job(job, client, rounds.round_num, num_reductions)
+    return nested.rebased(child, of_round, base, nested.progress(child).num_rows, horizon=1)
+
+
+def pending(
+    run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
+) -> frozenset[Effect]:
+    """Return the effects that the round needs, with the clients' parties in place of their
+    training."""
+    of_rounds = due.pending(run_id, job, value.rounds, horizon)
+    effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
+    for child in KIND.in_training(value).values():
+        effects |= {_in_its_round(job, value, effect) for effect in nested.pending(run_id, child)}
+    return frozenset(effects | _collecting(run_id, value))
+
+
+def _in_its_round(job: JobSpec, value: PartiesRun, effect: Effect) -> Effect:
+    """Return an effect of a client with the round that it belongs to, where that is of any use."""
+    if not isinstance(effect, RunSegment):
+        return effect
+    before, num_rounds = value.rounds.round_num - 1, spec_of(job).rounds
+    return replace(effect, rounds_before=before, num_rounds=num_rounds)
+
+
+def _collecting(run_id: RunId, value: PartiesRun) -> set[Effect]:
+    """Return the collection of the updates of the clients that have trained."""
+    rounds, effects = value.rounds, set[Effect]()
+    for client in unanswered(value):
+        progress = nested.progress(value.clients[client])
+        done = progress.committed
+        if done is None or done.segment == 0 or rounds.committed is None:
+            continue
+        effects.add(
+            CollectUpdate(
+                run_id=run_id,
+                party=rounds.party,
+                round_num=rounds.round_num,
+                client=client,
+                digest=done.digest,
+                num_samples=progress.num_rows[TRAIN_SPLIT],
+                num_steps=done.step,
+                loss=progress.loss,
+                base=rounds.committed,
+                metrics=tuple(sorted(_of_steps(progress.metrics).items())),
+                traffic=tuple(sorted(progress.traffic.items())),
+            )
+        )
+    return effects
+
+
+def _of_steps(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a silo's steps without its loss, which an update has in a field."""
+    return {name: value for name, value in metrics.items() if name != TRAIN_LOSS}
+
+
+def _has_trained(child: Child) -> bool:
+    """Return whether a silo has trained; a new one is built first (horizon 0)."""
+    return child.horizon != 0 and nested.is_at_horizon(child)
+
+
+def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
+    if fact.error is not None:
+        return cause_of(fact.error), reason_of(fact.error)
+    return Cause.EXCEPTION if fact.cause is Cause.UNKNOWN else fact.cause, fact.reason
+
+
+def status(job: JobSpec, value: PartiesRun, world: World) -> Status:
+    """Return the run's status, with the workers of all silos."""
+    shown = due.status(job, value.rounds, world)
+    members = nested.members(value.clients.values()) or shown.members
+    if not _has_begun(value.rounds):
+        reason = nested.why_waiting(_sample(job, value), world)
+        return replace(shown, reason=reason)
+    if shown.strategy_phase != "TRAINING":
+        return replace(shown, members=members)
+    reason, phase = KIND.answered(value, shown), RunPhase.RUNNING
+    waiting = [n for n, child in KIND.in_training(value).items() if not nested.members([child])]
+    if waiting:
+        names = ", ".join(f"client {client}" for client in waiting[:4])
+        why = nested.why_waiting(value.clients[waiting[0]], world)
+        reason, phase = f"{reason}; without workers: {names}: {why}", RunPhase.RECOVERING
+    return replace(shown, members=members, phase=phase, reason=reason)
+
+
+KIND = PartyKind("client", _has_trained, _opened, _why_rejected, _folded)
+STRATEGY = KIND.strategy(check, decide, pending, status)

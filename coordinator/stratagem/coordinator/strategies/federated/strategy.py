@@ -1,0 +1,418 @@
+"""Federated averaging: clients train on rows that only they have, the coordinator averages.
+
+FedAvg, https://arxiv.org/abs/1602.05629; FedProx adds a term to the clients' loss, and FedYogi and
+its kin hand the mean to an optimizer on the coordinator. One round:
+
+    SELECTING    draw the clients of the round from the roster
+    TRAINING     each trains from the global state; its update is pulled into the spool
+    AGGREGATING  w = sum n_k w_k / sum n_k over the accepted updates, in client order
+    (commit)     the new global state is a blob; next round
+
+What clients keep between rounds is known by its digest (client_states.py), so a lost one is simply
+trained again elsewhere (or waited for, where its rows are on one worker). Only a deadline with a
+quorum, or over-selection, leaves clients out; `late_updates.py` decides what becomes of those.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from stratagem.common.base.ids import Digest, Party
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.courses import course_of
+from stratagem.coordinator.core.effects import (
+    Base,
+)
+from stratagem.coordinator.core.facts import (
+    TRAIN_LOSS,
+    BuildFailed,
+    ClientBenched,
+    ClientEvaluated,
+    ClientLeft,
+    ClientsAssigned,
+    ClientsJoined,
+    ClientsSelected,
+    ClientStateLost,
+    Evaluated,
+    Fact,
+    KeysPosted,
+    Member,
+    MembersFormed,
+    MetricsMerged,
+    ModelBuilt,
+    ProcessDied,
+    RosterFormed,
+    RoundAccounted,
+    RoundClosed,
+    RoundRestarted,
+    RoundWaits,
+    RunFailed,
+    RunResumed,
+    SegmentCommitted,
+    SharesRouted,
+    UpdateReceived,
+    UpdateRejected,
+    UpdatesJudged,
+)
+from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.core.strategy_calls import WHY, draws_in_secret
+from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
+from stratagem.coordinator.strategies.federated import closing, ledgers, row_ledger
+from stratagem.coordinator.strategies.federated import roster as open_roster
+from stratagem.coordinator.strategies.federated.closing import ask_again, begin_again, close
+from stratagem.coordinator.strategies.federated.decisions import (
+    assign,
+    bench,
+    build_failed,
+    complete,
+    fit,
+    form_roster,
+    is_evaluated_first,
+    new_helper,
+    next_round,
+    private_round,
+    stopped_early,
+    with_build,
+)
+from stratagem.coordinator.strategies.federated.due import pending, status, usable
+from stratagem.coordinator.strategies.federated.evaluation import (
+    evaluated,
+    evaluated_without,
+    evaluation_crashed,
+    evaluators_left,
+    merging,
+    with_answer,
+    with_owed,
+)
+from stratagem.coordinator.strategies.federated.ledgers import ClientStates
+from stratagem.coordinator.strategies.federated.rejections import (
+    crashed,
+    forbidden,
+    in_closed_rounds,
+    too_deadly,
+    with_death,
+    with_helper,
+)
+from stratagem.coordinator.strategies.federated.run import (
+    Attendance,
+    FederatedRun,
+    after_commit,
+    again_after_resumption,
+    again_with_new_keys,
+    deadline_of,
+    has_simulated_states,
+    in_round,
+    spec_of,
+)
+from stratagem.coordinator.strategies.schedule import is_evaluated
+
+
+def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
+    """Return the next fact of the round that the state calls for."""
+    return decide_round(job, value, world, now_s, lambda workers: assign(job, value, workers))
+
+
+def decide_round(
+    job: JobSpec,
+    value: FederatedRun,
+    world: World,
+    now_s: float,
+    train: Callable[[list[WorkerRecord]], Fact | None],
+) -> Fact | None:
+    """Return the next fact of the round; while it is open, what `train` decides of its clients."""
+    fact = _decided(job, value, world, now_s, train)
+    if isinstance(fact, RunFailed) and value.is_opened and draws_in_secret(job):
+        why = f"round {value.round_num} cannot be closed as the job asks: clients have failed, or "
+        return RunFailed(reason=f"{why}are too few; {WHY}, so only the journal says which")
+    return fact
+
+
+def _decided(
+    job: JobSpec,
+    value: FederatedRun,
+    world: World,
+    now_s: float,
+    train: Callable[[list[WorkerRecord]], Fact | None],
+) -> Fact | None:
+    workers = usable(job, value, world)
+    if failed := forbidden(job, value) or build_failed(job, value, workers) or too_deadly(value):
+        return failed
+    are_enough, fact = _gathered(job, value, workers, now_s)
+    if not are_enough:
+        return fact  # nothing is built for clients that are not here
+    if helper := new_helper(job, value, fit(value, workers)):
+        return helper
+    if value.committed is None:
+        return None
+    spoken: Fact | None
+    spoken = evaluation_crashed(value) or evaluated(job, value) or evaluated_without(job, value)
+    if spoken or (spoken := open_roster.departed(job, value, world, now_s)):
+        return spoken
+    if not value.roster and open_roster.roster_of(job) is None:
+        return form_roster(job, value, workers)
+    if value.committed.segment == spec_of(job).rounds:
+        return complete(job, value)
+    if given_up := closing.give_up(value, workers):
+        return given_up
+    if not value.is_opened:
+        return _next_round(job, value, world, workers, now_s)
+    if value.is_closed:
+        return None
+    ended = crashed(value) or begin_again(job, value, now_s) or close(job, value, workers, now_s)
+    return ended or ask_again(job, value, workers, now_s) or train(workers)
+
+
+def _gathered(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+) -> tuple[bool, Fact | None]:
+    """Return whether the model can be built, and the fact that follows where it cannot."""
+    if value.committed is not None or value.helper:
+        return True, None
+    if open_roster.roster_of(job) is not None:
+        return open_roster.before_build(job, value, workers, now_s)
+    return form_roster(job, value, workers) is not None, None
+
+
+def _next_round(
+    job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord], now_s: float
+) -> Fact | None:
+    """Open the next round, or end the run where the evaluations say so; None while one that the job
+    follows is missing, or clients are."""
+    if is_evaluated_first(job, value):
+        return None
+    if ended := stopped_early(job, value) or bench(job, value):
+        return ended
+    if open_roster.roster_of(job) is not None:
+        return open_roster.next_round(job, value, world, workers, now_s)
+    if value.ledger is not None:
+        return private_round(job, value, value.ledger, now_s)
+    return next_round(job, value, now_s)
+
+
+def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+    """Fold one fact."""
+    if isinstance(fact, UpdateReceived) and value.client_states is not None:
+        value = replace(value, client_states=value.client_states.with_update(fact))
+    if closing.is_late(value, fact):
+        return closing.with_late(value, fact)
+    match fact:
+        case MembersFormed():
+            return open_roster.awaiting_evaluators(job, with_helper(value, fact), now_s)
+        case ProcessDied():
+            return with_death(value, fact, now_s)
+        case ModelBuilt() | BuildFailed():
+            return with_build(job, value, fact)
+        case RosterFormed():
+            return replace(value, roster=fact.clients)
+        case SegmentCommitted():
+            committed = closing.after_commit(job, after_commit(job, value, fact))
+            return open_roster.awaiting_evaluators(job, committed, now_s)
+        case RoundClosed():
+            return closing.after_close(job, value, in_round(value, fact))
+        case Evaluated() | ClientEvaluated() | MetricsMerged():
+            return with_answer(job, value, fact)
+        case RunResumed():
+            again = again_after_resumption(job, value, now_s)
+            return open_roster.awaiting_all(job, again, now_s)
+        case _:
+            return _with_clients(job, value, fact, now_s)
+
+
+def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+    """Fold a fact about the clients: who they are, and what becomes of them in the round."""
+    match fact:
+        case ClientsSelected():
+            opened = closing.after_selection(in_round(value, fact))
+            return open_roster.awaiting_all(job, opened, now_s)
+        case ClientsAssigned():
+            return open_roster.after_assignment(job, in_round(value, fact), fact, now_s)
+        case ClientsJoined():
+            return open_roster.with_joined(job, value, fact, now_s)
+        case ClientLeft():
+            return open_roster.with_left(value, fact.client, fact.reason, now_s)
+        case UpdateRejected() if open_roster.is_refusal(job, fact):
+            again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
+            return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
+        case UpdateRejected() | RoundWaits():
+            return open_roster.asking_again(in_round(value, fact), now_s)
+        case SharesRouted():
+            return replace(in_round(value, fact), deadline_s=deadline_of(job, now_s))
+        case RoundRestarted():
+            return again_with_new_keys(job, value, fact.attempt, now_s)
+        case ClientStateLost():
+            states = value.client_states
+            return replace(value, client_states=states and states.with_loss())
+        case ClientBenched():
+            return replace(value, attendance=value.attendance.with_bench(fact))
+        case _:
+            return in_round(value, fact)
+
+
+def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
+    """Return why a reported fact is stale or late; "" when it is welcome."""
+    match fact:
+        case ModelBuilt() | BuildFailed():
+            return "" if value.committed is None else "the model is built already"
+        case RoundAccounted():
+            waits = value.ledger is not None and value.ledger.round is None
+            is_next = waits and not value.is_opened and fact.round_num == value.round_num
+            return "" if is_next else f"round {fact.round_num} does not wait to be accounted"
+        case UpdateReceived() | UpdateRejected():
+            return _is_update_welcome(value, fact)
+        case ClientStateLost():
+            answer = UpdateRejected(
+                party=fact.party, round_num=fact.round_num, client=fact.client, reason=fact.reason
+            )
+            return _is_update_welcome(value, answer)
+        case SegmentCommitted():
+            is_next = value.is_closed and fact.segment == value.round_num
+            return "" if is_next else f"round {value.round_num} is to be committed next"
+        case KeysPosted() | SharesRouted():
+            is_open = value.is_opened and not value.is_closed and fact.round_num == value.round_num
+            return value.secure.refuses(fact) if is_open else f"round {fact.round_num} is not open"
+        case RoundRestarted():
+            is_next = value.is_closed and fact.attempt == value.secure.attempt + 1
+            is_due = is_next and fact.round_num == value.round_num
+            return "" if is_due else f"round {fact.round_num} is not to be restarted"
+        case UpdatesJudged():
+            is_due = (
+                bool(value.accepted) and not value.weights and fact.round_num == value.round_num
+            )
+            return "" if is_due else f"round {fact.round_num} does not wait for a verdict"
+        case Evaluated():
+            waits = any(base.segment == fact.segment for base in value.to_evaluate)
+            return "" if waits else f"round {fact.segment} does not wait for an evaluation"
+        case ClientEvaluated():
+            waits = fact.client in evaluators_left(value, fact.segment)
+            return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
+        case MetricsMerged():
+            due = merging(value, fact.segment)
+            is_due = due is not None and tuple(client for client, _ in due.states) == fact.clients
+            return "" if is_due else f"round {fact.segment} does not wait for these metrics"
+        case _:
+            return f"no round waits for {type(fact).__name__}"
+
+
+def begun(job: JobSpec, party: Party) -> FederatedRun:
+    """Return the value of a run before its first fact."""
+    states = None
+    if spec_of(job).options.has_client_state:
+        states = ClientStates(are_blobs=has_simulated_states(job))
+    ledger, rows = ledgers.begun(job), row_ledger.begun(job)
+    return FederatedRun(party, ledger=ledger, rows=rows, client_states=states)
+
+
+def own_deadline(value: FederatedRun) -> float | None:
+    """Return when the round closes, or the patience with clients ends, whichever is earlier."""
+    times = (value.deadline_s, value.asks_again_s, open_roster.deadline(value))
+    return min((time for time in times if time is not None), default=None)
+
+
+def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
+    """Return the death of a worker process for all that it had to do in this round."""
+    return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
+
+
+def blobs(value: FederatedRun) -> frozenset[Digest]:
+    """Return the global state, what the server optimizer and simulated clients keep with it, and
+    the states that wait for an evaluation: also while no worker can do it, and while the run is
+    stopped."""
+    bases = (*value.to_evaluate, *((value.committed,) if value.committed else ()))
+    kept = {digest for base in bases for digest in (base.digest, base.average) if digest}
+    kept |= {*value.server_state} if value.committed else set()
+    kept |= {f.states for known in value.evaluations.values() for f in known.values() if f.states}
+    if value.client_states is not None:
+        kept |= value.client_states.blobs
+    return frozenset(kept) | closing.blobs(value) | value.secure.blobs
+
+
+def progress(value: FederatedRun) -> NestedProgress:
+    """Return the progress of the party, up to the committed round."""
+    metrics, loss = {**value.trained, **value.metrics}, value.trained.get(TRAIN_LOSS, 0.0)
+    return NestedProgress(
+        value.committed,
+        metrics,
+        value.num_rows,
+        loss,
+        is_idle=not value.to_evaluate,
+        keeps_more=bool(
+            value.server_state
+            or value.late
+            or value.attendance.has_history
+            or value.client_states is not None
+        ),
+        rejected=in_closed_rounds(value),
+    )
+
+
+def rebase(
+    _job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
+) -> FederatedRun:
+    """Begin the next round from the given state; a server optimizer starts afresh."""
+    return replace(
+        FederatedRun(value.party),
+        membership=value.membership + 1,
+        helper=value.helper,
+        fingerprint=value.fingerprint,
+        roster=value.roster,
+        attendance=Attendance(left=value.attendance.resumed().left),
+        num_rows=num_rows,
+        committed=base,
+        round_num=base.segment + 1,
+        ledger=ledgers.returned(value.ledger),
+        rows=value.rows,
+        client_states=value.client_states and value.client_states.returned(base.segment),
+    )
+
+
+def returned(
+    job: JobSpec, value: FederatedRun, base: Base, metrics: Mapping[str, float]
+) -> FederatedRun:
+    """Rebase to an earlier commit with its metrics, such as the steps skipped up to it, keeping the
+    evaluations that are still owed."""
+    fresh = replace(
+        rebase(job, value, base, value.num_rows),
+        trained={
+            name: n
+            for name, n in metrics.items()
+            if not is_evaluated(job, name) and name not in course_of(metrics)
+        },
+        metrics={
+            **{name: n for name, n in metrics.items() if is_evaluated(job, name)},
+            **course_of(metrics),
+        },
+    )
+    return with_owed(fresh, value, base.segment)
+
+
+def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:
+    round_num, client = fact.round_num, fact.client
+    if closing.is_late(value, fact):
+        answered = value.late[client].update is not None
+        return f"client {client} has answered round {round_num} already" if answered else ""
+    if round_num != value.round_num or value.is_closed:
+        return f"round {round_num} is closed"
+    if fact.attempt != value.secure.attempt:
+        return f"attempt {fact.attempt} of round {round_num} is over"
+    if client not in value.selected:
+        return f"client {client} was not selected in round {round_num}"
+    if client in value.updates or client in value.rejected:
+        return f"client {client} has answered round {round_num} already"
+    if isinstance(fact, UpdateRejected) and client in value.attendance.left:
+        return f"client {client} has left round {round_num}"
+    return ""
+
+
+STRATEGY = Strategy(
+    version=VERSION,
+    init=lambda job, party, _strategies: begun(job, party),
+    decide=decide,
+    transition=transition,
+    reject_reason=reject_reason,
+    pending=pending,
+    status=status,
+    own_deadline=own_deadline,
+    own_deaths=deaths,
+    own_blobs=blobs,
+    nesting=Nesting(progress, rebase, returned),
+)
+"""Clients never exchange tensors with each other."""

@@ -1,1 +1,0 @@
-"""The privacy budget of a federated run: what is spent, and the round that would be too much."""

@@ -1,1 +1,0 @@
-"""Placement of runs on workers, and the division of their steps into segments."""

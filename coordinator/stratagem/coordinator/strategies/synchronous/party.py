@@ -1,0 +1,419 @@
+"""The run value of a synchronous party, and the fold of facts into it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from stratagem.common.base.ids import Digest, Party, WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.courses import (
+    Deaths,
+    after,
+    resumed_metrics,
+    why_stopped,
+    with_course,
+)
+from stratagem.coordinator.core.effects import Base, ExchangeMethod
+from stratagem.coordinator.core.facts import (
+    CommitUploaded,
+    Fact,
+    Member,
+    MembersFormed,
+    ModelBuilt,
+    ProcessDied,
+    RunCancelled,
+    RunFailed,
+    RunResumed,
+    SegmentCommitted,
+    SegmentFinished,
+    SoleCopiesLost,
+    UploadDue,
+)
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.schedule import schedule_of
+
+
+class KeptFile(NamedTuple):
+    """A file with what only one worker has of a commit."""
+
+    worker_id: WorkerId
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    segment: int
+    step: int
+    metrics: Mapping[str, float]
+    sources: tuple[Member, ...]
+    loss: float
+    """Mean training loss of the segment."""
+    stop_reason: str = ""
+    """See SegmentFinished."""
+    streams: str = ""
+    """See effects.Base."""
+    kept: tuple[KeptFile, ...] = ()
+    """See SegmentFinished; in order of rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCommit:
+    """The newest commit that was uploaded as a whole, with its metrics."""
+
+    base: Base
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PartyRun:
+    """The run value: the members of one synchronous party and how far they have come."""
+
+    party: Party
+    membership: int = 0
+    members: tuple[Member, ...] = ()
+    fingerprint: str = ""
+    ranks: tuple[int, ...] = ()
+    are_apart: bool = False
+    """These two: see MembersFormed."""
+    num_rows: Mapping[str, int] = field(default_factory=dict)
+    committed: Base | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the committed segment."""
+    loss: float = 0.0
+    """Mean training loss of the newest segment that was trained."""
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """Traffic of the same segment; see SegmentFinished."""
+    lineage: int = 0
+    """How often the party has begun from a given state."""
+    open_segment: int = 0
+    """The segment being trained; 0 until the model is built."""
+    finished: tuple[Finished, ...] = ()
+    """Trained by all members and not yet committed, in order."""
+    left: frozenset[Member] = frozenset()
+    """Members that were lost inside the open segment."""
+    deaths: Deaths = field(default_factory=Deaths)
+    """Worker processes that have ended inside the open segment."""
+    is_recovering: bool = False
+    why: str = ""
+    stop_reason: str = ""
+    """Why the user's code has ended the training with the committed segment."""
+    kept: tuple[KeptFile, ...] = ()
+    """What only workers have of the commit, in order of rank; none of one that is whole."""
+    whole: WholeCommit | None = None
+    """To return to when that is lost; None while the commit is whole."""
+    holders: tuple[Member, ...] = ()
+    """Workers that were asked for what they have kept of it."""
+    awaits_until_s: float | None = None
+    """How long workers that have kept something of it, and are away, are waited for."""
+    has_ended: bool = False
+    """True once the run was stopped or has failed, until it is resumed."""
+
+
+RETURN_S: Final = 60.0
+"""How long a worker is waited for that is away with what only it has kept of a commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The members that a party is to have; empty while not all workers that it takes are there."""
+
+    members: tuple[Member, ...]
+    ranks: tuple[int, ...] = ()
+
+
+Parts = tuple[tuple[Member, ...], ...]
+"""Per part of a state, the members that hold it, any of which will do."""
+
+
+def one_part(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
+    """Return a single part: every member holds the whole state."""
+    return (members,)
+
+
+def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
+    """Return one part per member: every member holds what no other one has."""
+    return tuple((member,) for member in members)
+
+
+def mirrors_of(members: tuple[Member, ...]) -> Parts:
+    """Return who has a mirror of each member's part: the one that comes after it."""
+    return tuple((member,) for member in (*members[1:], *members[:1]))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRules:
+    """The rules in which one synchronous strategy differs from another."""
+
+    num_shards: int
+    min_members: int
+    exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
+    parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
+    """How members, in order of rank, divide the state among them; also from the party's ranks."""
+    place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
+    """The placement of the party, where not any workers will do."""
+    why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
+    """The sentence about what `place` waits for, for people."""
+    upload_every: int = 1
+    """Every how many segments a commit has what only one member each has, too."""
+    is_sole_copy: bool = False
+    """Members cannot go on with what the survivors of a loss hold, nor redo a step that failed:
+    any change of members, and any failed exchange, returns the party to its last commit. So it is
+    with members that are apart, whose states are alike but cannot be copied."""
+    fewest_mirrored: int | None = None
+    """From how many members on each has the part of the one before it, too: then they can go on
+    while of each part one of the two is left. None: never."""
+
+    def is_mirrored(self, members: tuple[Member, ...]) -> bool:
+        """Return True if each part of the state is with two of these members."""
+        return self.fewest_mirrored is not None and len(members) >= self.fewest_mirrored
+
+    def returns(self, members: tuple[Member, ...]) -> bool:
+        """Return True if these members go back to the last commit with every change."""
+        return self.is_sole_copy and not self.is_mirrored(members)
+
+
+def transition(
+    job: JobSpec, run: PartyRun, fact: Fact, shape: SegmentRules, now_s: float
+) -> PartyRun:
+    """Fold a fact; facts of other kinds leave the party as it is."""
+    match fact:
+        case MembersFormed():
+            return _with_members(run, fact, shape, now_s)
+        case ProcessDied():
+            return replace(run, deaths=after(run.deaths, fact, now_s, run.left.union(run.members)))
+        case ModelBuilt():
+            return replace(
+                run,
+                num_rows=fact.num_rows,
+                committed=Base(fact.segment, fact.step, fact.digest, fact.streams),
+                metrics=resumed_metrics(job),
+                open_segment=1,
+                left=frozenset(),
+                deaths=Deaths(),
+            )
+        case SegmentFinished():
+            metrics = with_course(job, latest_metrics(run), fact.metrics)
+            done = Finished(
+                fact.segment,
+                fact.step,
+                metrics,
+                run.members,
+                fact.loss,
+                fact.stop_reason,
+                fact.streams,
+                _kept(run, fact),
+            )
+            return replace(
+                run,
+                finished=(*run.finished, done),
+                loss=fact.loss,
+                traffic=fact.traffic,
+                open_segment=fact.segment + 1,
+                left=frozenset(),
+                deaths=Deaths(),
+                is_recovering=False,
+            )
+        case SegmentCommitted():
+            return _committed(run, fact)
+        case UploadDue():
+            return replace(run, holders=fact.holders, awaits_until_s=None)
+        case CommitUploaded() if run.committed is not None:
+            return _as_whole(replace(run, committed=replace(run.committed, digest=fact.digest)))
+        case SoleCopiesLost():
+            returned_run = _returned_to_commit(_to_whole(run))
+            membership, lineage = run.membership + 1, run.lineage + 1
+            return replace(returned_run, is_recovering=True, membership=membership, lineage=lineage)
+        case RunCancelled() | RunFailed():
+            return replace(run, has_ended=True, holders=run.holders or _holders(run))
+        case RunResumed():
+            # The workers have let go of the run, and of the files that they had kept of it.
+            stopped = replace(_to_whole(run), members=(), left=frozenset(), deaths=Deaths())
+            return _returned_to_commit(replace(stopped, is_recovering=False, has_ended=False))
+        case _:
+            return run
+
+
+def _holders(run: PartyRun) -> tuple[Member, ...]:
+    """Return the members, where they are the workers that have kept something of the commit."""
+    return () if are_moved(run) else run.members
+
+
+def _kept(run: PartyRun, fact: SegmentFinished) -> tuple[KeptFile, ...]:
+    """What the members have kept at the end of a segment."""
+    if not fact.kept:
+        return ()
+    return tuple(
+        KeptFile(member.worker_id, digest)
+        for member, digest in zip(run.members, fact.kept, strict=True)
+    )
+
+
+def _committed(run: PartyRun, fact: SegmentCommitted) -> PartyRun:
+    done = next((f for f in run.finished if f.segment == fact.segment), None)
+    left = tuple(f for f in run.finished if f.segment > fact.segment)
+    # Of a partial commit those before it are still what there is to return to.
+    whole = run.whole
+    if whole is None and run.committed is not None:
+        whole = WholeCommit(run.committed, run.metrics)
+    after = replace(
+        run,
+        finished=left,
+        committed=Base(fact.segment, fact.step, fact.digest, fact.streams),
+        metrics=fact.metrics,
+        stop_reason="" if done is None else done.stop_reason,
+        holders=(),
+        awaits_until_s=None,
+    )
+    kept = () if done is None else done.kept
+    return replace(after, kept=kept, whole=whole) if kept else _as_whole(after)
+
+
+def _as_whole(run: PartyRun) -> PartyRun:
+    """Return the run with nothing of its commit on workers alone."""
+    return replace(run, kept=(), whole=None, holders=(), awaits_until_s=None)
+
+
+def _to_whole(run: PartyRun) -> PartyRun:
+    """Return the run at its newest commit that was uploaded as a whole."""
+    if run.whole is None:
+        return run
+    base, metrics = run.whole.base, run.whole.metrics
+    return _as_whole(replace(run, committed=base, metrics=metrics, stop_reason=""))
+
+
+def are_moved(run: PartyRun) -> bool:
+    """Return True when the replicas of the commit are to be on other workers than have kept them,
+    or there are no members."""
+    names = [member.worker_id for member in run.members]
+    return bool(run.kept) and names != [kept.worker_id for kept in run.kept]
+
+
+def needs_upload(job: JobSpec, run: PartyRun) -> bool:
+    """Return True when what only workers have of the commit is needed elsewhere, or the run ends
+    with it: they let go of it then, also where the run may be resumed."""
+    if run.has_ended:
+        return bool(run.kept)
+    is_end = bool(run.kept) and not run.finished and bool(stop_reason(job, run))
+    return are_moved(run) or is_end
+
+
+def _with_members(
+    run: PartyRun, fact: MembersFormed, shape: SegmentRules, now_s: float
+) -> PartyRun:
+    formed = replace(
+        run,
+        membership=fact.membership,
+        members=fact.members,
+        fingerprint=fact.fingerprint,
+        ranks=fact.ranks,
+        are_apart=fact.are_apart,
+        # A member that joins is no setback; a loss is, and so is an exchange that has failed.
+        is_recovering=run.is_recovering or _is_setback(run, fact),
+        why=fact.reason,
+        left=run.left | (set(run.members) - set(fact.members)),
+    )
+    if not are_moved(formed):
+        formed = replace(formed, holders=(), awaits_until_s=None)
+    elif formed.members and formed.awaits_until_s is None and not formed.holders:
+        formed = replace(formed, awaits_until_s=now_s + RETURN_S)
+    if goes_on(run, fact.members, shape, are_apart=fact.are_apart):
+        return formed
+    # What members still hold, they hold at different steps and as parts of segments that start
+    # again: it must not be continued from.
+    return replace(_returned_to_commit(formed), lineage=run.lineage + bool(run.open_segment))
+
+
+def goes_on(
+    run: PartyRun, members: tuple[Member, ...], shape: SegmentRules, *, are_apart: bool
+) -> bool:
+    """Return True if these members can go on with what the present ones train on; False: they begin
+    from the last commit. are_apart: these, from each other."""
+    survivors = set(run.members) & set(members)
+    # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
+    held_by = [run.members, *(done.sources for done in run.finished)]
+    parts = [part for held in held_by for part in _holders_of(held, run.ranks, shape)]
+    is_whole = all(survivors & set(part) for part in parts)
+    return is_whole and not (run.are_apart or are_apart) and not shape.returns(run.members)
+
+
+def _holders_of(members: tuple[Member, ...], ranks: tuple[int, ...], shape: SegmentRules) -> Parts:
+    """Return who holds each part of what these members have trained, themselves or as a mirror."""
+    parts = shape.parts_of(members, ranks)
+    if not shape.is_mirrored(members):
+        return parts
+    return tuple((*own, *also) for own, also in zip(parts, mirrors_of(members), strict=True))
+
+
+def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
+    """Return True when members, or what they had begun, are lost with the membership before."""
+    if run.open_segment == 0 or not run.members:
+        return False
+    return fact.members == run.members or not set(run.members) <= set(fact.members)
+
+
+def _returned_to_commit(run: PartyRun) -> PartyRun:
+    segment = run.committed.segment + 1 if run.committed else 0
+    return replace(run, open_segment=segment, finished=())
+
+
+def reject_reason(run: PartyRun, fact: Fact) -> str:
+    """Return why a reported fact is stale; "" when it is the one waited for."""
+    match fact:
+        case ModelBuilt():
+            return "" if run.open_segment == 0 else "the model is built already"
+        case SegmentFinished():
+            expected = (run.open_segment, run.membership)
+            got = (fact.segment, fact.membership)
+            return "" if got == expected else f"expected (segment, membership) {expected}"
+        case SegmentCommitted():
+            waiting = [f.segment for f in run.finished]
+            first = waiting[0] if waiting else None
+            return "" if fact.segment == first else f"segment {first} is to be committed next"
+        case SoleCopiesLost() if fact.membership is not None:
+            now = run.membership
+            return "" if fact.membership == now else f"the party is at membership {now}"
+        case CommitUploaded() | SoleCopiesLost():
+            at = run.committed.segment if run.kept and run.committed is not None else None
+            return "" if fact.segment == at else "nothing of that commit is on workers alone"
+        case _:
+            return ""
+
+
+def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
+    """Make the members drop what they hold, meet again, and begin after the base."""
+    return replace(
+        _as_whole(run),
+        membership=run.membership + 1,
+        num_rows=num_rows,
+        committed=base,
+        metrics={},
+        lineage=run.lineage + 1,
+        open_segment=base.segment + 1,
+        finished=(),
+        left=frozenset(),
+        deaths=Deaths(),
+        is_recovering=False,
+        stop_reason="",
+    )
+
+
+def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, float]) -> PartyRun:
+    """Return the party to a commit of its own, whose metrics count on: such as the steps that were
+    skipped up to it."""
+    return replace(rebase(job, run, base, run.num_rows), metrics=metrics)
+
+
+def latest_metrics(run: PartyRun) -> Mapping[str, float]:
+    """Return the metrics of the newest segment that was trained, committed or not."""
+    return run.finished[-1].metrics if run.finished else run.metrics
+
+
+def stop_reason(job: JobSpec, run: PartyRun) -> str:
+    """Return why no segment is trained after the newest one, before the last step; "" otherwise."""
+    asked = run.finished[-1].stop_reason if run.finished else run.stop_reason
+    return asked or why_stopped(job, latest_metrics(run))
+
+
+def num_segments(job: JobSpec, run: PartyRun) -> int:
+    """Return the segments of the whole run, whose number of rows must be known."""
+    return len(schedule_of(job, run.num_rows).ends())

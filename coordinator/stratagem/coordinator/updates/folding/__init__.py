@@ -1,1 +1,0 @@
-"""The fold of a round: the mean of its updates, and how the server moves its parameters by it."""

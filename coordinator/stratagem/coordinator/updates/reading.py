@@ -1,0 +1,441 @@
+"""Reads the files of accepted updates; every byte that is used is checked.
+
+Holds no file open, and nothing that grows with the model but a checksum for each block: clients are
+many. Knows nothing of codecs or rounds.
+"""
+
+import io
+import json
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+import google_crc32c
+import numpy as np
+
+from stratagem.common.base.errors import IntegrityError
+from stratagem.common.base.ids import Digest
+from stratagem.common.compression import ByteArray, TensorLayout, make_codec
+from stratagem.common.compression.codec import Decode, Read
+from stratagem.common.compression.table import PAYLOAD, are_forwarded, sum_messages, update_codec
+from stratagem.common.job import JobSpec, exchanged_codec
+from stratagem.common.tensors.files import header_of, parse_header
+from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
+from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.store.blobs import BlobStore
+from stratagem.coordinator.store.files import BlobFile, open_regular
+from stratagem.coordinator.updates.floats import Raw, Wide, storage, widen
+from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError, check_finite
+
+# ---- update sources ----
+
+_BLOCK_BYTES: Final = 1 << 16
+_READ_BYTES: Final = 16 * _BLOCK_BYTES
+
+
+class Source(Protocol):
+    """Reads one update as windows of the model's data, from the first to the last.
+
+    Raises IntegrityError for one that the disk has damaged.
+    """
+
+    def read(self, offset: int, into: Raw) -> None:
+        """Fill the array with the elements from that byte of the model's data on."""
+
+    def check(self) -> None:
+        """Check that what was read, which must be all, is what was accepted."""
+
+
+class WholeSource:
+    """Reads an update that has the layout of the model."""
+
+    def __init__(self, entry: SpoolEntry) -> None:
+        self._entry = entry
+        self._crc32c = 0
+
+    def read(self, offset: int, into: Raw) -> None:
+        elements = into.view(np.uint8)
+        read_file(self._entry, self._entry.data_start + offset, elements)
+        self._crc32c = google_crc32c.extend(self._crc32c, elements)
+
+    def check(self) -> None:
+        if self._crc32c != self._entry.crc32c:
+            raise damaged(self._entry, "its checksum is another")
+
+
+class CheckedData:
+    """The data of an update, which are read in any order.
+
+    Their checksum is compared first; meanwhile one is taken of each block, with which the block is
+    compared whenever it is read.
+    """
+
+    def __init__(self, entry: SpoolEntry) -> None:
+        """Read all data once. Raises IntegrityError where they are damaged."""
+        self._entry = entry
+        self._blocks = array("I")
+        crc32c = 0
+        for start in range(0, entry.data_bytes, _READ_BYTES):
+            piece = self._data(start, start + _READ_BYTES)
+            self._blocks.extend(map(google_crc32c.value, _blocks(piece)))
+            crc32c = google_crc32c.extend(crc32c, piece)
+        if crc32c != entry.crc32c:
+            raise damaged(entry, "its checksum is another")
+
+    def read(self, offset: int, num: int, dtype: str) -> Raw:
+        """Return elements of the data from a byte on. Raises IntegrityError where they have
+        changed."""
+        end = offset + num * np.dtype(dtype).itemsize
+        first, skipped = divmod(offset, _BLOCK_BYTES)
+        last = -(-end // _BLOCK_BYTES)
+        data = self._data(first * _BLOCK_BYTES, last * _BLOCK_BYTES)
+        if list(map(google_crc32c.value, _blocks(data))) != self._blocks[first:last].tolist():
+            raise damaged(self._entry, "it has changed since it was checked")
+        return data[skipped:][: end - offset].view(dtype)
+
+    def _data(self, start: int, stop: int) -> ByteArray:
+        """Return a range of the data, as far as there are any; not checked."""
+        data = np.empty(max(0, min(stop, self._entry.data_bytes) - start), np.uint8)
+        read_file(self._entry, self._entry.data_start + start, data)
+        return data
+
+
+def _blocks(data: ByteArray) -> Iterator[ByteArray]:
+    return (data[at : at + _BLOCK_BYTES] for at in range(0, data.size, _BLOCK_BYTES))
+
+
+def read_file(entry: SpoolEntry, start: int, into: ByteArray) -> None:
+    """Fill the array with bytes of an update's file, which are not checked. Raises IntegrityError
+    where the file ends before."""
+    view = into.data
+    descriptor = open_regular(entry.path)
+    try:
+        done = 0
+        while done < len(view):
+            got = os.preadv(descriptor, [view[done:]], start + done)
+            if got == 0:
+                raise damaged(entry, "it ends too early")
+            done += got
+    finally:
+        os.close(descriptor)
+
+
+def damaged(entry: SpoolEntry, what: str) -> IntegrityError:
+    """Return the error for an update that is not what was accepted."""
+    return IntegrityError(f"the accepted update {entry.path.name} is damaged: {what}")
+
+
+# ---- update decoding ----
+#
+# Reads the updates of a job as windows of its model: coded ones, and whole ones.
+#
+# An update is spooled as it was received, and decoded when it is checked and when it is folded.
+# Only the vsa codec has no windows, as any element may need any byte of a payload, which would have
+# to be decoded for every window, or be held for every client; so its updates are spooled decoded.
+# Knows nothing of rounds.
+
+_WINDOW_BYTES: Final = 4 << 18
+
+
+class CodedLayout:
+    """The tensors of all coded updates that have one manifest: each is in the file as it is, or in
+    the payload. Owns what must be right before anything is decoded."""
+
+    def __init__(self, job: JobSpec, numerics: int, expected: Manifest, sent: Manifest) -> None:
+        """expected: manifest of the model. Raises UpdateRejectedError where `sent` cannot be that
+        of a coded update."""
+        self.stored = expected.stored()
+        self._ends = [spec.offset + spec.size_bytes for spec in self.stored]
+        self.given = {tensor.name: tensor for tensor in sent.tensors}
+        """The tensors that are in the file as they are, and the payload."""
+        self.coded = [spec for spec in self.stored if spec.name not in self.given]
+        self._check_given()
+        self.payload = self.given[PAYLOAD]
+        self.codec, names = update_codec(job, self.coded, numerics)
+        self.places = {name: place for place, name in enumerate(names)}
+        """Of the coded tensors in the payload, in its order."""
+        if self.payload.size_bytes != self.codec.payload_bytes:
+            came, wanted = self.payload.size_bytes, self.codec.payload_bytes
+            raise UpdateRejectedError(
+                Cause.CODEC, f"a payload of {came} bytes came, expected {wanted}"
+            )
+
+    def overlapping(self, offset: int, num_bytes: int) -> Iterator[tuple[TensorSpec, int, int]]:
+        """Yield what a range of the model's data has of each tensor: (tensor, its first byte in the
+        range, the one after its last)."""
+        for index in range(bisect_right(self._ends, offset), len(self.stored)):
+            spec = self.stored[index]
+            if spec.offset >= offset + num_bytes:
+                return
+            start = max(0, offset - spec.offset)
+            stop = min(offset + num_bytes - spec.offset, spec.size_bytes)
+            if start < stop:
+                yield spec, start, stop
+
+    def decoder(self, name: str, read: Read) -> Decode:
+        """Return the decoder of a coded tensor; `read` reads the data of the file."""
+        begin = self.payload.offset
+        decoder = self.codec.decoder(
+            self.places[name], lambda at, num, dtype: read(begin + at, num, dtype)
+        )
+        assert decoder is not None, "tensors that share a payload are spooled decoded"
+        return decoder
+
+    def _check_given(self) -> None:
+        """Check that tensors that are not coded are as in the model, and that coded ones are
+        float32."""
+        wanted = {spec.name: spec for spec in self.stored}
+        for name, have in self.given.items():
+            want = wanted.get(name)
+            if name == PAYLOAD and have.dtype == "uint8":
+                continue
+            if want is None or (have.dtype, have.shape) != (want.dtype, want.shape):
+                raise UpdateRejectedError(
+                    Cause.LAYOUT, f"{name!r} is no tensor of the model, or another one"
+                )
+        wide = [spec.name for spec in self.coded if spec.dtype != "float32"]
+        if PAYLOAD not in self.given or wide:
+            raise UpdateRejectedError(
+                Cause.CODEC, f"no payload, or one that cannot hold {wide or 'anything'}"
+            )
+
+
+class CodedSource:
+    """Reads a coded update: what its payload gives is added to the state it began from."""
+
+    def __init__(
+        self, layout: CodedLayout, data: CheckedData, before: Callable[[int, int], ByteArray]
+    ) -> None:
+        """before: reads so many bytes of the data of that state, from an offset on."""
+        self._layout, self._data, self._before = layout, data, before
+        self._decoded: tuple[str, Decode] | None = None
+        """The tensor of which windows are being read, and its decoder."""
+
+    def read(self, offset: int, into: Raw) -> None:
+        elements = into.view(np.uint8)
+        for spec, start, stop in self._layout.overlapping(offset, into.nbytes):
+            begin = spec.offset + start - offset
+            piece = slice(begin, begin + stop - start)
+            given = self._layout.given.get(spec.name)
+            if given is not None:
+                elements[piece] = self._data.read(given.offset + start, stop - start, "u1")
+                continue
+            if self._decoded is None or self._decoded[0] != spec.name:
+                self._decoded = spec.name, self._layout.decoder(spec.name, self._data.read)
+            moved = self._decoded[1](start // 4, stop // 4)
+            before = self._before(offset, into.nbytes)[piece].view("<f4")
+            np.add(before, moved, out=elements[piece].view("<f4"))
+
+    def check(self) -> None:
+        """Do nothing: the data were compared when they were read."""
+
+
+class UpdateDecoding:
+    """Decodes the updates of one job. Holds the states open that they are relative to."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        numerics: int,
+        blobs: BlobStore,
+        expected: Manifest,
+        bases: Sequence[Digest],
+    ) -> None:
+        """expected: manifest of the model; bases: the state that each update began from."""
+        self.job, self.expected = job, expected
+        self._numerics, self._blobs, self._bases = numerics, blobs, bases
+        self._files = ExitStack()
+        self._states: dict[Digest, StateReader] = {}
+        self._newest: dict[Digest, tuple[int, ByteArray]] = {}
+        self._layouts: dict[tuple[TensorSpec, ...], CodedLayout] = {}
+
+    @property
+    def has_windows(self) -> bool:
+        """Return True if the job's codec, which it must have, decodes window by window."""
+        codec, _ = update_codec(self.job, [], self._numerics)
+        return codec.part(range(0)) is not None
+
+    def layout(self, sent: Manifest) -> CodedLayout:
+        """Return the layout of coded updates of that manifest: one value, as clients are many.
+        Raises UpdateRejectedError where it cannot be one."""
+        known = self._layouts.get(sent.tensors)
+        if known is None:
+            known = CodedLayout(self.job, self._numerics, self.expected, sent)
+            self._layouts[sent.tensors] = known
+        return known
+
+    def source(self, place: int, entry: SpoolEntry) -> Source:
+        """Return the source of an accepted update, by its place among all. Raises IntegrityError
+        where its file is damaged."""
+        if not entry.is_coded:
+            return WholeSource(entry)
+        try:
+            return self._coded(place, entry, self.layout(_manifest(entry)))
+        except UpdateRejectedError as error:
+            raise damaged(entry, error.reason) from error
+
+    def check_size(self, manifest: Manifest) -> None:
+        """Refuse a coded update that is larger than the model, by UpdateRejectedError."""
+        room = self.expected.total_bytes
+        if manifest.codec and manifest.total_bytes > room:
+            raise UpdateRejectedError(
+                Cause.SIZE, f"{manifest.total_bytes} bytes for a model of {room}"
+            )
+
+    def check(self, manifest: Manifest, entry: SpoolEntry) -> None:
+        """Check the only update, which has arrived coded: that it can be decoded, and to finite
+        values. Raises UpdateRejectedError."""
+        layout = self.layout(manifest)
+        source = self._coded(0, entry, layout)
+        for spec in layout.coded:
+            for start in range(0, spec.size_bytes, _WINDOW_BYTES):
+                values = np.empty(min(_WINDOW_BYTES, spec.size_bytes - start) // 4, "<f4")
+                try:
+                    with np.errstate(all="ignore"):  # looked for below
+                        source.read(spec.offset + start, values)
+                except ValueError as error:
+                    raise UpdateRejectedError(Cause.CODEC, str(error)) from error
+                check_finite(spec, values)
+
+    def before(self, place: int, offset: int, num_bytes: int) -> ByteArray:
+        """Return bytes of the data of the state that an update began from. The newest are kept: the
+        clients of a round need the same ones in turn."""
+        base = self._bases[place]
+        if base not in self._states:
+            self._states[base] = open_state(self._files, self._blobs, base)[1]
+        kept = self._newest.get(base)
+        if kept is None or (kept[0], kept[1].size) != (offset, num_bytes):
+            kept = offset, self._states[base].read_raw("uint8", offset, num_bytes)
+            self._newest[base] = kept
+        return kept[1]
+
+    def known(self, spec: TensorSpec, offset: int, num_bytes: int) -> ByteArray | None:
+        """Return bytes of a tensor of the state that the only update began from, from this place in
+        it on; None for another tensor."""
+        for own in self.expected.stored():
+            if (own.name, own.dtype, own.size_bytes) == (spec.name, spec.dtype, spec.size_bytes):
+                return self.before(0, own.offset + offset, num_bytes)
+        return None
+
+    def close(self) -> None:
+        """Close the files of the states."""
+        self._files.close()
+
+    def _coded(self, place: int, entry: SpoolEntry, layout: CodedLayout) -> CodedSource:
+        return CodedSource(layout, CheckedData(entry), partial(self.before, place))
+
+
+def _manifest(entry: SpoolEntry) -> Manifest:
+    """Return the manifest of a coded update's file. Raises IntegrityError where it is damaged."""
+    header = np.empty(entry.data_start, np.uint8)
+    read_file(entry, 0, header)
+    if crc32c(header.data) != entry.header_crc32c:
+        raise damaged(entry, "the checksum of its header is another")
+    return parse_header(io.BytesIO(header.tobytes()), entry.path.name)[0]
+
+
+# ---- state reader ----
+#
+# Reads a stored state window by window, and names the tensors that are averaged, not trained.
+
+AVERAGED_KEY: Final = "averaged"
+"""Metadata key of a state: the JSON list of floating tensors that no optimizer may touch."""
+
+
+def averaged_names(manifest: Manifest) -> Collection[str]:
+    """Return the tensors of a state that are averaged under every server optimizer."""
+    return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
+
+
+def open_state(
+    files: ExitStack, store: BlobStore, digest: Digest
+) -> "tuple[Manifest, StateReader]":
+    """Return the manifest and the reader of a stored state; `files` closes it."""
+    file = files.enter_context(store.open(digest))
+    manifest, data_start = header_of(file, digest)
+    return manifest, StateReader(file, data_start)
+
+
+class StateReader:
+    """A reader of windows of a blob; every byte is checked."""
+
+    def __init__(self, file: BlobFile, data_start: int) -> None:
+        self._file = file
+        self._data_start = data_start
+
+    def read(self, dtype: str, offset: int, num: int) -> Wide:
+        """Return num elements from a byte offset on, in float64."""
+        values = np.empty(num)
+        widen(dtype, self.read_raw(dtype, offset, num), values)
+        return values
+
+    def read_raw(self, dtype: str, offset: int, num: int) -> Raw:
+        """Return num elements from a byte offset on, as they are stored."""
+        raw = np.empty(num, storage(dtype))
+        self._file.read_into(raw.view(np.uint8).data, self._data_start + offset)
+        return raw
+
+
+# ---- coded gradients ----
+#
+# Computes a ParameterServer's reply to the members in a step of coded shards.
+#
+# Either the messages of all shards, which the members decode and add, or the sum of the decoded
+# messages, whichever is fewer bytes. Knows neither streams nor members.
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Vectors that are sent one after the other."""
+
+    manifest: Manifest
+    vectors: tuple[memoryview, ...]
+
+    async def windows(self) -> AsyncGenerator[bytes, None]:
+        """All bytes, in pieces."""
+        for vector in self.vectors:
+            for start in range(0, len(vector), CHUNK_BYTES):
+                yield bytes(vector[start : start + CHUNK_BYTES])
+
+
+def codec_of(job: JobSpec) -> str:
+    """Return the codec's name in a manifest; "" without one."""
+    spec = exchanged_codec(job.compression, job.strategy)
+    return "" if spec is None else spec.codec
+
+
+def reply_to(
+    job: JobSpec,
+    layout: Sequence[TensorLayout],
+    messages: Sequence[bytes],
+    step: int,
+    numerics: int,
+) -> Reply:
+    """Return the reply to the messages of the shards 0, 1, ... in order. Raises IntegrityError
+    where they are not of this codec."""
+    spec = exchanged_codec(job.compression, job.strategy)
+    assert spec is not None
+    codec = make_codec(spec, layout, job.seed, numerics=numerics)
+    num_extras, rest = divmod(len(messages[0]) - codec.payload_bytes, 8)
+    if num_extras < 1 or rest:
+        raise IntegrityError(f"messages of {len(messages[0])} bytes are none of {spec.codec}")
+    raw_bytes = sum(tensor.raw_bytes for tensor in layout) + 8 * num_extras
+    if are_forwarded(len(messages), len(messages[0]), raw_bytes):
+        data = b"".join(messages)
+        named = [("messages", "uint8", (len(data),))]
+        manifest = build_manifest(named, Purpose.GRADIENTS, codec=spec.codec)
+        return Reply(manifest, (memoryview(data),))
+    seed = job.seed if spec.seed is None else spec.seed
+    try:
+        sums, extras = sum_messages(codec, messages, seed, step, numerics)
+    except ValueError as error:
+        raise IntegrityError(str(error)) from error
+    shapes = [("sums", "float32", sums.shape), ("extras", "float64", extras.shape)]
+    manifest = build_manifest(shapes, Purpose.GRADIENTS)
+    return Reply(manifest, tuple(memoryview(array.tobytes()) for array in (sums, extras)))

@@ -1,1 +1,0 @@
-"""The sum of masked updates."""

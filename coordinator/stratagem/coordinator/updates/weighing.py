@@ -1,0 +1,288 @@
+"""The fold of SCAFFOLD, option II (Karimireddy et al., 2020, arXiv:1910.06378), window by window:
+
+    x <- Σ x_k / |S|              over the clients of the round, S
+    c <- c + Σ Δc_k / N           of the tensors `control/...`; N is the number of all clients
+
+in client order, in float64, rounded once. So c stays the mean of what all clients keep. Knows
+nothing of rounds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import fsum, sqrt
+from sys import float_info
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stratagem.common.tensors.manifest import CONTROL, Manifest, TensorSpec, dtype_named
+from stratagem.coordinator.updates.floats import Raw, Wide, storage, widen
+from stratagem.coordinator.updates.reading import Source, StateReader, averaged_names
+from stratagem.coordinator.updates.robust import Verdict, squared_lengths
+
+# ---- controlled mean ----
+
+_WINDOW_ELEMENTS: Final = 1 << 18
+
+
+class ControlledMean:
+    """The combination of a fold whose clients were corrected; memory is some windows, whatever the
+    number of updates."""
+
+    def __init__(
+        self,
+        rows: Sequence[float],
+        num_clients: int,
+        manifest: Manifest,
+        base: StateReader,
+        *,
+        begins_anew: bool,
+    ) -> None:
+        """rows: of the clients of the round; integers are those of the client with most.
+        num_clients: of the federation. begins_anew: c becomes zero."""
+        self._largest, self._num_clients = rows.index(max(rows)), num_clients
+        self._base, self._begins_anew = base, begins_anew
+        self.window_elements = _WINDOW_ELEMENTS
+        self._runs = runs_of(manifest, lambda spec: spec.name.startswith(CONTROL))
+
+    def floats(
+        self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
+    ) -> None:
+        """Fill `out` with the next state from that byte on, and `raw` with the elements of the
+        last update."""
+        term = np.empty(out.size)
+        out[:] = -0.0  # which adds nothing, not even a sign
+        for source in sources:
+            source.read(offset, raw)
+            widen(dtype, raw, term)
+            out += term
+        for part, is_control in pieces(self._runs, dtype, offset, out.size):
+            if not is_control:
+                out[part] /= len(sources)
+            elif self._begins_anew:
+                out[part] = 0.0
+            else:
+                start = offset + part.start * raw.itemsize
+                before = self._base.read(dtype, start, part.stop - part.start)
+                out[part] = before + out[part] / self._num_clients
+
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        """Fill `out` with integers or bools of one update; no other is asked."""
+        kept = np.empty(out.size, storage(dtype))
+        for place, source in enumerate(sources):
+            source.read(offset, kept)
+            if place == self._largest:
+                out[:] = kept
+        return ""
+
+
+# ---- fair shares ----
+#
+# What the change of each client counts under q-FedAvg (Li et al., 2020, arXiv:1905.10497).
+#
+# With L = 1 / lr, the change d = w - w_k and F, the loss of w over the client's rows, plus 1e-10,
+# the paper moves the state w by -Σ δ / Σ h:
+#
+#     δ = F^q · L · d
+#     h = q · F^(q-1) · ‖L · d‖² + L · F^q
+#
+# so the change of client k counts F_k^q · L / Σ h. Here above and below are divided by L and by the
+# q-th power of the greatest F, as no power then leaves the range of its numbers.
+
+LOSS_FLOOR: Final = 1e-10
+_LARGEST: Final = float_info.max
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """What makes changes count by losses in one round."""
+
+    q: float
+    lr: float
+    """Learning rate of the clients; L is its inverse."""
+    losses: Sequence[float]
+    """Of each client before it trained, in client order; at least 0."""
+
+    def verdict(
+        self,
+        sources: Sequence[Source],
+        manifest: Manifest,
+        base: StateReader,
+        should_stop: Callable[[], None],
+    ) -> Verdict:
+        """Return what each change of `base` counts, and its length; each update is read once. Of
+        trained parameters only: a loss has no gradient in buffers."""
+        averaged = averaged_names(manifest)
+        squares = squared_lengths(
+            sources, manifest, base, should_stop, lambda spec: spec.name not in averaged
+        ).tolist()
+        shares = fair_shares(self.losses, squares, self.q, self.lr)
+        return Verdict(tuple(shares), tuple(min(sqrt(each), _LARGEST) for each in squares))
+
+
+def fair_shares(
+    losses: Sequence[float], squared_lengths: Sequence[float], q: float, lr: float
+) -> list[float]:
+    """Return what each change counts; all together count at most 1.
+
+    losses: of each client before it trained, at least 0. squared_lengths: of the changes.
+    """
+    raised = [loss + LOSS_FLOOR for loss in losses]
+    greatest = max(raised)
+    powers = [(loss / greatest) ** q for loss in raised]
+    total = 0.0
+    for loss, power, length in zip(raised, powers, squared_lengths, strict=True):
+        slope = q * power / loss
+        total += power + (slope * (length / lr) if slope else 0.0)  # 0 times infinite is no number
+    return [power / total for power in powers]
+
+
+# ---- normalized steps ----
+#
+# What the change of each client counts under FedNova (Wang et al., 2020, arXiv:2007.07481).
+#
+# A client that takes more steps goes further, and pulls the mean toward its own optimum. So each
+# change is divided by how far its steps have gone under a gradient of one, ‖a‖₁, and their mean by
+# rows goes as far as the clients do on average:
+#
+#     x <- x + (Σ p_k ‖a_k‖₁) · Σ p_k (x_k - x) / ‖a_k‖₁       p_k = n_k / Σ n
+#
+# With the momentum ρ of SGD, τ steps make ‖a‖₁ = (τ - ρ(1 - ρ^τ)/(1 - ρ)) / (1 - ρ); with the term
+# of FedProx and α = lr · μ below 1 it is (1 - (1 - α)^τ) / α; else τ.
+
+
+def nova_factors(rows: Sequence[float], lengths: Sequence[float]) -> list[float]:
+    """Return what each change counts. lengths: ‖a‖₁ of each client; one that took no step says
+    nothing of where to go, and is left out."""
+    counted = [num if length else 0.0 for num, length in zip(rows, lengths, strict=True)]
+    num_rows = fsum(counted)
+    if not num_rows:
+        return [0.0] * len(rows)
+    shares = [each / num_rows for each in counted]
+    mean = fsum(share * length for share, length in zip(shares, lengths, strict=True))
+    pairs = zip(shares, lengths, strict=True)
+    return [share * (mean / length) if length else 0.0 for share, length in pairs]
+
+
+def length_of_steps(num_steps: int, momentum: float = 0.0, pull: float = 0.0) -> float:
+    """Return ‖a‖₁; pull: lr · μ of FedProx, which has no momentum."""
+    if momentum:
+        kept = momentum * (1.0 - _power(momentum, num_steps)) / (1.0 - momentum)
+        return (num_steps - kept) / (1.0 - momentum)
+    if pull:
+        return (1.0 - _power(1.0 - pull, num_steps)) / pull
+    return float(num_steps)
+
+
+def _power(base: float, exponent: int) -> float:
+    """Return a power by products alone, which have the same bits on every machine."""
+    result = 1.0
+    while exponent:
+        if exponent % 2:
+            result *= base
+        base *= base
+        exponent //= 2
+    return result
+
+
+# ---- pieces ----
+#
+# Windows of a state whose elements are not all treated alike, cut into pieces that are.
+
+Run = tuple[int, int, bool]
+"""First byte, the byte after the last, and whether what is there is special."""
+
+
+def runs_of(manifest: Manifest, is_special: Callable[[TensorSpec], bool]) -> list[Run]:
+    """Return the data as ranges of bytes of neighbours that are all special, or all not."""
+    found = []
+    for kind, group in groupby(manifest.stored(), is_special):
+        specs = list(group)
+        end = specs[-1].offset + specs[-1].size_bytes
+        found.append((specs[0].offset, end, kind))
+    return found
+
+
+def pieces(
+    runs: Sequence[Run], dtype: str, offset: int, num_elements: int
+) -> list[tuple[slice, bool]]:
+    """Return the pieces of a window, and which are special. offset: of its first byte."""
+    item_bytes = dtype_named(dtype).item_bytes
+    end, found = offset + num_elements * item_bytes, []
+    for start, stop, kind in runs:
+        first, last = max(start, offset), min(stop, end)
+        if first < last:
+            piece = slice((first - offset) // item_bytes, (last - offset) // item_bytes)
+            found.append((piece, kind))
+    return found
+
+
+# ---- scaled changes ----
+#
+# The state moved by a multiple of each client's change, window by window:
+#
+#     x <- x + Σ factor_k · (x_k - x)       for every trained floating parameter, in float64
+#
+# The factors need not add up to one. So buffers (running statistics) and frozen parameters are
+# averaged by weights of their own: a sum of changes could leave their range. Integers and bools are
+# those of one client. Knows nothing of rounds, and not why the factors are what they are.
+
+
+class Shares(NamedTuple):
+    """What each update counts, in client order."""
+
+    factors: Sequence[float]
+    """Of the changes of trained parameters."""
+    means: Sequence[float]
+    """Of buffers and frozen parameters, whose sum is divided by `divisor`."""
+    divisor: float
+    largest: int
+    """The place of the update of which integers and bools are taken."""
+
+
+class ScaledChanges:
+    """The combination of a fold that moves the state by multiples of changes; memory is some
+    windows, whatever the number of updates."""
+
+    def __init__(self, shares: Shares, manifest: Manifest, base: StateReader) -> None:
+        self._shares, self._base = shares, base
+        self.window_elements = _WINDOW_ELEMENTS
+        averaged = averaged_names(manifest)
+        self._runs = runs_of(manifest, lambda spec: spec.name not in averaged)
+
+    def floats(
+        self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
+    ) -> None:
+        """Fill `out` with the next state from that byte on, and `raw` with the elements of the
+        last update."""
+        base, term = self._base.read(dtype, offset, out.size), np.empty(out.size)
+        is_fixed = ~np.isfinite(base)  # what is infinite stays so: its change is no number
+        parts = pieces(self._runs, dtype, offset, out.size)
+        out[:] = -0.0  # which adds nothing, not even a sign
+        for place, source in enumerate(sources):
+            source.read(offset, raw)
+            widen(dtype, raw, term)
+            for part, is_trained in parts:
+                values = term[part]
+                if is_trained:
+                    values -= base[part]
+                    values[is_fixed[part]] = 0.0
+                    values *= self._shares.factors[place]
+                else:
+                    values *= self._shares.means[place]
+            out += term
+        for part, is_trained in parts:
+            if is_trained:
+                out[part] += base[part]
+            else:
+                out[part] /= self._shares.divisor
+
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        """Fill `out` with integers or bools of one update; no other is asked."""
+        kept = np.empty(out.size, storage(dtype))
+        for place, source in enumerate(sources):
+            source.read(offset, kept)
+            if place == self._shares.largest:
+                out[:] = kept
+        return ""

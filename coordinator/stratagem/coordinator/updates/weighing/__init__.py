@@ -1,1 +1,0 @@
-"""Folds in which an update counts otherwise than by its rows."""
