@@ -35,8 +35,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.federated_round import resident_bytes
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.views import Event
+from stratagem.client.course.views import Event
+from stratagem.client.local.cluster import LocalCluster
 from tests.common.observe.scrape import labelled
 from tests.common.observe.scrape import scrape_process as scraped
 from tests.jobs import document

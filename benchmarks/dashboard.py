@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.load import JOB  # noqa: E402
 from benchmarks.long_journal import fill  # noqa: E402
-from stratagem.client.local.local_cluster import LocalCluster  # noqa: E402
+from stratagem.client.local.cluster import LocalCluster  # noqa: E402
 from tests.client.dashboard.page_rig import Answer, Browser  # noqa: E402
 from tests.free_ports import free_port  # noqa: E402
 

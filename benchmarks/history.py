@@ -29,9 +29,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sinks.contract import RowBlock, SinkRun
-from stratagem.client.sinks.tensorboard import TensorBoardSink
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sinks.files import TensorBoardSink
+from stratagem.client.sinks.sink import RowBlock, SinkRun
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import MAX_ROWS, Columns, Recorder, Series, stride_of
 from stratagem.common.history.recording import pack, pack_columns

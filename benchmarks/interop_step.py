@@ -34,9 +34,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from examples.interop import bert, gpt2  # noqa: E402
-from stratagem.client.local.local_cluster import LocalCluster  # noqa: E402
-from stratagem.client.sdk.blocking_client import Client  # noqa: E402
-from stratagem.client.sdk.views import Event  # noqa: E402
+from stratagem.client.course.views import Event  # noqa: E402
+from stratagem.client.local.cluster import LocalCluster  # noqa: E402
+from stratagem.client.sdk.blocking import Client  # noqa: E402
 from stratagem.common.job import JobSpec, load_job  # noqa: E402
 from stratagem.worker.engine import build_inference  # noqa: E402
 from stratagem.worker.user_code.entrypoints import EntryPoints  # noqa: E402

@@ -27,7 +27,7 @@ from playwright.sync_api import sync_playwright  # noqa: E402
 from benchmarks.dashboard import child, page  # noqa: E402
 from benchmarks.load import JOB  # noqa: E402
 from benchmarks.long_journal import fill  # noqa: E402
-from stratagem.client.local.local_cluster import LocalCluster  # noqa: E402
+from stratagem.client.local.cluster import LocalCluster  # noqa: E402
 
 NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
 PATIENCE_MS = 120_000

@@ -33,9 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from stratagem.client import LocalCluster  # noqa: E402
-from stratagem.client.sdk.blocking_client import Client  # noqa: E402
-from stratagem.client.sdk.run_handle import RunHandle  # noqa: E402
-from stratagem.client.sdk.views import Event  # noqa: E402
+from stratagem.client.course.views import Event  # noqa: E402
+from stratagem.client.sdk.blocking import (  # noqa: E402
+    Client,
+    RunHandle,
+)
 from stratagem.common.job import JobSpec  # noqa: E402
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, outcome_of  # noqa: E402
 from tests.crash.jobs import paced  # noqa: E402

@@ -33,10 +33,12 @@ sys.path.insert(0, str(ROOT))
 from torch import Tensor, nn  # noqa: E402
 
 from stratagem.client import LocalCluster  # noqa: E402
-from stratagem.client.sdk.blocking_client import Client  # noqa: E402
-from stratagem.client.sdk.connection.loop_thread import LoopThread  # noqa: E402
-from stratagem.client.sdk.run_handle import RunHandle  # noqa: E402
-from stratagem.client.sdk.views import Event, Phase  # noqa: E402
+from stratagem.client.course.views import Event, Phase  # noqa: E402
+from stratagem.client.sdk.blocking import (  # noqa: E402
+    Client,
+    LoopThread,
+    RunHandle,
+)
 from tests.crash.hands import free_address, hands  # noqa: E402
 from tests.crash.jobs import PACED, Job, crash_job, data_parallel, federated  # noqa: E402
 from tests.crash.pair import Pair  # noqa: E402

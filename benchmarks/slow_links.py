@@ -31,8 +31,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from stratagem.client.pictures.curve import curve
-from stratagem.client.pictures.curve_rows import Line
+from stratagem.client.pictures.curves import Line, curve
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import local_steps_of
 from stratagem.worker.data.sources import DataSources, load_data

@@ -21,11 +21,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from stratagem.client.pictures.picture import Picture  # noqa: E402
-from stratagem.client.report.federated_panels import federated_panels  # noqa: E402
-from stratagem.client.report.member_panels import member_panels  # noqa: E402
-from stratagem.client.report.run_course import RunCourse  # noqa: E402
-from stratagem.client.report.run_values import ReportedRun  # noqa: E402
+from stratagem.client.pictures.svg import Picture  # noqa: E402
+from stratagem.client.report.panels import member_panels  # noqa: E402
+from stratagem.client.report.run import (  # noqa: E402
+    ReportedRun,
+    RunCourse,
+)
+from stratagem.client.report.strategy_panels import federated_panels  # noqa: E402
 
 JOB = {"strategy": {"type": "Federated", "rounds": 10_000}}
 

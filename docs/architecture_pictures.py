@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from docs.sequences import Call, Closed, Divided, Note, Opened, Step, sequence
-from stratagem.client.pictures.drawing.svg import element, label, path_of
-from stratagem.client.pictures.picture import NumberTable, Picture
+from stratagem.client.pictures.svg import NumberTable, Picture, element, label, path_of
 
 JOURNAL, LOOP, TASKS = "journal", "loop and core", "effect tasks"
 STORE, W0, W1 = "spool, blob store", "worker 0", "worker 1"

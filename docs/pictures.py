@@ -10,7 +10,7 @@ from typing import Final
 
 from stratagem.client import Client, Event, LocalCluster, RunHandle
 from stratagem.client.report.comparison import overlay_panels
-from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.report.panels import curve_panels
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.job import load_job
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from docs.pictures import killed, trained
 from stratagem.client import Client, LocalCluster, RunHandle
-from stratagem.client.dashboard.page_server import PageOptions, PageServer
+from stratagem.client.dashboard.server import PageOptions, PageServer
 from stratagem.common.job import load_job
 
 ROOT: Final = Path(__file__).resolve().parent.parent

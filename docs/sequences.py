@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from stratagem.client.pictures.drawing.svg import element, label, path_of, width_of
-from stratagem.client.pictures.picture import NumberTable, Picture
+from stratagem.client.pictures.svg import NumberTable, Picture, element, label, path_of, width_of
 
 WIDTH: Final = 760
 HEAD: Final = 44

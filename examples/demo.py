@@ -14,9 +14,8 @@ import yaml
 from rich.console import Console
 
 from stratagem.client import Client, Event, LocalCluster, RunStatus
-from stratagem.client.cli.options import Format
-from stratagem.client.cli.progress import RunDisplay, show
-from stratagem.client.terminal.followed_run import FollowedRun
+from stratagem.client.cli.shared import Format, RunDisplay, show
+from stratagem.client.terminal.followed import FollowedRun
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "demo-output"

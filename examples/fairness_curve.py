@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 
 from examples.uneven_digits import load_client
 from stratagem.client import Client, Event, LocalCluster
-from stratagem.client.pictures.curve import curve
-from stratagem.client.pictures.curve_rows import Line
-from stratagem.client.pictures.picture import Picture
+from stratagem.client.pictures.curves import Line, curve
+from stratagem.client.pictures.svg import Picture
 from stratagem.common.job import load_job
 
 ROOT: Final = Path(__file__).resolve().parent.parent

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.client import Client, Event, LocalCluster, RunHandle
-from stratagem.client.pictures.curve import curve
-from stratagem.client.pictures.curve_rows import Line
-from stratagem.client.pictures.picture import Picture
+from stratagem.client.pictures.curves import Line, curve
+from stratagem.client.pictures.svg import Picture
 from stratagem.common.job import load_job
 
 ROOT: Final = Path(__file__).resolve().parent.parent

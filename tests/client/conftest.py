@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from tests.client.fake_coordinator import FakeCoordinator, served
 from tests.patience import PATIENCE_S
 

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from stratagem.client.sdk.connection.loop_thread import LoopThread
-from stratagem.client.sdk.views import Event
+from stratagem.client.course.views import Event
+from stratagem.client.sdk.blocking import LoopThread
 from stratagem.common.base.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.common.rpc.server import bind, make_server

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from tests.cluster.jobs import Gates, gates_in
 from tests.crash.rig import quick_restarts
 from tests.jobs import ALLOW

@@ -15,10 +15,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
-from stratagem.client.sdk.views import Event, RunStatus
+from stratagem.client.course.views import Event, RunStatus
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.job import JobSpec
 from stratagem.worker.user_code.entrypoints import EntryPoints

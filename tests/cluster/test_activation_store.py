@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from obstore.store import from_url
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import UserCodeError
 from tests.cluster.jobs import ALLOWED, assert_same_bits, model_parallel, train
 from tests.crash.rig import until

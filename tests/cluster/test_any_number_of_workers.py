@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (
     ADAMW,

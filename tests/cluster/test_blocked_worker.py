@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.views import Progress
+from stratagem.client.course.views import Progress
+from stratagem.client.local.cluster import LocalCluster
 from tests.cluster.jobs import model_parallel, outcome_of, train
 from tests.jobs import ALLOW, job, user_model
 from tests.repository import ROOT

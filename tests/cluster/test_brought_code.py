@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk import job_check
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Progress
+from stratagem.client.course.views import Progress
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk import torch_process
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (
@@ -145,7 +145,7 @@ def test_shared_clusters_take_no_code_unless_their_operator_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The check of the code itself, in a process with torch, is not what this is about.
-    monkeypatch.setattr(job_check, "ask", lambda *_, **__: {"findings": []})
+    monkeypatch.setattr(torch_process, "ask", lambda *_, **__: {"findings": []})
     folder = make(tmp_path / "code", 7)
     with (
         LocalCluster(workers=1, threads=1, import_path=[ROOT], allow_code="none") as cluster,
@@ -153,7 +153,7 @@ def test_shared_clusters_take_no_code_unless_their_operator_says_so(
     ):
         spec = brought(folder, job())
         (fault,) = (
-            f for f in job_check.check_job(spec, workers=client.workers()) if f.level == "fail"
+            f for f in torch_process.check_job(spec, workers=client.workers()) if f.level == "fail"
         )
         assert fault.found == "no worker that is alive takes code from jobs: worker-0"
         run = client.submit(spec)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, train

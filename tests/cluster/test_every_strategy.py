@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (
     ADAMW,

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (

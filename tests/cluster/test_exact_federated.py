@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.ids import WorkerId
 from stratagem.common.strategy import Federated, Random
 from stratagem.coordinator.core.facts import ClientBinding

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratagem.client.history.measured_actions import MeasuredStep, measured_step
-from stratagem.client.history.step_history import History
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.history.step_history import History, MeasuredStep, measured_step
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (
     ADAMW,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,

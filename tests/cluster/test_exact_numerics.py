@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT, FIRST

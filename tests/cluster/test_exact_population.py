@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.client.terminal.tables import print_status, to_json
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import with_fields

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.privacy import accountant
 from tests.cluster.jobs import ALLOWED, assert_same_bits, federated, train
 from tests.reference.loops import federated_loop

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Phase
+from stratagem.client.course.views import Phase
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import UserCodeError
 from tests.cluster.jobs import (
     ALLOWED,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.strategy import DataParallel, Federated, ModelParallel

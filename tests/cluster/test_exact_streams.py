@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,

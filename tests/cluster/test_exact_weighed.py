@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, federated, train
 from tests.reference.loops import federated_loop
 from tests.reference.personal_rounds import personal_rounds

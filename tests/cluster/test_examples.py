@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from docs.generate import pages
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Event, Phase
+from stratagem.client.course.views import Event, Phase
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.observe.findings import Level
 from stratagem.common.privacy import accountant

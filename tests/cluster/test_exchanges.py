@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Phase
+from stratagem.client.course.views import Phase
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import RunFailedError
 from tests.cluster.jobs import (
     ALLOWED,

@@ -7,8 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import InvalidInputError
 from tests.cluster.jobs import train
 from tests.jobs import job

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.worker.models.build import build_model
 from tests.cluster.jobs import ALLOWED, Outcome, cluster_of, federated, train, wait_for
 from tests.userland.data import rows_of

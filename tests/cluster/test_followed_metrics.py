@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Phase
+from stratagem.client.course.views import Phase
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec, with_fields
 from tests.cluster.jobs import (
     ALLOWED,

@@ -7,9 +7,8 @@ from typing import Any
 import psutil
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (
     ADAMW,

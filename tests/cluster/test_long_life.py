@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.base.ids import RunId
 from stratagem.common.rpc.health_probe import health_of
 from stratagem.coordinator.store.journal import Journal, Record

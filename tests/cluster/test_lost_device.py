@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import train

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from tests.cluster.jobs import (
     ALLOWED,
     APART,

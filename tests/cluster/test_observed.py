@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.cluster_doctor import examine
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
+from stratagem.client.sdk.doctor import examine
 from stratagem.common.observe.findings import Level
 from stratagem.common.rpc.channel import PLAINTEXT
 from tests.cluster.jobs import data_parallel, federated

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.models.build import build_model

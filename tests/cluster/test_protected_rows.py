@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated

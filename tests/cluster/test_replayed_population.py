@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import load_job
 from tests.cluster.jobs import assert_same_bits, data_parallel, population, train
 from tests.jobs import user_model

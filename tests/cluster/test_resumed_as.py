@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, with_fields
 from tests.cluster.jobs import (

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.privacy import accountant
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from tests.cluster.jobs import ALLOWED, Gates, assert_same_bits, federated, outcome_of, wait_for
 from tests.jobs import user_data
 from tests.reference.loops import federated_loop

@@ -21,9 +21,8 @@ from typer.testing import CliRunner, Result
 
 from stratagem.client.cli.main import app
 from stratagem.client.history.step_history import History
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
-from stratagem.client.sinks.cursor_file import cursor_path, read_cursor
+from stratagem.client.sdk.blocking import Client, RunHandle
+from stratagem.client.sinks.sink import cursor_path, read_cursor
 from tests.cluster.jobs import Gates, data_parallel
 from tests.crash.rig import until
 from tests.jobs import document, user_data
@@ -40,7 +39,7 @@ Point = tuple[str, int, str]
 
 PACKAGE = """
 import os, signal
-from stratagem.client.sinks.line_files import CsvSink
+from stratagem.client.sinks.files import CsvSink
 
 class Refusing(CsvSink):
     def rows(self, block):

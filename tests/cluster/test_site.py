@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from stratagem.client.code.code_folder import bundle_of
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.code.bundle import digest_of, make_keys, sign
 from stratagem.common.identity.audit import check_lines

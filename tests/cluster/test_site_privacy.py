@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.client.local import process_supervisor
+from stratagem.client.local import supervisor
 from tests.cluster.jobs import cluster_of, federated, train
 from tests.repository import ROOT
 
@@ -153,7 +153,7 @@ def rows_of(number: int, count: int) -> Tensor:
 def wire_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares: bool) -> tuple[bytes, Any]:
     """Train with three sites, of which one prints, one raises and one dies; return every byte that
     has left them, and the outcome."""
-    monkeypatch.setattr(process_supervisor, "MAX_DELAY_S", 0.2)
+    monkeypatch.setattr(supervisor, "MAX_DELAY_S", 0.2)
     wire, code = folder / "wire", folder / "code"
     wire.mkdir()
     code.mkdir()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from tests.crash.jobs import JOBS, PIPELINE, crash_job
 from tests.crash.rig import outcome_of
 from tests.jobs import ALLOW

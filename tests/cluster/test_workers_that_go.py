@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.process import template
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S

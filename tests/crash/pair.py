@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import StandbyError, UnavailableError
 from tests.crash.hands import Hands, Process
 from tests.crash.rig import until

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local import process_supervisor
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
-from stratagem.client.sdk.views import Event, Phase, RunStatus
+from stratagem.client.course.views import Event, Phase, RunStatus
+from stratagem.client.local import supervisor
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client, RunHandle
 from tests.crash.jobs import JOBS, Job
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
@@ -46,7 +45,7 @@ def cluster_with_failpoints(**changes: Any) -> LocalCluster:
 @pytest.fixture(autouse=True)
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that tests end one after the other are back at once, as if each end were rare."""
-    monkeypatch.setattr(process_supervisor, "MAX_DELAY_S", 0.2)
+    monkeypatch.setattr(supervisor, "MAX_DELAY_S", 0.2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.cli.progress import RunDisplay
-from stratagem.client.report.run_course import RunCourse
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Phase
-from stratagem.client.terminal.followed_run import FollowedRun
-from stratagem.client.terminal.run_line import plain_line
+from stratagem.client.cli.shared import RunDisplay
+from stratagem.client.course.views import Phase
+from stratagem.client.report.run import RunCourse
+from stratagem.client.sdk.blocking import Client
+from stratagem.client.terminal.followed import FollowedRun
+from stratagem.client.terminal.line import plain_line
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.base.ids import RunId
 from stratagem.common.job.sections import MAX_METRICS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.sdk.blocking import RunHandle
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.leaves import LeafList, list_bytes
 from stratagem.coordinator.app.storage import Storage

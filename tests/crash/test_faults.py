@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Event, Phase
+from stratagem.client.course.views import Event, Phase
+from stratagem.client.sdk.blocking import Client
 from tests.cluster.jobs import Gates
 from tests.crash.hands import hands
 from tests.crash.jobs import (

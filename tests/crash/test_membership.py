@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.sdk.blocking import Client, RunHandle
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,

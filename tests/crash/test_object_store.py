@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.tensors.files import file_digest
 from tests.cluster.jobs import Gates
 from tests.coordinator.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, troubled

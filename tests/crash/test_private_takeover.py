@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.privacy import accountant
 from stratagem.common.process.failpoints import DIRECTORY_VARIABLE

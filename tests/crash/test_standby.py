@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
-from stratagem.client.sdk.views import Event, Progress
+from stratagem.client.course.views import Event, Progress
+from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.common.base.errors import StandbyError
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import EXIT_FENCED, free_address, hands

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from tests import connect_proxy
 from tests.crash.failure_logs import LOGS
 from tests.crash.jobs import JOBS

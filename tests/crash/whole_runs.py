@@ -1,6 +1,6 @@
 """What runs that went on after a loss have in common."""
 
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.sdk.blocking import RunHandle
 from tests.cluster.jobs import Gates
 from tests.crash.jobs import Job
 from tests.crash.rig import Outcome, Rig, outcome_of

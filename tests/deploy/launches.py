@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratagem.client.launch.kubernetes_job import kubernetes_job
-from stratagem.client.launch.kubernetes_pod import Object, PodShape
-from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
+from stratagem.client.launch.kubernetes import Object, PodShape, kubernetes_job
+from stratagem.client.launch.workers import WorkerLaunch, launch_of
 from stratagem.common.base.ids import RunId
 from tests.jobs import job
 

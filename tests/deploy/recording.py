@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from tests.patience import PATIENCE_S
 
 FOLDER: Final = Path(__file__).parent / "scrapes"

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from stratagem.client import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.identity.certificates import init
 from stratagem.common.identity.tls import TlsFiles

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
-from stratagem.client.launch.kubernetes_pod import MAX_PER_POD
+from stratagem.client.launch.kubernetes import MAX_PER_POD
 from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
 from stratagem.coordinator.runtime.leader_gate import LIVE
 from stratagem.coordinator.store.bucket import check_url

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
-from stratagem.client.launch.kubernetes_job import as_text, kubernetes_job, submit
-from stratagem.client.launch.kubernetes_pod import GRACE_S, MAX_PER_POD, Object, PodShape
-from stratagem.client.launch.worker_launch import WorkerLaunch
+from stratagem.client.launch.kubernetes import (
+    GRACE_S,
+    MAX_PER_POD,
+    Object,
+    PodShape,
+    as_text,
+    kubernetes_job,
+    submit,
+)
+from stratagem.client.launch.workers import WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.worker.process.main import STOP_GRACE_S
 from stratagem.worker.process.settings import from_command_line

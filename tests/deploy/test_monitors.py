@@ -17,7 +17,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
 
-from stratagem.client.launch.kubernetes_pod import MAX_PER_POD
+from stratagem.client.launch.kubernetes import MAX_PER_POD
 from stratagem.common.identity.certificates import init, show
 from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN, worker_name
 from stratagem.coordinator.process.metrics import METRICS

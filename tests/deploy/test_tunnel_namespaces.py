@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from tests import connect_proxy
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, train
 from tests.jobs import ALLOW, job

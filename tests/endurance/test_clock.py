@@ -18,13 +18,13 @@ LOG_LINES = "the time of a log line"
 RECORDINGS = "whose recordings are drawn in one time, with the error that is known"
 EXPIRY = "certificates, tokens and keys are valid from one date to another"
 MAY_READ: Mapping[str, str] = {
-    "client/cli/course_commands.py": "when a report was made",
-    "client/cli/identity_commands.py": EXPIRY,
-    "client/dashboard/page_app.py": "when a report was made",
-    "client/dashboard/page_stream.py": "tells a page the time, by which it says how old things are",
-    "client/sinks/mlflow_sink.py": "MLflow asks when a value was logged",
-    "client/sdk/async_run.py": "when a report was made",
-    "client/sdk/cluster_doctor.py": "compares clocks, and says which one is wrong",
+    "client/cli/queries.py": "when a report was made",
+    "client/cli/identity.py": EXPIRY,
+    "client/dashboard/app.py": "when a report was made",
+    "client/dashboard/stream.py": "tells a page the time, by which it says how old things are",
+    "client/sinks/mlflow.py": "MLflow asks when a value was logged",
+    "client/sdk/run.py": "when a report was made",
+    "client/sdk/doctor.py": "compares clocks, and says which one is wrong",
     "common/identity/certificates.py": EXPIRY,
     "common/identity/certificates.py": EXPIRY,
     "common/identity/callers.py": EXPIRY,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.common.base.errors import UnauthenticatedError
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls import Role, TlsFiles

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Phase
+from stratagem.client.course.views import Phase
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import LimitError, StratagemError
 from tests.cluster.jobs import gates_in
 from tests.crash.failure_logs import LOGS

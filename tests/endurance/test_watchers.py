@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.replay import BATCH, long_run
 from benchmarks.soak import status_of
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.fact_text import encode
 from stratagem.coordinator.core.facts import RunCompleted, RunReleased

@@ -90,7 +90,7 @@ def document(name: str) -> dict[str, Any]:
 
 def have_runs(tree: Path) -> None:
     """What is recorded: the runs, one after the other, and what clients ask and want besides."""
-    from stratagem.client.local.local_cluster import LocalCluster
+    from stratagem.client.local.cluster import LocalCluster
 
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.base.errors import RunFailedError, UserCodeError
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, PACED, crash_job, federated
 from tests.crash.rig import Rig, await_event, await_step

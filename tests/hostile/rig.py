@@ -16,8 +16,8 @@ import grpc
 import psutil
 from safetensors.torch import load_file
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.connection.loop_thread import LoopThread
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import LoopThread
 from stratagem.common.job import JobSpec
 from stratagem.v1 import worker_pb2 as wpb
 from tests.cluster.jobs import Outcome, outcome_of

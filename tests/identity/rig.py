@@ -13,7 +13,7 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.identity import certificates as authorities
 from stratagem.common.identity.callers import Authorizer, TokenBook, current_caller
 from stratagem.common.identity.certificates import Authority, make_authority

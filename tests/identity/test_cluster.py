@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Phase
+from stratagem.client.course.views import Phase
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import StratagemError, UnauthenticatedError
 from stratagem.common.identity.certificates import (
     Authority,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.client import AsyncClient
 from stratagem.common.base.errors import UnauthenticatedError, UnavailableError
 from stratagem.common.identity.certificates import Authority
 from stratagem.common.identity.tls import Role, TlsFiles
@@ -28,7 +28,7 @@ from tests.patience import AT_ONCE_S, PATIENCE_S
 @pytest.fixture(autouse=True)
 def _nobody_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that waiting for one would be seen."""
-    monkeypatch.setattr("stratagem.client.sdk.connection.retrying_calls.STARTING_S", 2 * AT_ONCE_S)
+    monkeypatch.setattr("stratagem.client.sdk.connection.STARTING_S", 2 * AT_ONCE_S)
 
 
 async def problem(address: str, proof: Proof) -> str:

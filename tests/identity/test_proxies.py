@@ -16,7 +16,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.identity.certificates import Authority
 from stratagem.common.observe.findings import Level
 from stratagem.common.rpc.channel import Proof, open_channel

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from examples.interop import plain_loop
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import RunStatus
+from stratagem.client.course.views import RunStatus
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.observe.findings import Level
 from stratagem.tools.check.job_check import check_job

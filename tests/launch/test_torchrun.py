@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client, RunHandle
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, gates_in, outcome_of
 from tests.crash.rig import until
 from tests.jobs import ALLOW, job, user_data

@@ -10,15 +10,7 @@ from stratagem.client.course.client_sums import FederatedClient
 from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.report.comparison import Comparison, JobDifference
-from stratagem.client.sdk.async_client import AsyncClient
-from stratagem.client.sdk.async_run import AsyncRun
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.job_check import check_job
-from stratagem.client.sdk.planning import MemoryEstimate, Recommendation, estimate_memory, recommend
-from stratagem.client.sdk.run_handle import RunHandle, RunResult
-from stratagem.client.sdk.views import (
+from stratagem.client.course.views import (
     Commit,
     Event,
     LogLine,
@@ -27,6 +19,18 @@ from stratagem.client.sdk.views import (
     RunStatus,
     UserError,
     Worker,
+)
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.report.comparison import Comparison, JobDifference
+from stratagem.client.sdk.blocking import Client, RunHandle, RunResult
+from stratagem.client.sdk.client import AsyncClient
+from stratagem.client.sdk.run import AsyncRun
+from stratagem.client.sdk.torch_process import (
+    MemoryEstimate,
+    Recommendation,
+    check_job,
+    estimate_memory,
+    recommend,
 )
 from stratagem.common.base.errors import (
     ConflictError,

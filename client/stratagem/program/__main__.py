@@ -36,7 +36,7 @@ def main() -> None:
         template.prepare()
     gc.disable()  # a tenth of the time of these imports, and finds nothing
     from stratagem.client.cli.main import app
-    from stratagem.client.cli.reporting import complain_of_warnings
+    from stratagem.client.cli.shared import complain_of_warnings
     from stratagem.client.terminal.completion import answer_shells
 
     gc.freeze()

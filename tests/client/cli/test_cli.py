@@ -15,11 +15,10 @@ import pytest
 import structlog
 import yaml
 
-from stratagem.client.cli.options import tag_arguments
-from stratagem.client.cli.reporting import complain_of_warnings, describe
-from stratagem.client.local import local_run
-from stratagem.client.local.local_run import LocalRun
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.cli.shared import complain_of_warnings, describe, tag_arguments
+from stratagem.client.local import cluster
+from stratagem.client.local.cluster import LocalRun
+from stratagem.client.sdk.blocking import Client
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.terminal.tables import amount_text
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
@@ -318,7 +317,7 @@ def test_a_run_of_old_goes_on_with_the_threads_of_the_cores_that_it_was_bound_to
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Version 0.2.0 did not look at what the control groups of a container pay for."""
-    monkeypatch.setattr(local_run, "bound_cores", lambda: 8)
+    monkeypatch.setattr(cluster, "bound_cores", lambda: 8)
     old = LocalRun(("a:b",), ())
     assert [old.threads_of(number).number for number in (1, 3, 16)] == [8, 2, 1]
 

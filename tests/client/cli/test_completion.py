@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from stratagem.client.cli.main import app
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.client.terminal import completion
 from stratagem.coordinator.core.facts import KINDS
 from tests.client.cli.command_line import invoke

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of

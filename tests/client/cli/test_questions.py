@@ -15,9 +15,9 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
-from stratagem.client.cli.reporting import PlainConsole, make_console
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import run_status
+from stratagem.client.cli.shared import PlainConsole, make_console
+from stratagem.client.course.views import run_status
+from stratagem.client.sdk.blocking import Client
 from stratagem.client.terminal.tables import print_runs, print_status
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.cli.command_line import PROGRAM, invoke, json_lines

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.cli.reporting import INTERRUPTED
-from stratagem.client.launch import slurm_script
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.run_handle import RunHandle
-from stratagem.client.sdk.views import Phase
+from stratagem.client.cli.shared import INTERRUPTED
+from stratagem.client.course.views import Phase
+from stratagem.client.launch import slurm
+from stratagem.client.sdk.blocking import Client, RunHandle
 from tests.client.cli.command_line import invoke
 from tests.client.fake_coordinator import JOB, FakeCoordinator
 
@@ -99,7 +98,7 @@ def test_an_interrupt_while_the_engine_is_asked_stops_a_run_that_the_launch_has_
     if was_there:
         launches.client.submit(JOB, "digits-1")
     launches.have("sbatch", "exit 0")
-    monkeypatch.setattr(slurm_script, "submit", interrupted)
+    monkeypatch.setattr(slurm, "submit", interrupted)
     done = launches.launch("slurm", "--run-id", "digits-1")
     assert done.exit_code == INTERRUPTED
     became = "which was there before, goes on" if was_there else "submitted for it, was stopped"
@@ -117,7 +116,7 @@ def test_an_interrupt_after_which_nobody_knows_says_how_to_stop_the_run(
     method: Any, what: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches.have("sbatch", "exit 0")
-    monkeypatch.setattr(slurm_script, "submit", interrupted)
+    monkeypatch.setattr(slurm, "submit", interrupted)
     owner = Client if method is Client.submit else RunHandle
     monkeypatch.setattr(owner, method.__name__, interrupted)
     done = launches.launch("slurm", "--run-id", "digits-1")

@@ -7,12 +7,10 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from stratagem.client.cli.progress import print_line
-from stratagem.client.cli.reporting import PlainConsole, complain
-from stratagem.client.sdk.views import Phase, Progress
-from stratagem.client.terminal.followed_run import FollowedRun
-from stratagem.client.terminal.milestones import milestone
-from stratagem.client.terminal.run_line import live_line
+from stratagem.client.cli.shared import PlainConsole, complain, print_line
+from stratagem.client.course.views import Phase, Progress
+from stratagem.client.terminal.followed import FollowedRun
+from stratagem.client.terminal.line import live_line, milestone
 from stratagem.common.base.text import is_printable, printable
 from tests.client.terminal.items import finished
 from tests.odd_texts import MOVING, ODD_TEXTS

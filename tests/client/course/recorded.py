@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import cache
 from typing import Any
 
-from stratagem.client.sdk.views import Event, Phase
+from stratagem.client.course.views import Event, Phase
 from stratagem.coordinator.core.fact_text import decode, sentence
 from tests.coordinator.core.simulation import RUN, Simulation
 from tests.golden.replay import FOLDER

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stratagem.client.course.failure import failed_step, failure_text
+from stratagem.client.course.members import failed_step, failure_text
 
 
 @pytest.mark.parametrize(

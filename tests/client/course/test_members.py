@@ -1,7 +1,7 @@
 """When workers were members, and why they were no longer."""
 
 from stratagem.client.course.members import members
-from stratagem.client.sdk.views import Event, Phase
+from stratagem.client.course.views import Event, Phase
 from tests.client.course.recorded import golden
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.course.outages import MIN_AWAY_S, Outage, OutagesFolding
+from stratagem.client.course.members import MIN_AWAY_S, Outage, OutagesFolding
 
 WALL_S = 1.7e9
 

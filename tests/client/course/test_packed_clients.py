@@ -10,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.client.course import rounds as course
-from stratagem.client.course.client_in_round import ClientInRound, ClientState
-from stratagem.client.course.clients import of_sums
-from stratagem.client.course.packed_clients import PackedClients, SharedWords, in_order
-from stratagem.client.course.rounds import RoundsFolding
-from stratagem.client.sdk.views import Event, Phase
+from stratagem.client.course.client_sums import (
+    ClientInRound,
+    ClientState,
+    PackedClients,
+    SharedWords,
+    in_order,
+)
+from stratagem.client.course.rounds import RoundsFolding, of_sums
+from stratagem.client.course.views import Event, Phase
 
 _seconds = st.floats(0.0, 100.0) | st.just(math.nan)
 _client = st.builds(

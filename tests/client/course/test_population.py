@@ -11,7 +11,7 @@ from stratagem.client.course.population import (
     population,
     winner_text,
 )
-from stratagem.client.sdk.views import Commit
+from stratagem.client.course.views import Commit
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.run_view import view_of
 from tests.client.course.recorded import golden, job_of, simulated

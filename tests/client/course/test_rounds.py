@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.course.client_in_round import ClientState
-from stratagem.client.course.clients import clients
-from stratagem.client.course.rounds import RoundsFolding, rounds
-from stratagem.client.sdk.views import Event, Phase
+from stratagem.client.course.client_sums import ClientState
+from stratagem.client.course.rounds import RoundsFolding, clients, rounds
+from stratagem.client.course.views import Event, Phase
 from tests.client.course.recorded import golden
 
 Fact = tuple[str, Mapping[str, Any]]

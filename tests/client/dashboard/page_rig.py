@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stratagem.client.dashboard.page_server import PageOptions, PageServer
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.connection.loop_thread import LoopThread
+from stratagem.client.dashboard.server import PageOptions, PageServer
+from stratagem.client.sdk.blocking import Client, LoopThread
 from stratagem.coordinator.app.app import App
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.service.serving import served

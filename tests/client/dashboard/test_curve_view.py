@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.dashboard.curve_view import WHOLE, CurveView
+from stratagem.client.dashboard.values import WHOLE, CurveView
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import Event
+from stratagem.client.course.views import Event
+from stratagem.client.sdk.blocking import Client
 from tests.client.dashboard.page_rig import page_of
 from tests.client.dashboard.page_tabs import expect, go, tab
 from tests.crash.rig import until

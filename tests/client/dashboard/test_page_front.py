@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.dashboard.page_server import PageOptions, PageServer
+from stratagem.client.dashboard.server import PageOptions, PageServer
 from stratagem.client.report.comparison import job_differences
 from stratagem.common.base.errors import StandbyError, UnauthenticatedError, WrongStateError
 from stratagem.common.rpc import server as rpc_server

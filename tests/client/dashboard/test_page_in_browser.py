@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.async_run import AsyncRun
-from stratagem.client.sdk.views import Event, Progress
+from stratagem.client.course.views import Event, Progress
+from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.observe.logs import RunLogLine
 from tests.client.dashboard.page_rig import PageRig, rig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.sdk.blocking import RunHandle
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls import Role
 from tests.client.dashboard.page_rig import PageRig, page_of, rig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stratagem.client.report.comparison import job_differences, overlay_panels
-from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.report.panels import curve_panels
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.base.errors import UserCodeError
 from tests.client.cli.command_line import invoke

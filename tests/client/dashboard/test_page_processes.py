@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.dashboard.page_start import page_of as page_at
-from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.dashboard.start import page_of as page_at
+from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.blocking import Client
 from stratagem.common.identity.callers import Scope, add_token, new_token
 from stratagem.common.identity.certificates import Authority, make_authority
 from stratagem.common.identity.tls import Role, TlsFiles

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.dashboard.page_rules import PageAddress, address_of, origin_of, why_not
-from stratagem.client.dashboard.page_sessions import PageSessions, token_in
-from stratagem.client.dashboard.page_values import as_json, plain, server_sent
-from stratagem.client.sdk.views import Progress
+from stratagem.client.course.views import Progress
+from stratagem.client.dashboard.gate import (
+    PageAddress,
+    PageSessions,
+    address_of,
+    origin_of,
+    token_in,
+    why_not,
+)
+from stratagem.client.dashboard.values import as_json, plain, server_sent
 from stratagem.common.base.errors import InvalidInputError
 
 

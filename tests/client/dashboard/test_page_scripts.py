@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.dashboard.page_app import STATIC
+from stratagem.client.dashboard.app import STATIC
 from tests.client.dashboard.page_tabs import tool
 from tests.patience import PATIENCE_S
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.dashboard import coordinator_watch, run_books
-from stratagem.client.dashboard.curve_view import CurveView
-from stratagem.client.dashboard.page_pictures import drawn
-from stratagem.client.dashboard.page_rules import CONTENT_POLICY
-from stratagem.client.dashboard.page_server import PageOptions, PageServer
-from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.sdk.async_run import AsyncRun
+from stratagem.client.dashboard import books, watches
+from stratagem.client.dashboard.app import drawn
+from stratagem.client.dashboard.gate import CONTENT_POLICY
+from stratagem.client.dashboard.server import PageOptions, PageServer
+from stratagem.client.dashboard.values import CurveView
+from stratagem.client.report.run import ReportedRun
+from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.base.ids import RunId
 from stratagem.common.identity.certificates import make_authority
@@ -30,8 +30,8 @@ def patient() -> Iterator[None]:
     """What is drawn has all events, and who is asked says why it does not answer, on a busy machine
     too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_books, "PATIENCE_S", PATIENCE_S)
-        patch.setattr(coordinator_watch, "ANSWER_S", PATIENCE_S)
+        patch.setattr(books, "PATIENCE_S", PATIENCE_S)
+        patch.setattr(watches, "ANSWER_S", PATIENCE_S)
         yield
 
 
@@ -119,7 +119,7 @@ def test_pictures_are_drawn_once_for_all_tabs_until_something_happens(
         drawings.append(run.course.num_events)
         return drawn(run, width, view)
 
-    monkeypatch.setattr("stratagem.client.dashboard.page_app.drawn", counted)
+    monkeypatch.setattr("stratagem.client.dashboard.app.drawn", counted)
     with rig(tmp_path, operates=True) as at:
         at.submit("r-1")
         at.client.get("r-1").cancel()
@@ -149,7 +149,7 @@ def test_curves_have_the_last_steps_of_a_run_that_ends_while_it_is_looked_at(
         return await history(run, *args, **options)
 
     monkeypatch.setattr(AsyncRun, "history", counted)
-    monkeypatch.setattr(run_books, "HISTORY_S", 3600.0)
+    monkeypatch.setattr(books, "HISTORY_S", 3600.0)
     with rig(tmp_path) as at:
         at.submit("r-1")
         browser, path = enter(at), "/api/panels?run=r-1"

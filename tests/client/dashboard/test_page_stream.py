@@ -9,15 +9,13 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message
 
-from stratagem.client.dashboard import followed, page_stream, run_watch
-from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
-from stratagem.client.dashboard.page_stream import TabResponse, TabStream
-from stratagem.client.dashboard.run_watch import RunWatch
-from stratagem.client.dashboard.runs_watch import RunsWatch, ToldRuns
-from stratagem.client.sdk import views
-from stratagem.client.sdk.async_client import AsyncClient
-from stratagem.client.sdk.async_run import AsyncRun
-from stratagem.client.sdk.views import Event, Phase, Progress, RunsChange, RunStatus
+from stratagem.client.course import views
+from stratagem.client.course.views import Event, Phase, Progress, RunsChange, RunStatus
+from stratagem.client.dashboard import stream, watches
+from stratagem.client.dashboard.stream import TabResponse, TabStream
+from stratagem.client.dashboard.watches import CoordinatorWatch, RunsWatch, RunWatch, ToldRuns
+from stratagem.client.sdk.client import AsyncClient
+from stratagem.client.sdk.run import AsyncRun
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.patience import PATIENCE_S
 
@@ -122,7 +120,7 @@ def watch_of(run: CountedRun) -> RunWatch:
 async def test_ten_tabs_are_one_subscription_and_ask_once_how_a_run_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_watch, "STATUS_S", PATIENCE_S)
+    monkeypatch.setattr(watches, "STATUS_S", PATIENCE_S)
     run = CountedRun()
     watch = watch_of(run)
     tabs = [Tab(watch, 3) for _ in range(10)]
@@ -145,7 +143,7 @@ async def test_ten_tabs_are_one_subscription_and_ask_once_how_a_run_stands(
 async def test_a_tab_that_reads_slowly_is_told_all_once_and_nothing_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_watch, "KEPT", 4)
+    monkeypatch.setattr(watches, "KEPT", 4)
     run = CountedRun()
     watch = watch_of(run)
     slow, fast = Tab(watch, 0), Tab(watch, 3)
@@ -200,7 +198,7 @@ async def test_progress_of_a_run_that_nobody_looked_at_any_more_is_told_to_nobod
 async def test_a_defect_in_following_is_logged_and_told_to_tabs_and_it_begins_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(followed, "RETRY_S", 0.0)
+    monkeypatch.setattr(watches, "RETRY_S", 0.0)
     run = CountedRun(num_events=4)
     take, defects = RunWatch._take, [ZeroDivisionError("a defect"), KeyError("another")]
 
@@ -222,8 +220,8 @@ async def test_a_defect_in_following_is_logged_and_told_to_tabs_and_it_begins_ag
     assert await tab.facts(2) == [4, 5], "it begins again"
     logged = [each for each in caplog.records if "run run no further" in each.getMessage()]
     assert [each.exc_info is not None for each in logged] == [True, True]
-    monkeypatch.setattr(followed, "TROUBLE_S", 0.0)
-    monkeypatch.setattr(page_stream, "BEAT_S", 0.0)
+    monkeypatch.setattr(watches, "TROUBLE_S", 0.0)
+    monkeypatch.setattr(stream, "BEAT_S", 0.0)
     assert (await tab.next("beat"))["state"] == "live"
     await tab.messages.aclose()
 
@@ -239,7 +237,7 @@ async def test_another_run_of_the_name_is_told_from_where_it_is() -> None:
 
 
 async def test_a_tab_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_stream, "STALL_S", 0.01)
+    monkeypatch.setattr(stream, "STALL_S", 0.01)
     run = CountedRun()
     watch = watch_of(run)
     messages = Tab(watch, 0).messages

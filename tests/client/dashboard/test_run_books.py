@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from stratagem.client.dashboard.run_books import RunBook
+from stratagem.client.course import views
+from stratagem.client.course.views import Event, Phase, RunStatus
+from stratagem.client.dashboard.books import RunBook
 from stratagem.client.history.step_history import History
-from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.sdk import views
-from stratagem.client.sdk.async_run import AsyncRun
-from stratagem.client.sdk.views import Event, Phase, RunStatus
+from stratagem.client.report.run import ReportedRun
+from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.errors import UnavailableError
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.patience import PATIENCE_S

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.launch.ray_script import ray_script
-from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
+from stratagem.client.launch.ray import ray_script
+from stratagem.client.launch.workers import WorkerLaunch, launch_of
 from stratagem.common.base.ids import RunId
 from tests.client.cli.command_line import invoke
 from tests.jobs import document, job

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.launch.slurm_script import slurm_script
-from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
+from stratagem.client.launch.slurm import slurm_script
+from stratagem.client.launch.workers import WorkerLaunch, launch_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec

@@ -8,15 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 from annotated_types import Ge, Gt, Le
 
-from stratagem.client.launch.worker_options import (
-    CHOICES,
-    FLAGS,
-    INTEGERS,
-    MOST,
-    SECONDS,
-    TEXTS,
-    names_of,
-)
+from stratagem.client.launch.workers import CHOICES, FLAGS, INTEGERS, MOST, SECONDS, TEXTS, names_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.observe.logs import LEVELS
 from stratagem.common.process.process import flag

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PROGRAMS = {part: [sys.executable, str(STAND_IN)] for part in ("coordinator", "worker")}

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from stratagem.client.local import process_supervisor
-from stratagem.client.local.local_cluster import threads_each
+from stratagem.client.local import supervisor
+from stratagem.client.local.cluster import threads_each
 from stratagem.common.base.errors import (
     ConflictError,
     InvalidInputError,
@@ -184,7 +184,7 @@ def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
         return template.start(*args, **options)
 
     with make_cluster(tmp_path, workers=1) as cluster:
-        monkeypatch.setattr(process_supervisor, "start", start)
+        monkeypatch.setattr(supervisor, "start", start)
         cluster.kill("worker-0")
         cluster.wait_restarted("worker-0", 1)
         assert failures == []
@@ -198,7 +198,7 @@ def test_an_end_that_cannot_be_watched_is_found_all_the_same(
     def end_descriptor(_: Process) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(process_supervisor, "end_descriptor", end_descriptor)
+    monkeypatch.setattr(supervisor, "end_descriptor", end_descriptor)
     with make_cluster(tmp_path, workers=1) as cluster:
         pid = cluster.processes["worker-0"].pid
         assert pid is not None
@@ -212,7 +212,7 @@ def test_what_cannot_be_started_at_all_is_said_at_once(
     def start(*_: Any, **__: Any) -> Process:
         raise FileNotFoundError(errno.ENOENT, "No such file", "python4")
 
-    monkeypatch.setattr(process_supervisor, "start", start)
+    monkeypatch.setattr(supervisor, "start", start)
     said = "cannot be started: FileNotFoundError.*python4"
     with pytest.raises(UnavailableError, match=said), make_cluster(tmp_path, workers=1):
         pass
@@ -227,7 +227,7 @@ def test_a_supervisor_that_fails_ends_its_processes_and_says_so(
         def wait(*_: object) -> None:
             raise MemoryError("no room")
 
-        monkeypatch.setattr(process_supervisor.ProcessSupervisor, "_wait", wait)
+        monkeypatch.setattr(supervisor.ProcessSupervisor, "_wait", wait)
         os.kill(processes[1].pid, signal.SIGKILL)  # wakes the thread
         _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
         assert alive == []
@@ -243,7 +243,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 import signal, sys
 from pathlib import Path
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.process import preloaded_programs
 preloaded_programs.PRELOADED = ()
 programs = {PROGRAMS!r}
@@ -268,7 +268,7 @@ def test_the_guard_refuses_to_start_without_its_parent() -> None:
 
 
 def test_restarts_are_immediate_at_first_and_slow_down() -> None:
-    delays = [process_supervisor._restart_delay_s(num) for num in (0, 1, 2, 3, 4, 50)]
+    delays = [supervisor._restart_delay_s(num) for num in (0, 1, 2, 3, 4, 50)]
     assert delays == [0.0, 0.0, 0.0, 0.2, 0.4, 5.0]
 
 

@@ -4,21 +4,26 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from stratagem.client.pictures.client_grid import ClientCell, client_grid
-from stratagem.client.pictures.curve import CurveMark, MarkKind, curve
-from stratagem.client.pictures.curve_rows import Line
-from stratagem.client.pictures.decisions import DecisionMark, decisions
-from stratagem.client.pictures.histogram import histogram
-from stratagem.client.pictures.lineage import LineageNode, lineage
-from stratagem.client.pictures.members import AWAY, Stay, members
-from stratagem.client.pictures.parallel_axes import Trial, parallel_axes
-from stratagem.client.pictures.party_tree import PartyRow, party_tree
-from stratagem.client.pictures.picture import Picture
-from stratagem.client.pictures.rounds import RoundBar, rounds
-from stratagem.client.pictures.scores import scores
-from stratagem.client.pictures.stages import Task, stages
-from stratagem.client.pictures.time_line import Span, time_line
-from stratagem.client.pictures.topology import topology
+from stratagem.client.pictures.curves import CurveMark, Line, MarkKind, curve
+from stratagem.client.pictures.federation import (
+    ClientCell,
+    RoundBar,
+    client_grid,
+    histogram,
+    rounds,
+)
+from stratagem.client.pictures.lanes import (
+    AWAY,
+    DecisionMark,
+    Span,
+    Stay,
+    decisions,
+    members,
+    time_line,
+)
+from stratagem.client.pictures.parties import PartyRow, Task, party_tree, stages, topology
+from stratagem.client.pictures.population import LineageNode, Trial, lineage, parallel_axes, scores
+from stratagem.client.pictures.svg import Picture
 
 STEPS = [10 * n for n in range(1, 13)]
 LOSS = [2.3, 1.7, 1.2, 0.9, math.nan, 0.7, 0.61, 0.55, 0.5, 0.47, 0.45, 0.44]

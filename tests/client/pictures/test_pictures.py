@@ -12,16 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from stratagem.client.pictures.curve import curve
-from stratagem.client.pictures.curve_rows import Line
-from stratagem.client.pictures.drawing.colours import DARK, LIGHT
-from stratagem.client.pictures.drawing.lanes import Bar, merged
-from stratagem.client.pictures.drawing.scales import Axis, duration, short
-from stratagem.client.pictures.drawing.svg import width_of
-from stratagem.client.pictures.members import Stay, members
-from stratagem.client.pictures.parallel_axes import BOLD, Trial, parallel_axes
-from stratagem.client.pictures.picture import Picture
-from stratagem.client.pictures.time_line import Span, time_line
+from stratagem.client.pictures.axes import Axis, duration, short
+from stratagem.client.pictures.curves import Line, curve
+from stratagem.client.pictures.lanes import Bar, Span, Stay, members, merged, time_line
+from stratagem.client.pictures.population import BOLD, Trial, parallel_axes
+from stratagem.client.pictures.svg import DARK, LIGHT, Picture, width_of
 from tests.client.pictures.samples import make
 from tests.odd_texts import HARMFUL, ODD_TEXTS
 

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from stratagem.client.report.lines import LinesFolding
-from stratagem.client.terminal.run_line import evaluation_texts
+from stratagem.client.report.run import LinesFolding
+from stratagem.client.terminal.line import evaluation_texts
 from stratagem.client.terminal.tables import metrics_text
 from stratagem.common.job.fields import SHARES
 

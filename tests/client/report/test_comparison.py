@@ -8,8 +8,8 @@ from stratagem.client.report.comparison import (
     job_differences,
     overlay_panels,
 )
-from stratagem.client.report.curve_panels import curve_panels
-from stratagem.client.report.pages.comparison_page import comparison_page
+from stratagem.client.report.pages import comparison_page
+from stratagem.client.report.panels import curve_panels
 from tests.client.report.reported import reported
 from tests.client.report.tags import Tags
 from tests.odd_texts import HARMFUL, ODD_TEXTS

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.client.course.views import Commit, Event, Phase, UserError, Worker
 from stratagem.client.history.step_history import History
 from stratagem.client.report.notebook import (
     ListedEvents,
@@ -17,9 +18,8 @@ from stratagem.client.report.notebook import (
     header_html,
     run_html,
 )
-from stratagem.client.report.pages.html_page import page
-from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.sdk.views import Commit, Event, Phase, UserError, Worker
+from stratagem.client.report.pages import page
+from stratagem.client.report.run import ReportedRun
 from stratagem.common.base.errors import WrongStateError
 from tests.client.report.reported import recorded, reported
 from tests.client.report.tags import Tags

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stratagem.client.course.views import Event, Phase, UserError, Worker
 from stratagem.client.history.step_history import History
-from stratagem.client.pictures.drawing.scales import duration, short
-from stratagem.client.report.curve_panels import curve_panels
-from stratagem.client.report.lines import mean_line, with_history
-from stratagem.client.report.lines import recorded as recorded_of
+from stratagem.client.pictures.axes import duration, short
 from stratagem.client.report.notebook import (
     ListedEvents,
     ListedRuns,
@@ -22,10 +20,11 @@ from stratagem.client.report.notebook import (
     header_html,
     run_html,
 )
-from stratagem.client.report.pages.html_page import page
+from stratagem.client.report.pages import page
+from stratagem.client.report.panels import curve_panels
+from stratagem.client.report.run import ReportedRun, mean_line, with_history
+from stratagem.client.report.run import recorded as recorded_of
 from stratagem.client.report.run_panels import strategy_panels, time_line_panel
-from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.sdk.views import Event, Phase, UserError, Worker
 from stratagem.common.history import Columns
 from stratagem.common.history.recording import StageAction, StageReport, party_of_stage
 from tests.client.course.recorded import golden

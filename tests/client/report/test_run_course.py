@@ -6,19 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.client.course.clients import clients
 from stratagem.client.course.members import members
 from stratagem.client.course.population import population
-from stratagem.client.course.rounds import KEPT_WHOLE, rounds
-from stratagem.client.pictures.rounds import RoundBar
-from stratagem.client.pictures.rounds import rounds as rounds_picture
-from stratagem.client.pictures.time_line import Span, time_line
-from stratagem.client.report.federated_panels import federated_panels
-from stratagem.client.report.lines import MAX_POINTS, LinesFolding
-from stratagem.client.report.member_panels import MAX_CLIENTS
-from stratagem.client.report.run_course import RunCourse
+from stratagem.client.course.rounds import KEPT_WHOLE, clients, rounds
+from stratagem.client.pictures.federation import RoundBar
+from stratagem.client.pictures.federation import rounds as rounds_picture
+from stratagem.client.pictures.lanes import Span, time_line
+from stratagem.client.report.marks import MAX_MARKS, TimeMarks, merged
+from stratagem.client.report.panels import MAX_CLIENTS
+from stratagem.client.report.run import MAX_POINTS, LinesFolding, RunCourse
 from stratagem.client.report.run_panels import strategy_panels
-from stratagem.client.report.time_marks import MAX_MARKS, TimeMarks, merged
+from stratagem.client.report.strategy_panels import federated_panels
 from tests.client.course.recorded import golden, job_of
 from tests.client.report.reported import reported
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.numpy import load_file
 
 from stratagem.client import AsyncClient, Client, Event, Phase, Progress
-from stratagem.client.sdk import async_run
-from stratagem.client.sdk.connection import outage_notice, retrying_calls
-from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.client.sdk import connection
+from stratagem.client.sdk import run as async_run
+from stratagem.client.sdk.blocking import RunHandle
 from stratagem.common.base.errors import (
     ConflictError,
     IntegrityError,
@@ -260,9 +260,9 @@ def test_a_container_that_does_not_listen_yet_is_waited_for(
     if with_tls:
         init(tmp_path / "certs", workers=[], clients=["me"], hosts=[])
     tls = Authority(tmp_path / "certs").files("client-me") if with_tls else None
-    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", 0.0)
-    times_s = [retrying_calls.STARTING_S, 0.0, 0.0]  # at the second failure, the first, the begin
-    monkeypatch.setattr(retrying_calls, "time", SimpleNamespace(monotonic=times_s.pop))
+    monkeypatch.setattr(connection, "TOLD_AFTER_S", 0.0)
+    times_s = [connection.STARTING_S, 0.0, 0.0]  # at the second failure, the first, the begin
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=times_s.pop))
 
     def close_all() -> None:
         with suppress(OSError):

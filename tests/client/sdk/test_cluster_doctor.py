@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.cluster_doctor import Measured, _no_answer, judge
+from stratagem.client.sdk.doctor import Measured, _no_answer, judge
 from stratagem.common.base.errors import (
     PermissionDeniedError,
     StratagemError,

@@ -1,10 +1,9 @@
 """What a client tells of the course of a run that goes on, over the wire."""
 
 from stratagem.client import AsyncClient, Client
-from stratagem.client.course.clients import clients
 from stratagem.client.course.members import members
 from stratagem.client.course.population import population
-from stratagem.client.course.rounds import rounds
+from stratagem.client.course.rounds import clients, rounds
 from stratagem.common.job import JobSpec
 from tests.client.course.recorded import golden, job_of
 from tests.client.fake_coordinator import FakeCoordinator

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from stratagem.client.sdk.model_files.model_shards import (
+from stratagem.client.sdk.model_files import (
     INDEX_NAME,
+    PlainModel,
     ShardFolder,
     shards_of,
     whole_folder,
 )
-from stratagem.client.sdk.model_files.plain_model import PlainModel
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.tensors.manifest import Purpose, TensorSpec
 from stratagem.common.tensors.torch_codec import manifest_of

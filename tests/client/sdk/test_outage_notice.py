@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from stratagem.client import AsyncClient, Client, Phase
-from stratagem.client.sdk.async_run import AsyncRun
-from stratagem.client.sdk.connection import outage_notice, retrying_calls
-from stratagem.client.sdk.connection.outage_notice import OutageNotice, ToldOutage
-from stratagem.client.sdk.connection.retrying_calls import Connection
+from stratagem.client.sdk import connection as outage_notice
+from stratagem.client.sdk import connection as retrying_calls
+from stratagem.client.sdk.connection import Connection, OutageNotice, ToldOutage
+from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.errors import (
     InProgressError,
     NotFoundError,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk import planning, torch_process
+from stratagem.client.sdk import torch_process
+from stratagem.client.sdk import torch_process as planning
 from stratagem.common.base.errors import StratagemError, UnavailableError, UserCodeError
 from stratagem.common.job import load_job
 from stratagem.tools.questions.__main__ import _told as told

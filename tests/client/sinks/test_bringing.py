@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.client.sdk.views import Event
-from stratagem.client.sinks.contract import Cursor, RowBlock, Sink, SinkRun
-from stratagem.client.sinks.line_files import CsvSink, JsonLinesSink
+from stratagem.client.course.views import Event
+from stratagem.client.sinks.files import CsvSink, JsonLinesSink, TensorBoardSink
 from stratagem.client.sinks.outlet import Outlet, bring
-from stratagem.client.sinks.registry import sink_names, sink_of
-from stratagem.client.sinks.tensorboard import TensorBoardSink
+from stratagem.client.sinks.sink import Cursor, RowBlock, Sink, SinkRun, sink_names, sink_of
 from stratagem.common.base.errors import InvalidInputError
 from tests.client.sinks.source import PlayedRun
 from tests.patience import PATIENCE_S

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from stratagem.client.sdk.views import Event, Phase, Progress
+from stratagem.client.course.views import Event, Phase, Progress
 
 
 def fact(kind: str, phase: Phase = Phase.RUNNING, sentence: str = "", **payload: Any) -> Event:

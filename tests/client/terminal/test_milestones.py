@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.client.cli.options import Format
-from stratagem.client.cli.progress import Detail, RunDisplay, show
-from stratagem.client.cli.reporting import PlainConsole
-from stratagem.client.sdk.views import Event, Phase, Progress
-from stratagem.client.terminal.followed_run import FollowedRun
+from stratagem.client.cli.shared import Detail, Format, PlainConsole, RunDisplay, show
+from stratagem.client.course.views import Event, Phase, Progress
+from stratagem.client.terminal.followed import FollowedRun
 from tests.client.terminal.items import (
     closed,
     fact,

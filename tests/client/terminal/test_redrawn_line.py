@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
-from stratagem.client.cli.reporting import PlainConsole
-from stratagem.client.terminal.redrawn_line import RedrawnLine
+from stratagem.client.cli.shared import PlainConsole
+from stratagem.client.terminal.line import RedrawnLine
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.core

@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from stratagem.client.sdk.views import Event, Phase, Progress
-from stratagem.client.terminal.followed_run import FollowedRun
-from stratagem.client.terminal.run_line import live_line, plain_line
-from stratagem.client.terminal.tables import metrics_text
-from stratagem.client.terminal.wording import MAX_METRICS, bar_text, duration_text, number_text
+from stratagem.client.course.views import Event, Phase, Progress
+from stratagem.client.terminal.followed import FollowedRun
+from stratagem.client.terminal.line import live_line, plain_line
+from stratagem.client.terminal.tables import (
+    MAX_METRICS,
+    bar_text,
+    duration_text,
+    metrics_text,
+    number_text,
+)
 from tests.client.terminal.items import (
     closed,
     fact,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk import job_check
+from stratagem.client.sdk import torch_process
 from stratagem.common.base.errors import InvalidInputError, UnavailableError, Violation
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.job.files import parse_yaml
@@ -95,7 +95,7 @@ def test_check_the_file_and_the_coordinator_say_the_same(
     def no_torch(*_args: Any, **_kwargs: Any) -> Any:
         raise UnavailableError("no torch here")
 
-    monkeypatch.setattr(job_check, "ask", no_torch)
+    monkeypatch.setattr(torch_process, "ask", no_torch)
     path, answers = tmp_path / "job.json", []
     path.write_text(json.dumps({**RIGHT_ALONE, **beside}))
     for read in (load_job, lambda file: JobSpec.from_json(file.read_text())):
@@ -103,7 +103,7 @@ def test_check_the_file_and_the_coordinator_say_the_same(
             answers.append(objections_to(read(path), BUILT_IN))
         except InvalidInputError as error:
             answers.append(list(error.violations))
-    findings = job_check.check_job(path)
+    findings = torch_process.check_job(path)
     faults = [each for each in findings if each.level is Level.FAIL]
     answers.append([Violation(each.about, each.found) for each in faults])
     fields = ["optimizer.momentun", "strategy.aggregation.topology", "strategy.num_replicas"]

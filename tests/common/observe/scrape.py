@@ -7,7 +7,7 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.observe.exposition import DEPLOYMENT
 from tests.patience import PATIENCE_S
 

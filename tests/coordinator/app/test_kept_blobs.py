@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.client import AsyncClient
 from stratagem.common.base.errors import InProgressError, WrongStateError
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.app import keeping

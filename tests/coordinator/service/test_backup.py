@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.client import AsyncClient
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, WrongStateError
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.app import keeping

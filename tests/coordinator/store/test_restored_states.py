@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.client import AsyncClient
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.app.app import App

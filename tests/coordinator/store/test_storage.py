@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.client import AsyncClient
 from stratagem.common.base.errors import InvalidInputError, UnavailableError, WrongStateError
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.runtime.settings import Settings

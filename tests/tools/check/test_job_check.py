@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 from safetensors.torch import save_file
 
-from stratagem.client.cli import check_command
+from stratagem.client.cli import jobs
+from stratagem.client.course.views import Worker
 from stratagem.client.sdk import torch_process
-from stratagem.client.sdk.job_check import check_job as check_file
-from stratagem.client.sdk.views import Worker
+from stratagem.client.sdk.torch_process import check_job as check_file
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import InitialSpec, JobSpec
@@ -337,8 +337,8 @@ def test_each_row_is_printed_when_it_is_found(
             )
         return rows
 
-    monkeypatch.setattr(check_command, "check_job", check_rows)
-    check_command.check(EXAMPLE)
+    monkeypatch.setattr(jobs, "check_job", check_rows)
+    jobs.check(EXAMPLE)
     assert printed == [
         ["check of found, and what to do", "document name ok all fields are valid"],
         ["step strategy.options.partition_state warn slow", "-> wait"],
@@ -371,7 +371,7 @@ def test_a_check_that_hangs_tells_its_place(
             raise KeyboardInterrupt(text)
 
     monkeypatch.setattr(torch_process, "_LONG_S", 0.1)
-    monkeypatch.setattr(check_command, "complain", interrupt)
+    monkeypatch.setattr(jobs, "complain", interrupt)
     done = invoke("check", tmp_path / "job.json")
     assert done.exit_code == 130
     assert "Sequential, 650 parameters" in done.stdout

@@ -5,21 +5,10 @@ from typing import Annotated, Final
 
 import typer
 
-from stratagem.client.cli import (
-    audit_command,
-    check_command,
-    code_commands,
-    course_commands,
-    doctor_commands,
-    export_command,
-    identity_commands,
-    launch_commands,
-    planning_commands,
-    query_commands,
-    run_commands,
-    server_commands,
-)
-from stratagem.client.cli.options import with_proof
+from stratagem.client.cli import identity, jobs, queries, servers
+from stratagem.client.cli import launch as launch_commands
+from stratagem.client.cli import run as run_commands
+from stratagem.client.cli.shared import with_proof
 from stratagem.client.terminal import completion
 
 HELP: Final = """Train one PyTorch model on many machines under a strategy that is data.
@@ -41,38 +30,38 @@ app = typer.Typer(
 PASS_THROUGH: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command()(with_proof(run_commands.run))
-app.command()(with_proof(check_command.check))
-app.command("list")(with_proof(query_commands.list_runs))
-app.command()(with_proof(query_commands.status))
-app.command()(with_proof(query_commands.logs))
+app.command()(with_proof(jobs.check))
+app.command("list")(with_proof(queries.list_runs))
+app.command()(with_proof(queries.status))
+app.command()(with_proof(queries.logs))
 app.command()(with_proof(run_commands.watch))
 app.command()(with_proof(run_commands.attach))
-app.command()(with_proof(query_commands.stop))
+app.command()(with_proof(queries.stop))
 app.command()(with_proof(run_commands.resume))
-app.command()(with_proof(query_commands.delete))
-app.command()(with_proof(query_commands.pin))
-app.command()(with_proof(query_commands.unpin))
-app.command()(with_proof(query_commands.download))
-app.command()(with_proof(query_commands.backup))
-app.command()(with_proof(export_command.export))
-app.command()(with_proof(course_commands.report))
-app.command()(with_proof(course_commands.population))
-app.command()(with_proof(query_commands.workers))
-app.command(cls=doctor_commands.DoctorCommand)(with_proof(doctor_commands.doctor))
-app.command()(with_proof(server_commands.dashboard))
-app.command()(planning_commands.estimate)
-app.command()(with_proof(planning_commands.recommend))
-app.command()(server_commands.up)
-app.command()(server_commands.health)
+app.command()(with_proof(queries.delete))
+app.command()(with_proof(queries.pin))
+app.command()(with_proof(queries.unpin))
+app.command()(with_proof(queries.download))
+app.command()(with_proof(queries.backup))
+app.command()(with_proof(jobs.export))
+app.command()(with_proof(queries.report))
+app.command()(with_proof(queries.population))
+app.command()(with_proof(queries.workers))
+app.command(cls=servers.DoctorCommand)(with_proof(servers.doctor))
+app.command()(with_proof(servers.dashboard))
+app.command()(jobs.estimate)
+app.command()(with_proof(jobs.recommend))
+app.command()(servers.up)
+app.command()(servers.health)
 app.command()(completion.completion)
-app.add_typer(identity_commands.certs, name="certs")
-app.add_typer(identity_commands.token, name="token")
-app.add_typer(code_commands.code, name="code")
-app.add_typer(audit_command.audit, name="audit")
+app.add_typer(identity.certs, name="certs")
+app.add_typer(identity.token, name="token")
+app.add_typer(jobs.code, name="code")
+app.add_typer(servers.audit, name="audit")
 app.add_typer(launch_commands.launch, name="launch")
-app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.coordinator)
-app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.worker)
-app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.restore)
+app.command(context_settings=PASS_THROUGH, add_help_option=False)(servers.coordinator)
+app.command(context_settings=PASS_THROUGH, add_help_option=False)(servers.worker)
+app.command(context_settings=PASS_THROUGH, add_help_option=False)(servers.restore)
 
 
 def _print_version(wanted: bool) -> None:

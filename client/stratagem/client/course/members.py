@@ -1,11 +1,14 @@
 """The workers of a run: when each was a member of which party, and why it was one no longer."""
 
+import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
-from stratagem.client.course.payloads import ENDS, ended_by, party_of
-from stratagem.client.course.shapes import EventLike
+from stratagem.client.course.views import ENDS, EventLike, ended_by, party_of
+
+# ---- members ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +126,82 @@ def _lost(reason: str) -> set[str]:
         if how:
             named = []
     return lost
+
+
+# ---- failure ----
+#
+# How far a run has come that failed, in words that are the same wherever they are read.
+
+_STEP: Final = re.compile(r"training step (\d{1,18})")
+
+
+def failed_step(activity: str) -> int | None:
+    """Return the step that an error was raised in, which its activity names; None: in none."""
+    found = _STEP.search(activity)
+    return int(found[1]) if found else None
+
+
+def failure_text(committed: int, activity: str = "", reached: int = 0, of: int = 0) -> str:
+    """Return "committed to step 40 of 100; failed in step 47".
+
+    committed: steps that the newest commit has. activity: of the error, as it has journaled what it
+    was raised in. reached: the newest step that was told of, where it is known. of: steps that the
+    run was to have.
+    """
+    steps = f"{committed:,} of {of:,}" if of else f"{committed:,}"
+    begin = f"committed to step {steps}" if committed else "no step committed"
+    step = failed_step(activity)
+    if step is not None:
+        return f"{begin}; failed in step {step:,}"
+    return f"{begin}; failed after step {reached:,}" if reached > committed else begin
+
+
+# ---- outages ----
+#
+# When the coordinator of a run was away: it had crashed, was started anew, or stood still.
+#
+# Events have two times: that of the wall, and that of the leader's clock, which goes on only while
+# a coordinator leads and runs, and which begins again, after a crash, at the last time that was
+# journaled. What the wall's clock has gained on it from one event to the next is how long nobody
+# led; it may begin as early as the event before, so it is that long at most.
+
+MIN_AWAY_S: Final = 2.0
+"""Shorter ones are not told: a busy machine stands still for as long."""
+MAX_OUTAGES: Final = 1000
+"""The newest ones are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A stretch of wall time in which no coordinator led; it may have begun later."""
+
+    began_s: float
+    ended_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it was at most."""
+        return self.ended_s - self.began_s
+
+
+class OutagesFolding:
+    """The outages while the events of a run are read."""
+
+    def __init__(self) -> None:
+        self.outages: deque[Outage] = deque(maxlen=MAX_OUTAGES)
+        self._before: EventLike | None = None
+
+    def fold(self, event: EventLike) -> Outage | None:
+        """Take the next event of the run; return the outage before it, if there was one."""
+        before, self._before = self._before, event
+        if before is None or before.kind in ENDS:
+            return None  # a run that rests misses nobody
+        led_from_s, led_to_s = (getattr(each, "leader_s", 0.0) for each in (before, event))
+        if not led_from_s or not led_to_s:
+            return None  # a coordinator of an older version does not tell
+        away_s = (event.time_s - before.time_s) - max(led_to_s - led_from_s, 0.0)
+        if away_s < MIN_AWAY_S:
+            return None
+        outage = Outage(before.time_s, before.time_s + away_s)
+        self.outages.append(outage)
+        return outage

@@ -6,21 +6,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 
-from stratagem.client.pictures.curve import curve
-from stratagem.client.pictures.curve_rows import Line
-from stratagem.client.pictures.drawing.scales import duration, short
-from stratagem.client.pictures.picture import NumberTable, Picture
-from stratagem.client.report.curve_panels import (
+from stratagem.client.pictures.axes import duration, short
+from stratagem.client.pictures.curves import Line, curve
+from stratagem.client.pictures.svg import NumberTable, Picture
+from stratagem.client.report.panels import (
     MAX_CURVES,
     NOTES,
+    Panel,
     Steps,
     between,
     lines_of,
     unit_of,
 )
-from stratagem.client.report.lines import groups
-from stratagem.client.report.panel import Panel
-from stratagem.client.report.run_values import ReportedRun, progress_text
+from stratagem.client.report.run import ReportedRun, groups, progress_text
 from stratagem.common.base.errors import InvalidInputError
 
 MAX_COMPARED: Final = 8

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from stratagem.client.course.population import winner_text
-from stratagem.client.pictures.drawing.scales import duration, short, size_text
-from stratagem.client.pictures.drawing.svg import escaped
-from stratagem.client.pictures.picture import NumberTable
-from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.pictures.axes import duration, short, size_text
+from stratagem.client.pictures.svg import NumberTable, escaped
+from stratagem.client.report.panels import curve_panels
+from stratagem.client.report.run import ReportedRun, StatusLike, progress_text, time_text
 from stratagem.client.report.run_panels import strategy_panels
-from stratagem.client.report.run_values import ReportedRun, StatusLike, progress_text, time_text
 from stratagem.common.base.errors import WrongStateError
 from stratagem.common.job.fields import without_spreads
 

@@ -12,8 +12,9 @@ import tempfile
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import IO, Any, Final
 
 from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.code.notebook import cells
-from stratagem.client.sdk.job_input import Job, parse_job
+from stratagem.client.course.views import Worker
+from stratagem.common import strategy as strategies
 from stratagem.common.base.errors import (
     InvalidInputError,
     StratagemError,
@@ -31,8 +33,40 @@ from stratagem.common.base.errors import (
     Violation,
 )
 from stratagem.common.code.bundle import digest_of
-from stratagem.common.job import entry_points
+from stratagem.common.job import JobSpec, entry_points, load_job
+from stratagem.common.job.execution import DataParallel
+from stratagem.common.job.strategy_rules import check_submitted
+from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.process.cpu_threads import passive_waiting
+from stratagem.common.strategy import ModelParallel, Partition, RemoteTarget, Strategy, Tag
+
+# ---- job input ----
+#
+# A job as a caller may give it, and the one form that is sent.
+
+Job = JobSpec | Mapping[str, Any] | str | PathLike[str]
+"""A job: validated, as a mapping, or the path of a YAML, TOML or JSON file."""
+
+
+def parse_job(job: Job, inline: str | None = None) -> JobSpec:
+    """The validated job; InvalidInputError with one violation per wrong field.
+
+    inline: the digest of uploaded data, which then is the job's data.
+    """
+    match job:
+        case str() | PathLike():
+            return load_job(Path(job), [] if inline is None else [f"data={{inline: {inline}}}"])
+        case JobSpec() if inline is None:
+            return job
+        case JobSpec():
+            document: Mapping[str, Any] = json.loads(job.canonical_json())
+        case _:
+            document = job
+    changed = document if inline is None else {**document, "data": {"inline": inline}}
+    return JobSpec.parse(dict(changed))
+
+
+# ---- torch process ----
 
 _PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.questions")
 _LONG_S: Final = 30.0
@@ -194,3 +228,298 @@ def _error(told: Mapping[str, Any]) -> StratagemError:
     if "traceback" in told:
         return UserCodeError(told["type"], told["message"], told["traceback"], "this machine")
     return StratagemError(told["text"])
+
+
+# ---- planning ----
+#
+# Asks a process that has torch how much memory a job will need and which settings fit.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on the device of the worker that needs most; the six parts add up to `total`.
+
+    snapshot: of the state at a commit, in host memory; num_snapshots: that are kept at a time.
+    received: of a state that the clients of a federation begin from, there, too; num_received:
+    likewise. num_copied: of updates as large, for a coordinator on the same machine. needed:
+    `total`, and on a CPU the snapshots, what is received and what is copied. rows: that pass
+    through the model together. calibrated_by: what corrected it.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    buffers: int
+    total: int
+    needed: int
+    snapshot: int
+    num_snapshots: int
+    received: int
+    num_received: int
+    num_copied: int
+    rows: int
+    num_parameters: int
+    device: str
+    measured: int | None
+    calibrated_by: str
+    notes: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return "\n".join([self.text, *self.notes])
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Sections of the job that fit the memory, and why; `fits` is False where nothing does."""
+
+    fits: bool
+    execution: Mapping[str, Any]
+    strategy: Mapping[str, Any]
+    micro_batch: int
+    accumulation_steps: int
+    estimate: MemoryEstimate
+    reasons: tuple[str, ...]
+
+
+def estimate_memory(
+    job: Job,
+    *,
+    num_workers: int | None = None,
+    inference: bool = False,
+    measure: bool = False,
+    device: str = "",
+    import_path: Sequence[Path] = (),
+) -> MemoryEstimate:
+    """Estimate the memory that one worker of the job will need.
+
+    num_workers: that share it, as many as the strategy has room for unless given. inference: only
+    run the model. measure: also do real steps here and correct the estimate by them. device: cpu
+    or cuda, if it is here; unless given, what is here. import_path: folders of the user's modules;
+    unless given, this folder and that of the job file.
+    """
+    answer = ask(
+        "estimate",
+        job,
+        import_path=import_path,
+        num_workers=num_workers,
+        inference=inference,
+        measure=measure,
+        device=device,
+    )
+    return _to_estimate(answer)
+
+
+def recommend(
+    job: Job,
+    *,
+    memory_bytes: int | None = None,
+    num_workers: int | None = None,
+    workers: Sequence[Worker] | None = None,
+    device: str = "",
+    import_path: Sequence[Path] = (),
+) -> Recommendation:
+    """Precision, gradient and parallelism for workers with so much memory each.
+
+    workers: of a coordinator, as `Client.workers()` answers. They say how much memory there is and
+    how many they are, unless that is given, and give a pipeline its names.
+    """
+    asked: dict[str, Any] = {
+        "memory_bytes": memory_bytes,
+        "num_workers": num_workers,
+        "device": device,
+        "members": None if workers is None else _members(workers),
+    }
+    answer = ask("recommend", job, import_path=import_path, **asked)
+    text = answer.pop("text")
+    answer["estimate"] = _to_estimate({**answer["estimate"], "text": text})
+    return Recommendation(**{**answer, "reasons": tuple(answer["reasons"])})
+
+
+def resolve_parallelism(
+    job: JobSpec, workers: Sequence[Worker], import_path: Sequence[Path] = ()
+) -> tuple[JobSpec, str]:
+    """The job with the strategy that `execution.parallelism` means for these workers, and why."""
+    match job.execution.parallelism:
+        case "None":
+            return job, ""
+        case DataParallel(number):  # needs no look at the model
+            strategy = strategies.DataParallel(number, strategies.AllReduce())
+            execution = job.execution.with_changes(parallelism="None")
+            changed = job.with_changes(strategy=strategy, execution=execution)
+            return changed, f"DataParallel over {number} workers, as asked for"
+        case "Automatic" if job.only_evaluates:
+            return _over_all(job, sum(worker.is_alive for worker in workers))
+    answer = ask("resolve", job, import_path=import_path, members=_members(workers))
+    return JobSpec.from_json(answer["job_json"]), answer["reason"]
+
+
+def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    """Return the workers that are alive, in order of name, as the process with torch takes them."""
+    return [
+        {
+            "worker_id": worker.worker_id,
+            "host": worker.address.rpartition(":")[0],
+            "device": worker.device,
+            "memory_bytes": worker.memory_bytes,
+            "num_threads": worker.num_threads,
+        }
+        for worker in sorted(workers, key=lambda worker: worker.worker_id)
+        if worker.is_alive
+    ]
+
+
+def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
+    """Workers that evaluate exchange nothing, so each one more makes it faster."""
+    chosen: strategies.Strategy = strategies.Local()
+    reason = "Local: there is one worker"
+    if num_workers > 1:
+        chosen = strategies.DataParallel(num_workers, strategies.AllReduce())
+        reason = f"DataParallel over {num_workers} workers: nothing is exchanged in an evaluation"
+    execution = job.execution.with_changes(parallelism="None")
+    return job.with_changes(strategy=chosen, execution=execution), reason
+
+
+def _to_estimate(answer: Mapping[str, Any]) -> MemoryEstimate:
+    return MemoryEstimate(**{**answer, "notes": tuple(answer["notes"])})
+
+
+# ---- job check ----
+#
+# Looks for faults of a job before it is submitted: in its document, its code, its data, and what
+# a cluster has for it.
+
+_CHECK: Final = "check"
+_NUM_NAMES: Final = 5
+"""How many workers a finding lists."""
+
+
+def check_job(
+    job: Job | Callable[[], JobSpec],
+    *,
+    workers: Sequence[Worker] | None = None,
+    device: str = "",
+    import_path: Sequence[Path] = (),
+    tell: Callable[[Finding], None] = lambda _: None,
+    complain: Callable[[str], None] = lambda _: None,
+) -> list[Finding]:
+    """Return what is found about a job; those of level FAIL are faults. Nothing is submitted.
+
+    job: as for `Client.submit`, or what reads it. workers: of the coordinator that it is meant for.
+    device: cpu or cuda, if it is here; unless given, what is here. import_path: folders of the
+    user's modules; unless given, this folder and that of the job file. tell: is given each finding
+    as it is made. complain: is told what takes long.
+    """
+    findings: list[Finding] = []
+
+    def add(finding: Finding) -> None:
+        findings.append(finding)
+        tell(finding)
+
+    def add_all(found: Iterable[Finding]) -> None:
+        for finding in found:
+            add(finding)
+
+    try:
+        spec = job() if callable(job) else parse_job(job)
+    except InvalidInputError as error:
+        add_all(_document_faults(error))
+        return findings
+    add_all(_refused(check_submitted(spec)))
+    if not findings:
+        add(Finding("document", spec.name, Level.OK, "all fields are valid"))
+    try:
+        ask(
+            _CHECK,
+            spec,
+            import_path=import_path,
+            device=device,
+            tell=lambda found: add(_finding(found)),
+            complain=complain,
+        )
+    except UnavailableError as error:
+        found = "code, model and data are not checked"
+        add(Finding("code", "", Level.WARN, found, str(error)))
+    if workers is not None:
+        add_all(_of_cluster(spec, workers))
+    return findings
+
+
+def _finding(told: Mapping[str, Any]) -> Finding:
+    return Finding(**{**told, "level": Level(told["level"])})
+
+
+def _document_faults(error: InvalidInputError) -> Iterator[Finding]:
+    yield from _refused(error.violations)
+    if not error.violations:
+        yield Finding("document", "", Level.FAIL, str(error))
+    advice = "mend the document first, and check again"
+    yield Finding("code", "", Level.WARN, "code, model and data are not checked", advice)
+
+
+def _refused(violations: Iterable[Violation]) -> Iterator[Finding]:
+    for violation in violations:
+        yield Finding("document", violation.field, Level.FAIL, violation.message)
+
+
+def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
+    """Yield whether the cluster has workers that fit the job."""
+    alive = sorted((w for w in workers if w.is_alive), key=lambda worker: worker.worker_id)
+    waits = "until there is one the run waits, up to placement_timeout_s"
+    if not alive:
+        yield Finding("workers", "", Level.WARN, "none is alive", waits)
+        return
+    listed = _listed([worker.worker_id for worker in alive])
+    yield Finding("workers", "", Level.OK, f"{len(alive)} are alive: {listed}")
+    yield from _of_code(spec, alive)
+    for field, partition in _partitions(spec.strategy, "strategy"):
+        target = partition.target
+        if not any(_fits(target, worker) for worker in alive):
+            found = f"no worker that is alive is {target}"
+            yield Finding("workers", f"{field}.target", Level.WARN, found, waits)
+    local = spec.data.worker_local
+    if local is not None and not any(local in worker.local_data for worker in alive):
+        found = f'no worker that is alive has "{local}"'
+        yield Finding("workers", "data.worker_local", Level.WARN, found, waits)
+
+
+def _of_code(spec: JobSpec, alive: Sequence[Worker]) -> Iterator[Finding]:
+    """Yield whether workers take the code that the job brings along."""
+    if spec.code is None:
+        return
+    refusing = [worker.worker_id for worker in alive if worker.code_policy == "none"]
+    asking = [w.worker_id for w in alive if w.code_policy in ("signed", "digests")]
+    advice = "have their operator set --allow-code, or install the package and leave `code` out"
+    if len(refusing) == len(alive):
+        found = f"no worker that is alive takes code from jobs: {_listed(refusing)}"
+        yield Finding("workers", "code", Level.FAIL, found, advice)
+    elif refusing:
+        found = f"these take no code from jobs, and are left out: {_listed(refusing)}"
+        yield Finding("workers", "code", Level.WARN, found, advice)
+    if asking:
+        found = f"these take only code that their operator has signed or listed: {_listed(asking)}"
+        advice = "`stratagem code sign` prints what belongs into code.signature"
+        yield Finding("workers", "code", Level.WARN, found, advice)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
+
+
+def _partitions(strategy: Strategy, field: str) -> Iterator[tuple[str, Partition]]:
+    """Yield the partitions of the pipeline that the strategy or its replicas are, with fields."""
+    if isinstance(strategy, ModelParallel):
+        for place, partition in enumerate(strategy.partitions):
+            yield f"{field}.partitions[{place}]", partition
+        return
+    inner = getattr(getattr(strategy, "options", None), "inner", None)
+    if inner is not None:
+        yield from _partitions(inner, f"{field}.options.inner")
+
+
+def _fits(target: RemoteTarget, worker: Worker) -> bool:
+    if isinstance(target, Tag):
+        return target.tag in worker.tags
+    return target.worker_id == worker.worker_id

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from stratagem.client.sdk.connection.retrying_calls import Connection
+from stratagem.client.sdk.connection import Connection
 from stratagem.client.sdk.downloads import pull_state
-from stratagem.client.sdk.model_files.plain_model import AVERAGE, MODEL_PREFIX, means_of
+from stratagem.client.sdk.model_files import AVERAGE, MODEL_PREFIX, means_of
 from stratagem.common.base.ids import RunId
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.stream import Sink

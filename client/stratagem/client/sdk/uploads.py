@@ -13,7 +13,7 @@ import numpy as np
 
 from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.code.notebook import cells
-from stratagem.client.sdk.connection.retrying_calls import Connection
+from stratagem.client.sdk.connection import Connection
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.code.bundle import manifest_of

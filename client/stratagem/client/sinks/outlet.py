@@ -6,18 +6,21 @@ again and goes on from what it has kept.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 import numpy as np
 
+from stratagem.client.course.views import Event, Progress, RunStatus
 from stratagem.client.history.step_history import History, StepSeries
-from stratagem.client.sdk.views import Event, Progress, RunStatus
-from stratagem.client.sinks.contract import Cursor, RowBlock, Sink, SinkRun
+from stratagem.client.sdk.blocking import RunHandle
+from stratagem.client.sinks.sink import Cursor, RowBlock, Sink, SinkRun, sink_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.history.columns import Columns
 from stratagem.common.history.recording import is_of_newest_segment
+
+# ---- outlet ----
 
 KINDS: Final = (
     *("RunSubmitted", "RunResumed", "MembersFormed", "ModelBuilt"),
@@ -180,3 +183,45 @@ def _described(status: RunStatus) -> SinkRun:
         submitted_at_s=status.submitted_at_s,
         job=status.job,
     )
+
+
+# ---- run outlets ----
+#
+# Logs a run to sinks while it is followed, and says at the end what is not written.
+
+
+def sinks_of(texts: Iterable[str]) -> dict[str, Sink]:
+    """Return the sinks that a command was given; raises InvalidInputError for one that is none."""
+    return {text: sink_of(text) for text in texts}
+
+
+class LogOutlets:
+    """The sinks of one run; on leaving the context all is written, or said to be missing."""
+
+    def __init__(
+        self, run: RunHandle, sinks: Mapping[str, Sink], complain: Callable[[str], None]
+    ) -> None:
+        """sinks: by the text that names each. complain: tells the user a sentence."""
+        self._run_id, self._complain = run.run_id, complain
+        self._outlets = {text: Outlet(text, sink, run, complain) for text, sink in sinks.items()}
+        self.problems: dict[str, str] = {}
+        """By sink: why it is not written to its end."""
+
+    def take(self, item: Event | Progress) -> Event | Progress:
+        """Wake the sinks where an item brings them something; returns it."""
+        if isinstance(item, Event) and item.kind in KINDS:
+            for outlet in self._outlets.values():
+                outlet.wake()
+        return item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for text, outlet in self._outlets.items():
+            if problem := outlet.finish():
+                self.problems[text] = problem
+                if outlet.is_refused:  # it has said so, and completes nothing
+                    continue
+                completed = f'"stratagem export {self._run_id} --to {text}" completes it'
+                self._complain(f"{text}: not all is written ({problem}); {completed}")

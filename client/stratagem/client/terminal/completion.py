@@ -13,8 +13,8 @@ from typing import Annotated, Final
 import typer
 from typer import completion as of_typer
 
-from stratagem.client.sdk.async_client import AsyncClient
-from stratagem.client.sinks.registry import sink_names
+from stratagem.client.sdk.client import AsyncClient
+from stratagem.client.sinks.sink import sink_names
 from stratagem.common.identity.tls import tls_files
 
 PATIENCE_S: Final = 0.3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.client import AsyncClient
 from stratagem.common.base.errors import StandbyError, UnavailableError
 from stratagem.common.rpc.channel import Coordinators, open_channel, split_addresses
 from stratagem.common.rpc.server import add_health, bind, make_server
@@ -117,7 +117,7 @@ async def test_a_client_of_both_finds_the_leader_and_follows_the_lead() -> None:
 async def test_a_client_waits_for_a_coordinator_that_starts_but_not_for_a_standby(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stratagem.client.sdk.connection.retrying_calls.STARTING_S", 2 * PATIENCE_S)
+    monkeypatch.setattr("stratagem.client.sdk.connection.STARTING_S", 2 * PATIENCE_S)
     async with serving() as entrance, AsyncClient(entrance.address) as client:
         refusal, is_refused = entrance.refusal, asyncio.Event()
 

@@ -1,0 +1,299 @@
+"""Commands that make proofs of identity: certificates for development, tokens for people.
+
+They write files on this machine and open no connection.
+"""
+
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from stratagem.client.cli.shared import complain, make_console, reporting
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.identity.callers import Scope, add_token, new_token, read_tokens, remove_token
+from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN, Role
+
+certs = typer.Typer(help="Certificates for development.", no_args_is_help=True)
+token = typer.Typer(help="Tokens by which people are known.", no_args_is_help=True)
+
+_UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+
+WorkersOption = Annotated[
+    list[str] | None, typer.Option("--worker", metavar="NAME", help="A worker; repeatable.")
+]
+PoolsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pool", metavar="NAME", help="Workers that share a certificate, by --pool; repeatable."
+    ),
+]
+ClientsOption = Annotated[
+    list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
+]
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]
+DaysOption = Annotated[
+    int | None,
+    typer.Option(
+        "--days",
+        metavar="N",
+        min=1,
+        help="How long certificates are valid: 90 unless set, and no longer than their authority.",
+    ),
+]
+MadeArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="One that `certs init` has made.")
+]
+TokensFileOption = Annotated[
+    Path, typer.Option("--tokens-file", metavar="FILE", help="The coordinator's --tokens-file.")
+]
+
+
+@certs.command("init")
+def init_certs(
+    folder: FolderArgument,
+    worker: WorkersOption = None,
+    pool: PoolsOption = None,
+    client: ClientsOption = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host",
+            metavar="HOST",
+            help="Name or address of the coordinator, besides loopback; repeatable.",
+        ),
+    ] = None,
+    trust_domain: Annotated[
+        str,
+        typer.Option(
+            "--trust-domain", metavar="WORD", help="Distinguishes one deployment from another."
+        ),
+    ] = DEFAULT_TRUST_DOMAIN,
+    days: DaysOption = None,
+) -> None:
+    """Make an authority, and certificates that it signs.
+
+    The authority is valid for ten years. A coordinator, workers and clients: each gets
+    DIR/NAME.crt and DIR/NAME.key, next to DIR/ca.crt. For development: a reader of DIR/ca.key
+    can make more of them. Nothing is overwritten.
+    """
+    from stratagem.common.identity.certificates import init
+
+    with reporting():
+        made = init(
+            folder,
+            workers=worker or ([] if pool else ["w0"]),
+            pools=pool or [],
+            clients=client or ["me"],
+            hosts=host or [],
+            trust_domain=trust_domain,
+            days=days,
+        )
+        _print_certificates(made)
+
+
+@certs.command("issue")
+def issue_certs(
+    folder: MadeArgument,
+    worker: WorkersOption = None,
+    pool: PoolsOption = None,
+    client: ClientsOption = None,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Replace certificates and keys that are there.")
+    ] = False,
+    days: DaysOption = None,
+) -> None:
+    """Sign for more workers and clients, or renew certificates.
+
+    The authority is that in DIR. With --renew and no names all certificates are renewed,
+    for the names that stand in it. Processes that run take the new files in. No certificate
+    outlives its authority: more days are refused.
+    """
+    from stratagem.common.identity.certificates import issue
+
+    with reporting():
+        made = issue(
+            folder,
+            workers=worker or [],
+            pools=pool or [],
+            clients=client or [],
+            renew=renew,
+            days=days,
+        )
+        _print_certificates(made)
+
+
+@certs.command("renew-authority")
+def renew_authority_certs(folder: MadeArgument) -> None:
+    """Make a new authority next to the old one.
+
+    DIR/ca.crt holds both from then on, and the new one signs. Distribute that file, then renew
+    (`certs issue DIR --renew`) and distribute the new files: certificates of either
+    authority count meanwhile, and nothing needs a restart. In the end `certs retire-authority DIR`.
+    """
+    from stratagem.common.identity.certificates import renew_authority
+
+    with reporting():
+        _print_certificates([renew_authority(folder)])
+
+
+@certs.command("retire-authority")
+def retire_authority_certs(folder: MadeArgument) -> None:
+    """Drop the authority that signs no more.
+
+    From DIR/ca.crt, which is to be distributed: what the old authority has signed counts no
+    more where that file is used. Refused while a certificate in DIR is one of those.
+    """
+    from stratagem.common.identity.certificates import retire_authority
+
+    with reporting():
+        _print_certificates([retire_authority(folder)])
+
+
+@certs.command("show")
+def show_certs(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE", help="Certificates, or folders of them.")
+    ],
+) -> None:
+    """Print whose certificates these are, and until when."""
+    with reporting():
+        certificates = [certificate for path in files for certificate in _certificates_in(path)]
+        _print_certificates(certificates)
+
+
+@certs.command("revoke")
+def revoke_certs(
+    holders: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ROLE/NAME|FILE", help="As worker/w3 or client/alice, or a certificate."
+        ),
+    ],
+    revoked_file: Annotated[
+        Path,
+        typer.Option("--revoked-file", metavar="FILE", help="That of coordinator and workers."),
+    ],
+) -> None:
+    """Let certificates count no more.
+
+    From the next call on, wherever the file is given. A name stands for every certificate of
+    that name, also a later one; a file for itself alone.
+    """
+    from stratagem.common.identity.callers import add_revoked, fingerprint
+
+    with reporting():
+        named = [
+            fingerprint(Path(holder).read_bytes()) if Path(holder).is_file() else _holder(holder)
+            for holder in holders
+        ]
+        add_revoked(revoked_file, named)
+        complain(f"{revoked_file} names: {', '.join(named)}")
+
+
+@token.command("create")
+def create_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Stands in the journal.")],
+    tokens_file: TokensFileOption,
+    scopes: Annotated[
+        str,
+        typer.Option(
+            "--scopes",
+            metavar="SCOPE[,SCOPE]",
+            help="read, submit, admin; each includes the ones before.",
+        ),
+    ] = Scope.SUBMIT,
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="From now: 12h, 30d; or never.")
+    ] = "90d",
+) -> None:
+    """Make a token and print it once.
+
+    The file keeps only its hash, name, scopes and expiry. A coordinator that runs takes it in
+    at once.
+    """
+    with reporting():
+        wanted = [_scope(part) for part in scopes.split(",")]
+        seconds = _seconds(expires)
+        secret, known = new_token(name, wanted, None if seconds is None else time.time() + seconds)
+        add_token(tokens_file, known)
+        complain(f"token {name} is in {tokens_file}; it is not shown again:")
+        print(secret)
+
+
+@token.command("list")
+def list_tokens(tokens_file: TokensFileOption) -> None:
+    """Print names, scopes and expiry of the tokens in a file."""
+    with reporting():
+        table = Table("name", "scopes", "expires", box=None, pad_edge=False)
+        for read_token in read_tokens(tokens_file):
+            table.add_row(
+                read_token.name, ", ".join(read_token.scopes), _when(read_token.expires_s)
+            )
+        make_console().print(table if table.row_count else "no tokens")
+
+
+@token.command("revoke")
+def revoke_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As it was created.")],
+    tokens_file: TokensFileOption,
+) -> None:
+    """Remove a token.
+
+    A coordinator that runs refuses it from its next call on.
+    """
+    with reporting():
+        remove_token(tokens_file, name)
+        complain(f"token {name} is revoked")
+
+
+def _certificates_in(path: Path) -> list[Path]:
+    return sorted(path.glob("*.crt")) if path.is_dir() else [path]
+
+
+def _print_certificates(files: list[Path]) -> None:
+    from stratagem.common.identity.certificates import show
+
+    for certificate in (shown for file in files for shown in show(file)):
+        who = f"{certificate.role or 'no role'} {certificate.name}".rstrip()
+        expired = ", EXPIRED" if certificate.has_expired else ""
+        print(f"{certificate.file}: {who}, until {certificate.expires:%Y-%m-%d %H:%M} UTC{expired}")
+        names = ", ".join((*certificate.uris, *certificate.hosts))
+        print(f"    {names or certificate.fingerprint}")
+
+
+def _holder(word: str) -> str:
+    """The entry of the file of the revoked for worker/w3, or for a fingerprint."""
+    if word.startswith("sha256:"):
+        return word
+    role, _, name = word.partition("/")
+    if role not in list(Role) or not name:
+        known = ", ".join((*(f"{kind}/NAME" for kind in Role), "sha256:HEX"))
+        raise InvalidInputError.at("holders", f"{word!r} is neither a file nor one of {known}")
+    return f"{role} {name}"
+
+
+def _scope(word: str) -> Scope:
+    try:
+        return Scope(word.strip())
+    except ValueError:
+        message = f"{word.strip()!r} is not one of {', '.join(Scope)}"
+        raise InvalidInputError.at("scopes", message) from None
+
+
+def _seconds(expires: str) -> float | None:
+    if expires == "never":
+        return None
+    span = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", expires)
+    if span is None:
+        raise InvalidInputError.at("expires", f"{expires!r} is not a time such as 12h or 30d")
+    return int(span[1]) * _UNITS_S[span[2]]
+
+
+def _when(expires_s: float | None) -> str:
+    if expires_s is None:
+        return "never"
+    return f"{datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,356 @@
+"""The command that looks for faults of a job before it is submitted."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Final, Literal, cast
+
+import typer
+
+from stratagem.client.cli.queries import client_of, connected
+from stratagem.client.cli.run import JobArgument, SetOption
+from stratagem.client.cli.shared import (
+    FAILED,
+    CoordinatorOption,
+    Format,
+    FormatOption,
+    OptionalCoordinatorOption,
+    RunArgument,
+    WhichOption,
+    complain,
+    make_console,
+    print_line,
+    reporting,
+)
+from stratagem.client.code.code_folder import bundle_of
+from stratagem.client.course.views import Worker
+from stratagem.client.sdk.blocking import RunHandle
+from stratagem.client.sdk.client import DEFAULT_ADDRESS
+from stratagem.client.sdk.downloads import ExportedModel
+from stratagem.client.sdk.torch_process import check_job, estimate_memory, import_folders
+from stratagem.client.sdk.torch_process import recommend as recommend_settings
+from stratagem.client.sinks.outlet import LogOutlets
+from stratagem.client.sinks.sink import sink_names, sink_of
+from stratagem.client.terminal import tables
+from stratagem.client.terminal.completion import sink_forms
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Digest
+from stratagem.common.base.units import size_bytes
+from stratagem.common.code.bundle import digest_of, make_keys
+from stratagem.common.code.bundle import sign as signature_of
+from stratagem.common.job import CodeSpec, load_job
+from stratagem.common.observe.findings import Finding, Level
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
+from stratagem.common.schema.json import not_one_of
+
+# ---- planning commands ----
+#
+# Commands that look ahead: how much memory a job will need, and which settings fit.
+#
+# They submit nothing and need no coordinator; the model is built here, in a process of its own.
+
+DeviceOption = Annotated[
+    str,
+    typer.Option("--device", metavar="NAME", help="cpu or cuda; what this machine has if not set."),
+]
+
+
+def estimate(
+    job_path: JobArgument,
+    overrides: SetOption = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            metavar="N",
+            min=1,
+            help="How many share the job; as many as it has room for if not set.",
+        ),
+    ] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Only run the model, over one batch.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Do a few real steps here and correct by them.")
+    ] = False,
+    device: DeviceOption = "",
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Say how much memory a worker of this job will need.
+
+    The steps are played with tensors that have shapes and no memory, so the model may be larger
+    than this machine. Shapes come from one row of the job's data.
+    """
+    with reporting():
+        memory = estimate_memory(
+            load_job(job_path, overrides or []),
+            num_workers=workers,
+            inference=inference,
+            measure=measure,
+            device=device,
+            import_path=import_folders(job_path),
+        )
+        print(json.dumps(asdict(memory)) if form is Format.JSON else memory)
+
+
+def recommend(  # noqa: PLR0913  (each parameter is an option of the command line)
+    job_path: JobArgument,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Of each worker, such as 8GB or 512MiB; with --coordinator what they have.",
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            metavar="N",
+            min=1,
+            help="How many; 1 if not set, with --coordinator all there are.",
+        ),
+    ] = None,
+    coordinator: OptionalCoordinatorOption = None,
+    proof: Proof = PLAINTEXT,
+    device: DeviceOption = "",
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Say with which settings a job fits its workers' memory.
+
+    Exit code: 0 when it fits, 1 when nothing does.
+    """
+    with reporting():
+        settings = recommend_settings(
+            load_job(job_path, overrides or []),
+            memory_bytes=None if memory is None else size_bytes(memory, "memory"),
+            num_workers=workers,
+            workers=workers_of(coordinator, proof),
+            device=device,
+            import_path=import_folders(job_path),
+        )
+        if form is Format.JSON:
+            print(json.dumps(asdict(settings)))
+        else:
+            print("\n".join(settings.reasons))
+            print(f"execution: {json.dumps(settings.execution)}")
+            print(f"strategy: {json.dumps(settings.strategy)}")
+            print(settings.estimate)
+    if not settings.fits:
+        raise typer.Exit(1)
+
+
+def workers_of(coordinator: str | None, proof: Proof) -> tuple[Worker, ...] | None:
+    """Return the workers of a coordinator; None without one."""
+    if coordinator is None:
+        return None
+    with client_of(coordinator, proof) as client:
+        return tuple(client.workers())
+
+
+# ---- check command ----
+
+
+def check(
+    job_path: JobArgument,
+    overrides: SetOption = None,
+    coordinator: OptionalCoordinatorOption = None,
+    proof: Proof = PLAINTEXT,
+    device: DeviceOption = "",
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Find the faults of a job, all at once, before it is submitted.
+
+    Tries a little of each part here, in a process of its own: all fields, all entry points, the
+    model with its groups, the data (made twice, and compared), some rows from all over each split,
+    one real step (with partition_state two more, of a worker that keeps a slice), a step from a
+    saved state, the metrics, and how much memory is needed. What other rows or later steps lead
+    into is found by the run alone. Submits nothing.
+
+    Each row is printed as it is found, as JSON all together. What takes long is told with its
+    place, at Ctrl-C too.
+
+    Exit code: 0 without a fault (there may be warnings), else 1.
+    """
+    so_far, console = list[Finding](), make_console()
+
+    def tell(finding: Finding) -> None:
+        so_far.append(finding)
+        if form is Format.TEXT:
+            tables.print_finding(console, finding, is_first=len(so_far) == 1)
+
+    with reporting():
+        workers = workers_of(coordinator, proof)
+        try:
+            check_job(
+                lambda: load_job(job_path, overrides or []),
+                workers=workers,
+                device=device,
+                import_path=import_folders(job_path),
+                tell=tell,
+                complain=complain,
+            )
+        finally:
+            if form is Format.JSON:
+                print(tables.many_to_json(so_far))
+    if any(finding.level is Level.FAIL for finding in so_far):
+        raise typer.Exit(FAILED)
+
+
+# ---- export command ----
+#
+# The command that writes a run in the form of another program: its model, or its history.
+
+ModelForm = Literal["hf", "torch-export", "onnx"]
+MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
+
+
+def _forms(incomplete: str) -> list[str]:
+    """Return the beginnings of what names a form and its target."""
+    forms = [f"{name}:" for name in MODEL_FORMS]
+    return [*(each for each in forms if each.startswith(incomplete)), *sink_forms(incomplete)]
+
+
+def export(  # noqa: PLR0913  (each parameter is an option of the command line)
+    run_id: RunArgument,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORM:TARGET",
+            help="In which form, and where.",
+            autocompletion=_forms,
+        ),
+    ],
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    which: WhichOption = "final",
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", metavar="SIZE", help="Of hf: the largest file.")
+    ] = "5GB",
+    import_path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--import-path", metavar="DIR", help="Where your modules are; this folder if not set."
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Of a history: go on until the run ends.")
+    ] = False,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Write a run's model or history for other programs.
+
+    A model is built on this machine by your code, so both it and torch have to be here, and
+    nothing may be there yet. hf:FOLDER, which from_pretrained loads; tied weights once, config.json
+    of the model. torch-export:FILE, for torch.export.load. onnx:FILE, which needs onnx and
+    onnxscript here. In the last two the number of rows is free; they are run with two, and compared
+    with the model.
+
+    The history of the steps, with evaluations: csv:FILE, jsonl:FILE, tensorboard:FOLDER,
+    mlflow:URI, wandb:PROJECT. What is there already of the run is completed.
+
+    Exit code: 1 also where a history is not written to its end.
+    """
+    name, _, target = to.partition(":")
+    with connected(coordinator, proof) as client:
+        if name not in (*MODEL_FORMS, *sink_names()):
+            raise InvalidInputError.at("--to", not_one_of(name, [*MODEL_FORMS, *sink_names()]))
+        if not target:
+            raise InvalidInputError.at("--to", f"{to!r} names no target; write {name}:TARGET")
+        if name not in MODEL_FORMS:
+            _export_history(client.get(run_id), to, form, follow=follow)
+            return
+        run, path = client.get(run_id), Path(target)
+        written = run.export(
+            path,
+            cast(ModelForm, name),
+            which,
+            shard_size=shard_size,
+            import_path=import_path or (),
+        )
+    said = {"path": str(path), "difference": written.difference, "inputs": written.inputs}
+    for text in _texts(name, written) if form is Format.TEXT else [json.dumps(said)]:
+        print_line(make_console(), text)
+
+
+def _export_history(run: RunHandle, to: str, form: Format, *, follow: bool) -> None:
+    with LogOutlets(run, {to: sink_of(to)}, complain) as outlets:
+        for item in run.watch(run.status().event_index) if follow else ():
+            outlets.take(item)
+    if outlets.problems:
+        raise typer.Exit(FAILED)
+    text = to if form is Format.TEXT else json.dumps({"to": to})
+    print_line(make_console(), text)
+
+
+def _texts(name: str, written: ExportedModel) -> Iterator[str]:
+    if name == "hf":
+        yield str(written.path)
+        return
+    difference = f"{written.difference:.3g}"
+    yield f"{written.path}: its outputs differ from the model's by at most {difference}"
+    takes = ", ".join(written.inputs)
+    yield f"takes {takes}: any number of rows; the other sizes are fixed to those of the data"
+
+
+# ---- code commands ----
+#
+# Commands about code that travels with jobs: its digest, and signatures of it.
+#
+# They read and write files on this machine and open no connection.
+
+code = typer.Typer(help="Code that travels with jobs.", no_args_is_help=True)
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(metavar="SOURCE", help="A job file, whose `code` is meant, or a folder."),
+]
+
+
+@code.command("digest")
+def print_digest(source: SourceArgument = Path()) -> None:
+    """Print the digest of code, as `--allow-code digests:FILE` of a worker lists it.
+
+    It depends on the names and the contents of the files, and on nothing else.
+    """
+    with reporting():
+        print(_digest_of(source))
+
+
+@code.command("keygen")
+def make_signing_keys(
+    private: Annotated[Path, typer.Argument(metavar="FILE", help="The private key, a new file.")],
+) -> None:
+    """Make a pair of keys to sign code with: FILE and FILE.pub.
+
+    FILE.pub belongs into the file that a worker's `--allow-code signed:FILE` names; several keys
+    stand there one after another.
+    """
+    with reporting():
+        public = private.with_name(f"{private.name}.pub")
+        make_keys(private, public)
+        print(f"{private}: the private key, for `stratagem code sign --key`")
+        print(f"{public}: the public key, for workers")
+
+
+@code.command("sign")
+def sign(
+    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="Of `code keygen`.")],
+    source: SourceArgument = Path(),
+) -> None:
+    """Print the signature of code, for `code.signature` of the job."""
+    with reporting():
+        print(signature_of(_digest_of(source), key))
+
+
+def _digest_of(source: Path) -> Digest:
+    if source.is_dir():
+        return digest_of(bundle_of(CodeSpec(path=str(source))))
+    spec = load_job(source).code
+    if spec is None:
+        raise InvalidInputError.at("code", f"{source} has none; add `code: .`")
+    return spec.digest or digest_of(bundle_of(spec))

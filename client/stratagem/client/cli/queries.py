@@ -1,0 +1,424 @@
+"""Commands that ask about runs and workers, or give a run one order."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from fnmatch import fnmatchcase
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from stratagem.client.cli.shared import (
+    CoordinatorOption,
+    Format,
+    FormatOption,
+    RunArgument,
+    RunsArgument,
+    WhichOption,
+    complain,
+    make_console,
+    print_line,
+    reporting,
+)
+from stratagem.client.course.population import Population, replayed
+from stratagem.client.course.views import LogLine, Phase, RunStatus
+from stratagem.client.report.pages import comparison_page
+from stratagem.client.report.run import time_text
+from stratagem.client.sdk.blocking import Client
+from stratagem.client.sdk.client import DEFAULT_ADDRESS
+from stratagem.client.terminal import tables
+from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.base.text import counted, values_text
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
+
+# ---- query commands ----
+
+
+@contextmanager
+def connected(coordinator: str, proof: Proof) -> Iterator[Client]:
+    """A client whose errors end the command."""
+    with reporting(), client_of(coordinator, proof) as client:
+        yield client
+
+
+def client_of(coordinator: str, proof: Proof) -> Client:
+    """A client of a coordinator that is shown a proof."""
+    return Client(coordinator, tls=proof.tls, token_file=proof.token_file)
+
+
+def list_runs(
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+    phase: Annotated[
+        list[Phase] | None,
+        typer.Option("--phase", case_sensitive=False, help="Only runs in this phase; repeatable."),
+    ] = None,
+    name: Annotated[
+        str,
+        typer.Option("--name", metavar="PATTERN", help="Only runs of this name; * is any text."),
+    ] = "*",
+    strategy: Annotated[
+        str,
+        typer.Option("--strategy", metavar="BEGIN", help="Only of a strategy that begins so."),
+    ] = "",
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=0, help="At most so many; 0 for all.")
+    ] = 50,
+) -> None:
+    """List the runs, newest first: one line per run.
+
+    A line is cut where a terminal is narrower; a file gets all of it.
+    """
+
+    def is_wanted(run: RunStatus) -> bool:
+        is_named = fnmatchcase(run.name, name) or fnmatchcase(run.run_id, name)
+        is_so = run.strategy.lower().startswith(strategy.lower())
+        return is_named and is_so and (not phase or run.phase in phase)
+
+    with connected(coordinator, proof) as client:
+        known = client.runs()
+        runs = tuple(islice(filter(is_wanted, known), limit or None))
+        if known and not runs:
+            complain(_none_of(known))
+        if form is Format.JSON:
+            print(tables.many_to_json(runs))
+        else:
+            tables.print_runs(make_console(), runs)
+
+
+def _none_of(known: Sequence[RunStatus]) -> str:
+    """Return that no run is as asked for, and what the runs are."""
+    phases = ", ".join(sorted({str(run.phase) for run in known}))
+    strategies = ", ".join(sorted({run.strategy for run in known}))
+    return f"of {counted(len(known), 'run')} none is so; phases: {phases}; strategies: {strategies}"
+
+
+def status(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Show a run: phase and why, progress, metrics, commits."""
+    with connected(coordinator, proof) as client:
+        run_status = client.get(run_id).status()
+        if form is Format.JSON:
+            print(tables.to_json(run_status))
+        else:
+            tables.print_status(make_console(), run_status)
+
+
+def workers(
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """List the workers: registered, and refused with the reason."""
+    with connected(coordinator, proof) as client:
+        listed, refused = client.workers(), client.refused_workers()
+        if form is Format.JSON:
+            print(tables.many_to_json([*listed, *refused]))
+        else:
+            tables.print_workers(make_console(), listed, refused)
+
+
+def logs(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as lines come, until the run ends.")
+    ] = False,
+    worker: Annotated[
+        str, typer.Option("--worker", metavar="NAME", help="Only lines of this worker.")
+    ] = "",
+) -> None:
+    """Print the events of a run, and what your code has printed.
+
+    What your code has printed comes from all workers, with their names.
+    """
+    with connected(coordinator, proof) as client:
+        console, run, is_empty = make_console(), client.get(run_id), True
+        for line in run.logs(follow=follow, worker=worker):
+            print_line(console, _log_text(line) if form is Format.TEXT else tables.to_json(line))
+            is_empty = False
+        if worker and is_empty:
+            known = ", ".join(sorted({line.worker_id for line in run.logs()} - {""}))
+            complain(f"no line of worker {worker!r}; there are lines of {known or 'no worker'}")
+
+
+def stop(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Stop a run. Its last commit stays: `stratagem resume RUN` goes on from there."""
+    with connected(coordinator, proof) as client:
+        handle = client.get(run_id)
+        phase = handle.status().phase
+        if phase.is_final:
+            complain(f"run {run_id} has ended already: {phase}")
+            return
+        handle.cancel()
+        complain(f"run {run_id} is stopping; go on later with: stratagem resume {run_id}")
+
+
+def delete(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Delete a run that has ended, with its states and its log."""
+    with connected(coordinator, proof) as client:
+        client.get(run_id).delete()
+        complain(f"run {run_id} is deleted")
+
+
+def pin(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Keep a run from expiring and being deleted, until unpinned."""
+    with connected(coordinator, proof) as client:
+        client.get(run_id).pin()
+        complain(f"run {run_id} is pinned")
+
+
+def unpin(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Let a pinned run be deleted again, and expire."""
+    with connected(coordinator, proof) as client:
+        client.get(run_id).pin(False)
+        complain(f"run {run_id} is not pinned any more")
+
+
+def backup(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A new folder, or that of an earlier backup.")
+    ],
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Copy the journal and all states while the coordinator goes on.
+
+    Into the folder of an earlier backup only what is new is copied. Needs the scope admin. Make a
+    coordinator's data of it with `stratagem restore`.
+    """
+    with connected(coordinator, proof) as client:
+        done = client.back_up(folder)
+    complain(
+        f"{folder}: the journal of term {done.term} ({done.journal_bytes:,} bytes) and "
+        f"{done.num_blobs} blobs, {done.num_copied} of them new"
+    )
+
+
+def download(  # noqa: PLR0913  (each parameter is an option of the command line)
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    which: WhichOption = "final",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="RUN.safetensors if not named."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="Write what the workers recorded instead."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Only the model, under all names of its state_dict().")
+    ] = False,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--shard-size",
+            metavar="SIZE",
+            help="The plain model as a folder of files of this much data each, such as 5GB.",
+        ),
+    ] = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Write a committed state of a run as a safetensors file.
+
+    It holds what the run goes on from: the optimizer's state, too, and tied weights once. With
+    --plain it is the model's state_dict(), for any program that reads safetensors.
+
+    With --shard-size that model is a new folder, RUN if not named: files of whole tensors and
+    model.safetensors.index.json, for from_pretrained and torch.distributed.checkpoint. A tensor
+    larger than SIZE has a file of its own.
+
+    With --profile FILE the trace of a run with `execution.profiling: true`, as JSON for
+    ui.perfetto.dev or chrome://tracing: one row for each worker, in one clock.
+    """
+    with connected(coordinator, proof) as client:
+        run = client.get(run_id)
+        if profile is not None and shard_size is not None:
+            text = "a trace is one file; not with --profile"
+            raise InvalidInputError.at("--shard-size", text)
+        if profile is not None:
+            path = run.download_profile(profile)
+        else:
+            named = output or Path(f"{run_id}.safetensors" if shard_size is None else run_id)
+            path = run.download(named, which, plain=plain, shard_size=shard_size)
+        files = path.iterdir() if path.is_dir() else (path,)
+        written = {"path": str(path), "size_bytes": sum(each.stat().st_size for each in files)}
+        print_line(make_console(), str(path) if form is Format.TEXT else json.dumps(written))
+
+
+def _log_text(line: LogLine) -> str:
+    when = datetime.fromtimestamp(line.time_s).strftime("%H:%M:%S")
+    return f"{when} {line.worker_id or 'coordinator'} {line.level} {line.text}"
+
+
+# ---- course commands ----
+#
+# Commands that show the course of a run: its report, and the generations of a population.
+
+
+def report(
+    run_ids: RunsArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="RUN.html if not named, of several runs comparison.html.",
+        ),
+    ] = None,
+) -> None:
+    """Write a run, or a comparison of up to 8, as one page of HTML.
+
+    That of a run holds curves, a panel for the strategy, the events and the job; an error of your
+    code comes first. That of several holds what they have reached, the fields in which their jobs
+    differ, and curves with a line for each. Neither needs scripts or a network, and both print
+    well. Of a run that goes on they show what has happened so far.
+    """
+    with connected(coordinator, proof) as client:
+        if len(run_ids) == 1:
+            path = client.get(run_ids[0]).report(output or Path(f"{run_ids[0]}.html"))
+        else:
+            path = output or Path("comparison.html")
+            text = comparison_page(client.compare(run_ids), time_text(time.time()))
+            path.write_text(text, encoding="utf-8")
+        print_line(make_console(), str(path))
+
+
+def population(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(
+            "--schedule", metavar="FILE", help="Write a job that trains the winner again."
+        ),
+    ] = None,
+) -> None:
+    """Show the generations of a population, and its winner.
+
+    The lineage names, generation by generation, the member whose state the winner's comes from; the
+    schedule all hyperparameters that this state was trained with.
+
+    --schedule writes it as a job without a population: `stratagem run FILE` ends with the winner's
+    state, to the bit. A FILE.json is JSON, any other YAML; what is there already is left alone.
+    """
+    with connected(coordinator, proof) as client:
+        if schedule is not None and schedule.exists():
+            text = f"{schedule} is there already; nothing was written"
+            raise InvalidInputError.at("--schedule", text)
+        run = client.get(run_id)
+        found = run.population()
+        if not found.generations:
+            raise NotFoundError(f"run {run_id} is no population, or has not begun")
+        if schedule is not None:
+            document = replayed(found, run.status().job).document()
+            is_json = schedule.suffix == ".json"
+            text = json.dumps(document) if is_json else yaml.safe_dump(document, sort_keys=False)
+            schedule.write_text(text, encoding="utf-8")
+        if form is Format.JSON:
+            print(json.dumps(_as_json(found), allow_nan=False))
+        else:
+            _print(make_console(), found)
+            if schedule is not None:
+                print_line(make_console(), f"schedule written to {schedule}")
+
+
+def _print(console: Console, found: Population) -> None:
+    table = Table("generation", "best", found.metric, "median", "copies", box=box.SIMPLE_HEAD)
+    for generation, following in zip_longest(found.generations, found.generations[1:]):
+        scores = sorted(m.score for m in generation.members if m.score is not None)
+        best = None if generation.best is None else generation.of(generation.best)
+        begun = () if following is None else following.members
+        copies = [f"{m.member} from {m.parent}" for m in begun if m.parent != m.member]
+        table.add_row(
+            str(generation.number),
+            "" if best is None else f"member {best.member}",
+            "" if best is None or best.score is None else f"{best.score:.4g}",
+            f"{scores[len(scores) // 2]:.4g}" if scores else "",
+            ", ".join(copies),
+        )
+    console.print(table)
+    winner = found.best
+    if winner is None:
+        return
+    print_line(console, f"best: {winner}")
+    lineage = found.lineage(winner.member, winner.generation)
+    print_line(console, f"lineage: {' > '.join(f'member {member}' for member in lineage)}")
+    for step, params in found.schedule(winner.member, winner.generation):
+        print_line(console, f"from step {step}: {values_text(params)}")
+
+
+def _as_json(found: Population) -> dict[str, object]:
+    best = found.best
+    generations = [
+        {
+            "generation": generation.number,
+            "best": generation.best,
+            "step": generation.step,
+            "members": [
+                {
+                    "member": each.member,
+                    "parent": each.parent,
+                    "score": each.score,
+                    "params": dict(each.params),
+                }
+                for each in generation.members
+            ],
+        }
+        for generation in found.generations
+    ]
+    winner = None
+    if best is not None:
+        schedule = found.schedule(best.member, best.generation)
+        winner = {
+            "generation": best.generation,
+            "member": best.member,
+            "score": best.score,
+            "params": dict(best.params),
+            "lineage": found.lineage(best.member, best.generation),
+            "schedule": [{"from_step": step, "params": dict(params)} for step, params in schedule],
+        }
+    return {
+        "metric": found.metric,
+        "mode": found.mode,
+        "generations": generations,
+        "best": winner,
+    }

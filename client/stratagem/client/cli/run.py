@@ -1,0 +1,426 @@
+"""Commands that follow a run to its end: run, attach, watch, resume.
+
+Owns what Ctrl-C means. A run on a cluster that this command started is stopped, and can be resumed;
+a run on someone else's coordinator goes on without us.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from stratagem.client.cli.queries import client_of, connected
+from stratagem.client.cli.shared import (
+    DATA_DIR,
+    CoordinatorOption,
+    DataDirOption,
+    Detail,
+    Format,
+    FormatOption,
+    LocalOption,
+    LogToOption,
+    QuietOption,
+    RunArgument,
+    RunDisplay,
+    TagOption,
+    ThreadsOption,
+    VerboseOption,
+    WebOption,
+    complain,
+    doing,
+    make_console,
+    print_items,
+    print_line,
+    reporting,
+    show,
+    tag_arguments,
+)
+from stratagem.client.course.views import Event
+from stratagem.client.dashboard.start import page_beside
+from stratagem.client.local.cluster import LocalCluster, LocalRun, threads_each
+from stratagem.client.sdk.blocking import Client, RunHandle
+from stratagem.client.sdk.client import DEFAULT_ADDRESS
+from stratagem.client.sdk.torch_process import import_folders
+from stratagem.client.sinks.outlet import LogOutlets, sinks_of
+from stratagem.client.sinks.sink import Sink
+from stratagem.client.terminal import tables
+from stratagem.client.terminal.completion import event_kinds
+from stratagem.client.terminal.followed import FollowedRun
+from stratagem.common.base.errors import InvalidInputError, RunFailedError
+from stratagem.common.base.ids import check_run_id, new_run_id
+from stratagem.common.base.text import counted
+from stratagem.common.job import entry_points, load_job, with_fields
+from stratagem.common.process.cpu_threads import ThreadChoice
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
+
+LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
+"""A worker of a local cluster that was killed is back in a few seconds."""
+
+JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="A YAML, TOML or JSON file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="A.B=VALUE",
+        help="Override a field of the job; null: its default; repeatable.",
+    ),
+]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Print the run id and return; the run goes on.")
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write the final state to this file."),
+]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write a page of HTML about the run at its end."),
+]
+RunIdOption = Annotated[
+    str | None,
+    typer.Option("--run-id", metavar="ID", help="Choose the id; made from the name if not given."),
+]
+
+
+def run(  # noqa: PLR0913  (each parameter is an option of the command line)
+    job_path: JobArgument,
+    local: LocalOption = None,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    overrides: SetOption = None,
+    detach: DetachOption = False,
+    output: OutputOption = None,
+    report: ReportOption = None,
+    run_id: RunIdOption = None,
+    data_dir: DataDirOption = DATA_DIR,
+    form: FormatOption = Format.TEXT,
+    tag: TagOption = None,
+    threads: ThreadsOption = None,
+    log_to: LogToOption = None,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
+    web: WebOption = False,
+) -> None:
+    """Submit a job and follow its run to the end.
+
+    On a terminal one line shows how far the run is, and a line stays for each segment, round or
+    generation; elsewhere there is a line every 5 s, and one for all that goes wrong. What is logged
+    with --log-to changes neither the run nor the exit code.
+
+    With --local N everything runs on this machine, for this command only; workers import your
+    modules from this folder and from the folder of the job file. Ctrl-C then stops the run: its
+    last commit stays, and `stratagem resume RUN --local N` goes on from there. No further worker
+    will come, so a run that has none that fit fails after 30 s, unless placement_timeout_s is set.
+
+    Against a coordinator Ctrl-C only detaches: the run goes on, and `stratagem attach RUN` shows
+    it again.
+
+    Exit code: 0 completed, 1 failed, 130 interrupted.
+    """
+    with reporting():
+        if local is not None and detach:
+            raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
+        if detach and report is not None:
+            raise InvalidInputError("--report is of the end of the run; leave out --detach")
+        for option, given in (("--tag", tag), ("--threads", threads)):
+            if local is None and given:
+                raise InvalidInputError(f"{option} is of local workers; give --local N")
+        if detach and log_to:
+            raise InvalidInputError(
+                "--detach follows nothing that could be logged; "
+                "use `stratagem export RUN --to SINK:TARGET --follow`"
+            )
+        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
+        sinks = sinks_of(log_to or ())
+        job = load_job(job_path, overrides or [])
+        chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
+
+        def submitted(client: Client) -> RunHandle:
+            return client.submit(job, chosen, import_path=import_folders(job_path))
+
+        if local is None:
+            page = page_beside(coordinator, proof, is_wanted=web)
+            with client_of(coordinator, proof) as client, page:
+                with view.doing(f"submitting {chosen} to {coordinator}"):
+                    handle = submitted(client)
+                following = _Following(handle, view, output, report=report, sinks=sinks)
+                _follow_remote(following, coordinator, detach=detach)
+            return
+        if job.placement_timeout_s is None:
+            job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
+        folders = tuple(map(str, import_folders(job_path)))
+        allow_code = "none" if job.code is None else "any"
+        each = threads_each(threads)
+        known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, each.number)
+        with (
+            _local_client(known, each, local, data_dir, view) as client,
+            page_beside(client.address, is_wanted=web),
+        ):
+            known.save(data_dir, chosen)
+            with view.doing(f"submitting {chosen}"):
+                handle = submitted(client)
+            following = _Following(handle, view, output, report=report, sinks=sinks)
+            _follow_local(replace(following, threads=known.threads), local, data_dir)
+
+
+def attach(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Show a run until it ends. Ctrl-C detaches; the run goes on.
+
+    What has happened before is counted; `stratagem watch RUN` prints it.
+    """
+    with connected(coordinator, proof) as client:
+        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
+        handle = client.get(run_id)
+        is_all_told = view.detail is Detail.EVENTS or form is Format.JSON
+        known = 0 if is_all_told else handle.status().event_index + 1
+        _follow_remote(_Following(handle, view, known=known), coordinator)
+
+
+def watch(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+    from_index: Annotated[
+        int, typer.Option("--from-index", metavar="N", min=0, help="The first event to print.")
+    ] = 0,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kind",
+            metavar="KIND",
+            help="Only events such as SegmentFinished; repeatable.",
+            autocompletion=event_kinds,
+        ),
+    ] = None,
+    newest: Annotated[
+        int | None,
+        typer.Option(
+            "--newest", metavar="N", min=1, help="Only the newest N, newest first, and no more."
+        ),
+    ] = None,
+) -> None:
+    """Print the events of a run as they happen, until it ends.
+
+    Ctrl-C only stops printing.
+    """
+    with connected(coordinator, proof) as client:
+        run, kinds, backwards = client.get(run_id), kind or (), newest is not None
+        items = run.watch(from_index, kinds=kinds, limit=newest, newest_first=backwards)
+        console = make_console()
+        for item in items:
+            if form is Format.JSON:
+                print_items(console, [item])
+            elif isinstance(item, Event):
+                print_line(console, f"{item.index:>5}  {item.phase:<10}  {item.sentence}")
+
+
+def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
+    run_id: RunArgument,
+    local: LocalOption = None,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    detach: DetachOption = False,
+    data_dir: DataDirOption = DATA_DIR,
+    form: FormatOption = Format.TEXT,
+    from_segment: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            metavar="SEGMENT",
+            min=0,
+            help="Go on from this commit; later steps are trained again. `status` lists them.",
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    new_run_id: Annotated[
+        str | None,
+        typer.Option("--run-id", metavar="ID", help="Choose the id of the new run of --set."),
+    ] = None,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Go on with a run that has ended, or train it for longer.
+
+    It goes on from its last commit, or from the one that --from names, and is followed to its end.
+    A run that has not ended goes on anyway: it is only followed, as by `stratagem attach`.
+
+    With --set a new run goes on from that commit, with its optimizer, its schedule and its step:
+    `resume RUN --set epochs=20`. The length of the training, the optimizer's numbers, its schedule
+    and the evaluation may be others; model, data, batch size, seed and strategy stay.
+
+    With --local N for a run that was started with --local, in the same folder. Each worker has as
+    many threads as then, so the bits stay, however many workers there are now.
+    """
+    with reporting():
+        if new_run_id is not None and not overrides:
+            raise InvalidInputError("--run-id is of the new run that --set begins; give --set")
+        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
+        asked = _Resumption(run_id, from_segment, overrides or [], new_run_id)
+        if local is None:
+            with client_of(coordinator, proof) as client:
+                handle, from_index = asked.begin(client)
+                following = _Following(handle, view, from_index=from_index)
+                _follow_remote(following, coordinator, detach=detach)
+            return
+        known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(asked.overrides)
+        each = known.threads_of(local)
+        known = replace(known, threads=each.number)
+        with _local_client(known, each, local, data_dir, view) as client:
+            handle, from_index = asked.begin(client)
+            known.save(data_dir, handle.run_id)
+            following = _Following(handle, view, from_index=from_index, threads=known.threads)
+            _follow_local(following, local, data_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumption:
+    """The run to go on with, and how."""
+
+    run_id: str
+    segment: int | None
+    overrides: list[str]
+    new_run_id: str | None
+
+    def begin(self, client: Client) -> tuple[RunHandle, int]:
+        """Return the run that goes on, and the index of its first event from now on."""
+        if not self.overrides:
+            return _resumed(client, self.run_id, self.segment)
+        handle = client.resume_as(
+            self.run_id, self.overrides, from_segment=self.segment, new_run_id=self.new_run_id
+        )
+        return handle, 0
+
+
+def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
+    """Return the run, going on, and the index of its first event from now on."""
+    handle = client.get(run_id)
+    before = handle.status()
+    # Its cluster may have been killed while it ran: then it goes on by itself.
+    if not before.phase.is_final and segment is None:
+        return handle, before.event_index
+    handle.resume(segment)
+    return handle, before.event_index + 1
+
+
+# ---- following ----
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """How, and how much, a command shows."""
+
+    form: Format
+    detail: Detail
+
+    def doing(self, text: str, *, stays: bool = False) -> AbstractContextManager[None]:
+        """Say what is being done while it is."""
+        return doing(text, self.form, self.detail, stays=stays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """A run that is shown to its end."""
+
+    handle: RunHandle
+    view: _View
+    output: Path | None = None
+    from_index: int = 0
+    known: int = 0
+    """Events before this index are counted, and not shown."""
+    report: Path | None = None
+    """Where a page about the run is written at its end, however it ends."""
+    sinks: Mapping[str, Sink] = field(default_factory=dict)
+    """By the text that names it."""
+    threads: int | None = None
+    """Of each worker, where this command has started them."""
+
+    def say_why(self) -> None:
+        """Say what submitting the job has found out or decided."""
+        if self.handle.note:
+            complain(self.handle.note)
+
+    def to_the_end(self) -> None:
+        """Show the run, then its result; raises what result() raises."""
+        handle, console, form = self.handle, make_console(), self.view.form
+        self.say_why()
+        shown = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.known)
+        with LogOutlets(handle, self.sinks, complain) as outlets:
+            show(console, form, map(outlets.take, handle.watch(self.from_index)), shown)
+        if form is Format.JSON:
+            print_line(console, tables.to_json(handle.status(), type="status"))
+        if self.report is not None:
+            handle.report(self.report)
+        result = handle.result()
+        if self.output is not None:
+            result.download(self.output)
+        if form is Format.TEXT:
+            tables.print_status(console, result.status, self.threads)
+            if self.output is not None:
+                print_line(console, f"state written to {self.output}")
+            if self.report is not None:
+                print_line(console, f"report written to {self.report}")
+
+
+def _follow_remote(following: _Following, coordinator: str, *, detach: bool = False) -> None:
+    run_id = following.handle.run_id
+    if detach:
+        following.say_why()
+        text = run_id if following.view.form is Format.TEXT else json.dumps({"run_id": run_id})
+        print_line(make_console(), text)
+        return
+    try:
+        following.to_the_end()
+    except KeyboardInterrupt:
+        complain(f"detached; run {run_id} goes on at {coordinator}")
+        complain(f"see it again with: stratagem attach {run_id} --coordinator {coordinator}")
+        raise
+
+
+def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
+    handle = following.handle
+    try:
+        following.to_the_end()
+    except KeyboardInterrupt:
+        complain(f"stopping run {handle.run_id}")
+        handle.cancel()
+        with suppress(RunFailedError):  # it was cancelled, as we asked
+            handle.result()
+        commit = handle.status().commit()
+        kept = "nothing was committed yet" if commit is None else f"step {commit.step} is kept"
+        where = "" if data_dir == DATA_DIR else f" --data-dir {shlex.quote(str(data_dir))}"
+        resume = f"stratagem resume {handle.run_id} --local {local}{where}"
+        complain(f"stopped; {kept}; go on with: {resume}")
+        raise
+
+
+@contextmanager
+def _local_client(
+    known: LocalRun, each: ThreadChoice, workers: int, data_dir: Path, view: _View
+) -> Iterator[Client]:
+    cluster = LocalCluster(
+        workers=workers,
+        data_dir=data_dir,
+        allow=known.allow,
+        allow_code=known.allow_code,
+        import_path=tuple(Path(folder) for folder in known.import_path),
+        threads=each.number,
+        worker_arguments=tag_arguments(known.tags, workers),
+    )
+    who = f"a coordinator and {counted(workers, 'worker')} on this machine, {each.each}"
+    with ExitStack() as stack:
+        with view.doing(f"starting {who}", stays=True):
+            stack.enter_context(cluster)
+        yield stack.enter_context(cluster.client())

@@ -1,0 +1,336 @@
+"""Commands that run servers: a whole local cluster, a page, one coordinator or worker process."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand
+
+from stratagem.client.cli.shared import (
+    DATA_DIR,
+    FAILED,
+    CoordinatorOption,
+    DataDirOption,
+    Format,
+    FormatOption,
+    TagOption,
+    ThreadsOption,
+    WebOption,
+    make_console,
+    reporting,
+    tag_arguments,
+)
+from stratagem.client.dashboard.start import DEFAULT_LISTEN, page_beside, page_of
+from stratagem.client.local.cluster import LocalCluster, threads_each
+from stratagem.client.sdk.client import DEFAULT_ADDRESS
+from stratagem.client.sdk.doctor import examine
+from stratagem.client.terminal import tables
+from stratagem.common.base.errors import IntegrityError, InvalidInputError
+from stratagem.common.base.text import counted, split_address
+from stratagem.common.identity.audit import check_lines, hashes
+from stratagem.common.observe.findings import Finding, Level
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
+from stratagem.common.rpc.health_probe import TIMEOUT_S, health_of, is_healthy
+
+# ---- server commands ----
+
+
+def up(  # noqa: PLR0913  (each parameter is an option of the command line)
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, help="How many workers.")
+    ] = 2,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the coordinator serves.")
+    ] = DEFAULT_ADDRESS,
+    data_dir: DataDirOption = DATA_DIR,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="MODULE:NAME",
+            help="Entry points that jobs may name; all if none is given; repeatable.",
+        ),
+    ] = None,
+    import_path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--import-path",
+            metavar="DIR",
+            help="A folder of your modules; this one if none is given; repeatable.",
+        ),
+    ] = None,
+    threads: ThreadsOption = None,
+    tag: TagOption = None,
+    web: WebOption = False,
+) -> None:
+    """Run a coordinator and workers here, until Ctrl-C or SIGTERM."""
+    with reporting():
+        cluster = LocalCluster(
+            workers=workers,
+            data_dir=data_dir,
+            allow=allow or ("*:*",),
+            import_path=import_path or (Path.cwd(),),
+            data_root=import_path or (Path.cwd(),),
+            threads=threads,
+            listen=listen,
+            worker_arguments=tag_arguments(tag or (), workers),
+        )
+        signal.signal(signal.SIGTERM, _interrupt)
+        with cluster, page_beside(cluster.address, is_wanted=web):
+            who = f"{counted(workers, 'worker')}, {threads_each(threads).each}"
+            print(f"coordinator at {cluster.address}, {who}, state in {data_dir}")
+            print("submit with: stratagem run JOB.yaml; stop with Ctrl-C or SIGTERM", flush=True)
+            while True:
+                signal.pause()
+
+
+def dashboard(  # noqa: PLR0913  (each parameter is an option of the command line)
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the page is served.")
+    ] = DEFAULT_LISTEN,
+    operate: Annotated[
+        bool,
+        typer.Option("--operate", help="Buttons stop, resume and delete runs, as you may."),
+    ] = False,
+    page_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--page-token-file",
+            metavar="FILE",
+            help="What browsers have to show; unless given, made for this start.",
+        ),
+    ] = None,
+    page_tls_cert: Annotated[
+        Path | None,
+        typer.Option("--page-tls-cert", metavar="FILE", help="The certificate of the page."),
+    ] = None,
+    page_tls_key: Annotated[
+        Path | None, typer.Option("--page-tls-key", metavar="FILE", help="Its key.")
+    ] = None,
+    public_url: Annotated[
+        str,
+        typer.Option(
+            "--public-url", metavar="URL", help="How browsers reach it, where that differs."
+        ),
+    ] = "",
+    behind_proxy: Annotated[
+        bool,
+        typer.Option("--behind-proxy", help="A proxy in front of it speaks TLS to browsers."),
+    ] = False,
+) -> None:
+    """Show runs and workers in the browser, until Ctrl-C or SIGTERM.
+
+    The page is a client like any other, in a process of its own: what it shows is what the
+    coordinator lets you read, and nothing of a run depends on it. It prints the address to open,
+    with a token in it. It only shows, unless --operate is given; then whoever has the token acts
+    as you.
+
+    On 127.0.0.1 only this machine reaches it. Elsewhere it takes --page-token-file, and
+    --page-tls-cert with --page-tls-key or --behind-proxy.
+    """
+    with reporting():
+        server = page_of(
+            coordinator,
+            proof,
+            {
+                "listen": listen,
+                "operates": operate,
+                "token_file": page_token_file,
+                "tls_cert": page_tls_cert,
+                "tls_key": page_tls_key,
+                "public_url": public_url,
+                "behind_proxy": behind_proxy,
+            },
+        )
+        acts = " (its buttons act as you)" if operate else ""
+        signal.signal(signal.SIGTERM, _interrupt)
+        print(f"page of {coordinator} at {server.url}{acts}", flush=True)
+        server.serve()
+
+
+def health(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A --health-port.")],
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0, help="How long to wait for an answer."),
+    ] = TIMEOUT_S,
+) -> None:
+    """Ask the health port of a coordinator or worker.
+
+    Exit code: 0 if it serves, else 1.
+    """
+    with reporting():
+        try:
+            split_address(address)
+        except ValueError as error:
+            raise InvalidInputError.at("address", str(error)) from None
+    answer = health_of(address, timeout)
+    print(answer)
+    raise typer.Exit(0 if is_healthy(answer) else 1)
+
+
+def coordinator(context: typer.Context) -> None:
+    """Run one coordinator process; its options follow.
+
+    `stratagem coordinator --help` lists them.
+    """
+    _become("stratagem.coordinator", context.args)
+
+
+def worker(context: typer.Context) -> None:
+    """Run one worker process; its options follow.
+
+    `stratagem worker --help` lists them.
+    """
+    _become("stratagem.worker", context.args)
+
+
+def restore(context: typer.Context) -> None:
+    """Make a new coordinator's data of a backup; options follow.
+
+    `stratagem restore --help` lists them: those of the coordinator that is started then.
+    """
+    _become("stratagem.coordinator.process.restore", context.args)
+
+
+def _become(module: str, arguments: list[str]) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+# ---- doctor commands ----
+#
+# The command that looks for what is wrong.
+
+WORKER_SETTINGS: Final = "--worker-settings"
+
+
+class DoctorCommand(TyperCommand):
+    """Typer command that passes all after `--worker-settings` on unparsed: these are options of a
+    worker, and not of this command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if WORKER_SETTINGS in args:
+            args.insert(args.index(WORKER_SETTINGS) + 1, "--")
+        return super().parse_args(ctx, args)
+
+
+def doctor(
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+    is_worker: Annotated[
+        bool,
+        typer.Option(
+            WORKER_SETTINGS,
+            help="Examine the settings of a worker instead, here: all that follows is what "
+            "`stratagem worker` would be given, besides STRATAGEM_WORKER_* of the environment.",
+        ),
+    ] = False,
+    worker_options: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORKER OPTION]...", hidden=True)
+    ] = None,
+) -> None:
+    """Say what is wrong with a cluster, and what to do.
+
+    Examines this client, the coordinator and all its workers: connection and latency, versions,
+    certificates, clocks, disks, limits, torch, numerics, and whether workers reach each other.
+    Nothing is changed.
+
+    Exit code: 0 when nothing has failed (there may be warnings), else 1.
+    """
+    if worker_options and not is_worker:
+        raise typer.BadParameter(f"{worker_options[0]} stands for a worker: {WORKER_SETTINGS}")
+    with reporting():
+        if is_worker:
+            findings = _of_worker(worker_options or [])
+        else:
+            findings = asyncio.run(examine(coordinator, proof))
+    if form is Format.JSON:
+        print(tables.many_to_json(findings))
+    else:
+        make_console().print(tables.findings_table(findings))
+    if any(finding.level is Level.FAIL for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def _of_worker(options: Sequence[str]) -> list[Finding]:
+    """Return the findings of a worker's own checks, made by a process of its own that loads torch
+    and the user's modules."""
+    if importlib.util.find_spec("torch") is None:
+        advice = "pip install 'stratagem[worker]', or run this where the worker runs"
+        return [Finding("torch", "worker", Level.FAIL, "is not installed here", advice)]
+    command = [sys.executable, "-m", "stratagem.tools.doctor", *options]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if not ended.stdout.startswith("["):  # --help, or a failure that stderr explains
+        print(ended.stdout, end="")
+        raise typer.Exit(ended.returncode)
+    return [
+        Finding(**{**finding, "level": Level(finding["level"])})
+        for finding in json.loads(ended.stdout)
+    ]
+
+
+# ---- audit command ----
+#
+# The command that checks the audit of a site.
+#
+# It reads a file on this machine and opens no connection.
+
+audit = typer.Typer(help="The audit that a site keeps.", no_args_is_help=True)
+
+
+@audit.callback()
+def _audit() -> None:
+    pass
+
+
+@audit.command("verify")
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The audit, such as audit.jsonl.")],
+    head: Annotated[
+        str, typer.Option(metavar="HASH", help="A last hash noted earlier, which must be in it.")
+    ] = "",
+) -> None:
+    """Check that no line of an audit was changed, removed or put in; name the first one that was.
+
+    The last lines can be cut off unseen: note the last hash elsewhere, and give it as --head later.
+    """
+    with reporting():
+        try:
+            with file.open("rb") as lines:
+                checked = check_lines(lines)
+            if head and not _has(file, head):
+                raise IntegrityError(f"no line has the hash {head}: lines that were there are gone")
+        except OSError as error:
+            raise InvalidInputError(f"{file}: {error.strerror}") from None
+        except IntegrityError as error:
+            raise IntegrityError(f"{file}: {error}") from None
+        print(
+            f"{file}: {counted(checked.num_lines, 'line')}, none changed; last hash {checked.head}"
+        )
+        if checked.num_torn:
+            print(
+                f"a crash has cut off a line {counted(checked.num_torn, 'time')}, as it says there"
+            )
+        if checked.is_torn:
+            print("it ends in a line that a crash has cut off: nothing of that has left the site")
+
+
+def _has(file: Path, head: str) -> bool:
+    with file.open("rb") as lines:
+        return head in hashes(lines)

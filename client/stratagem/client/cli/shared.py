@@ -1,0 +1,474 @@
+"""The options that several commands share, each said once."""
+
+import inspect
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from pathlib import Path
+from typing import Annotated, Any, Final, NoReturn
+
+import structlog
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+from structlog.typing import EventDict, WrappedLogger
+
+from stratagem.client.course.views import Event, Progress
+from stratagem.client.local.cluster import local_names
+from stratagem.client.sdk.client import ADDRESS_VARIABLE, DEFAULT_ADDRESS
+from stratagem.client.terminal.completion import run_ids, sink_forms
+from stratagem.client.terminal.followed import FollowedRun
+from stratagem.client.terminal.line import Milestone, RedrawnLine, live_line, milestone, plain_line
+from stratagem.client.terminal.tables import to_json
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    StratagemError,
+    UnavailableError,
+    UserCodeError,
+)
+from stratagem.common.base.text import printable
+from stratagem.common.identity.tls import tls_files
+from stratagem.common.observe import tracing
+from stratagem.common.rpc.channel import Proof
+from stratagem.common.schema.json import not_one_of
+
+# ---- options ----
+
+DATA_DIR: Final = Path(".stratagem")
+
+
+class Format(StrEnum):
+    """text for people, json for programs (one object per line where output goes on)."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+CoordinatorOption = Annotated[
+    str,
+    typer.Option(
+        "--coordinator",
+        metavar="HOST:PORT[,HOST:PORT]",
+        envvar=ADDRESS_VARIABLE,
+        show_default=DEFAULT_ADDRESS,
+        help="The coordinator to talk to, or several of which one leads.",
+    ),
+]
+OptionalCoordinatorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator", metavar="HOST:PORT", help="Also ask this one, which workers there are."
+    ),
+]
+"""Of commands that do their work without a coordinator."""
+FormatOption = Annotated[Format, typer.Option("--format", help="How to print.")]
+LocalOption = Annotated[
+    int | None,
+    typer.Option(
+        "--local",
+        metavar="N",
+        min=1,
+        help="Use no server: start a coordinator and N workers for this command.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="T",
+        min=1,
+        show_default="OMP_NUM_THREADS, else 1",
+        help="Threads of each worker: several for a large model. Runs have the same bits only with "
+        "the same number.",
+    ),
+]
+TagOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tag",
+        metavar="[WORKER=]TAG",
+        help="A tag of one local worker (worker-0, worker-1, ...) or of all; repeatable.",
+    ),
+]
+DataDirOption = Annotated[
+    Path,
+    typer.Option(
+        "--data-dir", metavar="DIR", help="Where a local cluster keeps journal, states and logs."
+    ),
+]
+TlsCaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        metavar="FILE",
+        envvar="STRATAGEM_TLS_CA",
+        help="Certificates of the authorities that may vouch for the coordinator.",
+    ),
+]
+TlsCertOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert", metavar="FILE", envvar="STRATAGEM_TLS_CERT", help="Your certificate."
+    ),
+]
+TlsKeyOption = Annotated[
+    Path | None,
+    typer.Option("--tls-key", metavar="FILE", envvar="STRATAGEM_TLS_KEY", help="Its key."),
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        envvar="STRATAGEM_TOKEN_FILE",
+        help="A token of yours, in place of a certificate.",
+    ),
+]
+WebOption = Annotated[
+    bool,
+    typer.Option("--web", help="Also show it on a page in the browser, while this command runs."),
+]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The id of a run.", autocompletion=run_ids)
+]
+RunsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN...", help="The ids of runs.", autocompletion=run_ids),
+]
+WhichOption = Annotated[
+    str,
+    typer.Option(
+        "--which",
+        metavar="WHICH",
+        help="final (or the newest so far), best, the number of a segment, average, or "
+        "predictions.",
+    ),
+]
+LogToOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log-to",
+        metavar="SINK:TARGET",
+        help="Log the steps to csv:FILE, jsonl:FILE, tensorboard:FOLDER, mlflow:URI or "
+        "wandb:PROJECT; repeatable.",
+        autocompletion=sink_forms,
+    ),
+]
+
+_PROOF: Final = {
+    "tls_ca": TlsCaOption,
+    "tls_cert": TlsCertOption,
+    "tls_key": TlsKeyOption,
+    "token_file": TokenFileOption,
+}
+
+
+def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str, ...]]:
+    """Arguments for each worker of a local cluster, from TAG (of all) and WORKER=TAG (of one)."""
+    names = local_names(num_workers)
+    tags_by_worker: dict[str, list[str]] = {name: [] for name in names}
+    for pair in tags:
+        worker, _, tag = pair.rpartition("=")
+        if worker and worker not in tags_by_worker:
+            raise InvalidInputError.at("--tag", f"{not_one_of(worker, names)}")
+        if not tag:
+            raise InvalidInputError.at("--tag", f"{pair!r} holds no tag")
+        for name in [worker] if worker else names:
+            tags_by_worker[name].append(tag)
+    return {name: ("--tags", ",".join(of_one)) for name, of_one in tags_by_worker.items() if of_one}
+
+
+def with_proof(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options that make its parameter `proof`, after `coordinator`."""
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    shown: list[inspect.Parameter] = []
+    for parameter in parameters:
+        if parameter.name != "proof":
+            shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        if parameter.name == "coordinator":
+            shown += [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+                )
+                for name, annotation in _PROOF.items()
+            ]
+
+    def call(**given: Any) -> None:
+        ca, cert, key, token_file = (given.pop(name) for name in _PROOF)
+        with reporting():
+            proof = Proof(tls_files(ca, cert, key, needs_cert=False), token_file)
+        command(**given, proof=proof)
+
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {option.name: option.annotation for option in shown}
+    call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    return call
+
+
+# ---- reporting ----
+#
+# Ends a command: writes its failure or complaints to stderr and sets the exit code.
+#
+# Exit codes: 0 done, 1 failed, 2 wrong use of a command (typer ends so), 130 interrupted. Owns the
+# wording of failures; a failure that is the user's to mend is shown without a traceback of ours.
+
+UNLIMITED_WIDTH: Final = sys.maxsize
+"""The width of a file or a pipe: nothing is folded there, so that paths can be copied."""
+
+FAILED: Final = 1
+INTERRUPTED: Final = 130
+NO_COORDINATOR_HINT: Final = (
+    "Start one with `stratagem up`, name another with --coordinator HOST:PORT or "
+    "STRATAGEM_COORDINATOR, or run without a server: `stratagem run JOB --local 2`. "
+    "`stratagem doctor` says more."
+)
+
+
+class PlainConsole(Console):
+    """A console on which nothing moves but what this program moves: in all that it prints, whoever
+    has written it, control characters are written out."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        if isinstance(renderable, Table) and not self.is_terminal:
+            yield from self._unpadded(super().render(renderable, options))
+            return
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
+
+    def _unpadded(self, table: Iterable[Segment]) -> Iterator[Segment]:
+        """Yield the lines of a table without the blanks that fill it up to its width."""
+        for line in Segment.split_lines(table):
+            text = "".join(segment.text for segment in line).rstrip()
+            if text:
+                yield Segment(printable(text))
+                yield Segment.line()
+
+
+def make_console() -> Console:
+    """Return the console for results; only a terminal has a width that tables are fitted to."""
+    console = PlainConsole(highlight=False)
+    return console if console.is_terminal else PlainConsole(highlight=False, width=UNLIMITED_WIDTH)
+
+
+def complain(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def complain_of_warnings() -> None:
+    """Show warnings of the SDK as complaints on stderr; stdout, where structlog would print, is for
+    results. For a process that is the command line, and nothing else."""
+    # Ctrl-C may come between the making of a call and its start; that is no fault to tell of.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    structlog.configure(
+        processors=[_complaint],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    )
+    logging.getLogger("stratagem.client").handlers[:] = [_Complaints(logging.WARNING)]
+
+
+class _Complaints(logging.Handler):
+    """What the client tells a script by way of logging: that it waits for a coordinator."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def _complaint(_logger: WrappedLogger, level: str, event: EventDict) -> NoReturn:
+    text = event.pop("event")
+    about = ", ".join(f"{key} {value}" for key, value in event.items())
+    complain(f"{level}: {text}" + (f" ({about})" if about else ""))
+    raise structlog.DropEvent
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Turns what a command raises into lines on stderr and an exit code."""
+    try:
+        tracing.start("client")
+        yield
+    except KeyboardInterrupt as interrupt:
+        if text := str(interrupt):  # what has become of what was under way
+            complain(text)
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+    except (StratagemError, OSError) as error:
+        for line in describe(error):
+            complain(line)
+        raise typer.Exit(FAILED) from None
+    finally:
+        tracing.stop()
+
+
+def describe(error: StratagemError | OSError) -> Iterator[str]:
+    """The lines that tell a user about an error."""
+    match error:
+        case UserCodeError():
+            during = f", {error.activity}" if error.activity else ""
+            where = f"on {error.worker_id or 'a worker'}{during}"
+            if error.traceback:
+                yield error.traceback.rstrip()
+                yield f"error: {error.type} in your code {where}"
+            else:  # of the job, or of numbers; nothing was raised in the user's code
+                yield f"error: {error.message} ({where})"
+        case InvalidInputError(violations=violations) if violations:
+            for violation in violations:
+                yield f"error: {violation}"
+        case UnavailableError() if str(error).startswith("no coordinator answers"):
+            yield f"error: {error}"
+            yield NO_COORDINATOR_HINT
+        case OSError(filename=str(name), strerror=str(why)):
+            yield f"error: {name}: {why}"
+        case _:
+            yield f"error: {error}"
+
+
+# ---- progress ----
+#
+# Shows a run while it runs: a live line on a terminal, few lines elsewhere, or JSON.
+#
+# Owns when something is printed; what it says is decided in client/terminal. Reads nothing but the
+# items of `watch`.
+
+PLAIN_INTERVAL_S: Final = 5.0
+"""Where there is no terminal, a line comes at most this often, but for what goes wrong."""
+
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print every event of the run, too.")
+]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing before the run has ended.")
+]
+
+
+class Detail(Enum):
+    """How much is printed of a run that is followed."""
+
+    END = auto()
+    MILESTONES = auto()
+    EVENTS = auto()
+
+    @classmethod
+    def of(cls, *, verbose: bool, quiet: bool) -> "Detail":
+        """Return what two options ask for; raises InvalidInputError for both."""
+        if verbose and quiet:
+            raise InvalidInputError.at("--quiet", "is the opposite of --verbose; give one of them")
+        return cls.EVENTS if verbose else cls.END if quiet else cls.MILESTONES
+
+
+@dataclass(slots=True)
+class RunDisplay:
+    """Shows the items of one run as they come."""
+
+    run: FollowedRun
+    detail: Detail = Detail.MILESTONES
+    known: int = 0
+    """Events before this index have been seen; they are counted, and not said again."""
+    clock: Callable[[], float] = time.monotonic
+    _due_s: float = field(init=False, default=float("-inf"))
+    _waits_for: str = field(init=False, default="")
+    _next: int = field(init=False, default=0)
+    """Index of the event that comes next."""
+
+    def on_terminal(self, console: Console, items: Iterable[Event | Progress]) -> None:
+        """Show a line that redraws itself, and above it a line per milestone."""
+        with RedrawnLine(console, lambda width: live_line(self.run, width)) as line:
+            line.say(Text(f"{self.run.run_id}  {self.run.strategy}"))
+            for item in items:
+                with line.changing():
+                    found = self.told(item)
+                if found:
+                    line.say(Text(found.text))
+
+    def as_lines(self, console: Console, items: Iterable[Event | Progress]) -> None:
+        """Print lines with the run's id, few of them."""
+        for item in items:
+            is_known = self._next < self.known
+            found = self.told(item)
+            is_due = self.clock() >= self._due_s
+            if found and (found.is_urgent or is_due or self.detail is Detail.EVENTS):
+                print_line(console, f"{self.run.run_id}  {found.text}")
+            elif found is None and is_due and not is_known and not self.run.phase.is_final:
+                print_line(console, plain_line(self.run))
+            else:
+                continue
+            self._due_s = self.clock() + PLAIN_INTERVAL_S
+
+    def told(self, item: Event | Progress) -> Milestone | None:
+        """Fold an item; return the line that it is worth."""
+        before = self.run.phase
+        self.run.update(item)
+        is_known = self._next < self.known
+        if isinstance(item, Event):
+            self._next = item.index + 1
+        if is_known:
+            return None
+        if isinstance(item, Progress):
+            is_new, self._waits_for = item.reason not in ("", self._waits_for), item.reason
+            return Milestone(f"{self.run.phase}  {item.reason}", True) if is_new else None
+        if self.detail is Detail.EVENTS:
+            return Milestone(f"{item.phase}  {item.sentence}", is_urgent=True)
+        return milestone(before, self.run, item)
+
+
+def show(
+    console: Console,
+    form: Format,
+    items: Iterable[Event | Progress],
+    shown: RunDisplay,
+) -> None:
+    """Show the items as they come, in the way that suits the output."""
+    if shown.detail is Detail.END:
+        for _ in items:
+            pass
+    elif form is Format.JSON:
+        print_items(console, items)
+    elif console.is_terminal:
+        shown.on_terminal(console, items)
+    else:
+        shown.as_lines(console, items)
+
+
+def print_items(console: Console, items: Iterable[Event | Progress]) -> None:
+    """Print the items as JSON, one object per line."""
+    for item in items:
+        kind = "event" if isinstance(item, Event) else "progress"
+        print_line(console, to_json(item, type=kind))
+
+
+@contextmanager
+def doing(text: str, form: Format, detail: Detail, *, stays: bool) -> Iterator[None]:
+    """Say on a terminal what is being done while it is. stays: leave it there, and say it too where
+    there is no terminal."""
+    console = make_console()
+    is_said = form is Format.TEXT and detail is not Detail.END
+    if is_said and stays:
+        print_line(console, text)
+    is_live = is_said and not stays and console.is_terminal
+    with RedrawnLine(console, lambda width: _cut(text, width)) if is_live else nullcontext():
+        yield
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print one line as it is: neither wrapped nor coloured."""
+    console.print(Text(text), soft_wrap=True)
+
+
+def _cut(text: str, width: int) -> Text:
+    line = Text(text, no_wrap=True)
+    line.truncate(width, overflow="ellipsis")
+    return line

@@ -1,0 +1,501 @@
+"""Holds the client's view of runs and workers as frozen values.
+
+Owns the translation from the messages of the coordinator; field names and units are those of
+coordinator.proto. Knows neither channels nor how anything is shown.
+"""
+
+import json
+import math
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from functools import cache
+from typing import Any, Final, Protocol, TypeVar, cast
+
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+
+from stratagem.v1 import coordinator_pb2 as pb
+
+# ---- views ----
+
+T = TypeVar("T")
+
+
+class Phase(StrEnum):
+    """The phase of a run's life."""
+
+    PENDING = "PENDING"
+    PLACING = "PLACING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """The hyperparameters with which a member of a population has trained from a step on."""
+
+    from_step: int
+    values: Mapping[str, Any]
+    """By dotted path of the job, such as "optimizer.lr"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A state in the coordinator's store."""
+
+    segment: int
+    step: int
+    digest: str
+    is_best: bool
+    is_final: bool
+    metrics: Mapping[str, float]
+    path: str
+    """The safetensors file on the coordinator's machine; empty in an object store."""
+    member: int | None = None
+    """Of a population: the member whose state it is."""
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    """Of a population: what the member trained with when it reached its score."""
+    schedule: tuple[Hyperparameters, ...] = ()
+    """Of a population: all that the state was trained with, in order of step; what the member has
+    copied is its past, too."""
+    average: str = ""
+    """Of a federation that keeps one: the digest of the state of averaged parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserError:
+    """An exception of the user's own code, as it was raised on a worker."""
+
+    type: str
+    message: str
+    traceback: str
+    worker_id: str
+    activity: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """The status of one run at the time of the call."""
+
+    run_id: str
+    name: str
+    phase: Phase
+    reason: str
+    """Why the run is in this phase, as a sentence."""
+    strategy_phase: str
+    strategy: str
+    step: int
+    num_steps: int
+    segment: int
+    num_segments: int
+    submitted_at_s: float
+    ended_at_s: float | None
+    commits: tuple[Commit, ...]
+    metrics: Mapping[str, float]
+    worker_ids: tuple[str, ...]
+    error: UserError | None
+    job: Mapping[str, Any]
+    event_index: int
+    engine: str
+    reproducible: bool
+    data_plane: str = ""
+    """Of its present workers: "tls", "trusted", or empty where they do not say."""
+    submitted_by: str = ""
+    """As "client alice" or "token ci"; empty where callers are not authenticated."""
+    pinned: bool = False
+    """It is kept until it is unpinned."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the time from submission to the end; None while the run has not ended."""
+        return None if self.ended_at_s is None else self.ended_at_s - self.submitted_at_s
+
+    def commit(self, which: str = "final") -> Commit | None:
+        """The commit that `download(which)` would fetch, if there is one."""
+        match which:
+            case "final":
+                finals = [commit for commit in self.commits if commit.is_final]
+                newest = max(self.commits, key=lambda commit: commit.segment, default=None)
+                return finals[-1] if finals else newest
+            case "best":
+                return next((commit for commit in self.commits if commit.is_best), None)
+            case _:
+                return next(
+                    (commit for commit in self.commits if str(commit.segment) == which), None
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a run; `watch(from_index=event.index + 1)` continues after it."""
+
+    index: int
+    time_s: float
+    kind: str
+    sentence: str
+    payload: Mapping[str, Any]
+    phase: Phase
+    leader_s: float = 0.0
+    """By the clock of all deadlines in payloads; what lies between two of them passed as well on
+    that of time_s, outages apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The latest values of a running run; not every one is sent."""
+
+    step: int
+    num_steps: int
+    loss: float
+    rows_per_s: float
+    num_clients_done: int
+    num_clients: int
+    segment: int
+    num_segments: int
+    strategy_phase: str
+    grad_norm: float = 0.0
+    """2-norm of the latest step's gradient before clipping; 0 where none is known."""
+    num_skipped_steps: int = 0
+    """Steps since the run began that were not finite and changed nothing."""
+    training_phase: str = ""
+    """Under phase training: FULL, PREDICT or CORRECT."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the latest step, as its first member sees it."""
+    reason: str = ""
+    """Of a run without workers: what it waits for."""
+    lr: float = 0.0
+    """Learning rate of the latest step's update; 0 where none is known."""
+    epoch: float = 0.0
+    """How often the rows have been gone through; 0 where that says nothing."""
+    elapsed_s: float = 0.0
+    """Since the run was submitted."""
+    eta_s: float | None = None
+    """Until the last step, at the pace of the last minute; None while there is no pace."""
+    may_end_early: bool = False
+    """eta_s is the most that is left."""
+    unit: str = "steps"
+    """What num_steps counts: steps, rounds or generations."""
+    num_clients_rejected: int = 0
+    num_clients_late: int = 0
+    best: float | None = None
+    """Of a population: the best value of its newest closed generation."""
+    best_member: int | None = None
+    num_copied: int = 0
+    """Of a population: members that were replaced by copies after that generation."""
+    bubble: float | None = None
+    """Of a pipeline: the share of its latest steps in which its ranks did not compute, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBrief:
+    """What a list of runs shows of one."""
+
+    run_id: str
+    name: str
+    phase: Phase
+    reason: str
+    strategy_phase: str
+    strategy: str
+    step: int
+    num_steps: int
+    segment: int
+    num_segments: int
+    submitted_at_s: float
+    ended_at_s: float | None
+    metrics: Mapping[str, float]
+    submitted_by: str
+    event_index: int
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunsChange:
+    """Runs that have changed; the first ones of a subscription name all runs."""
+
+    runs: tuple[RunBrief, ...]
+    deleted: tuple[str, ...]
+    is_complete: bool
+    """All runs that there were at the beginning have been named."""
+    time_s: float
+    """The coordinator's clock."""
+    is_first: bool = False
+    """The subscription begins with this one, also anew: what is not named up to the first complete
+    one is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of a run's log; `worker_id` is empty for the coordinator's own lines."""
+
+    time_s: float
+    worker_id: str
+    level: str
+    text: str
+    line: int = 0
+    """Number of the line in the log, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A registered worker."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    is_alive: bool
+    silent_s: float
+    """Seconds since its last heartbeat, also of one that is lost, as far as a coordinator led."""
+    device: str
+    device_name: str
+    memory_bytes: int
+    num_threads: int
+    numerics: str
+    local_data: tuple[str, ...]
+    tags: tuple[str, ...]
+    run_ids: tuple[str, ...]
+    reason: str
+    data_plane: str = ""
+    """Who may read what it exchanges with other workers: "tls", "trusted", or unknown."""
+    code_policy: str = ""
+    """Which code jobs may bring to it: "none", "signed", "digests", "any", or unknown."""
+    tunnelled: bool = False
+    """It is reached through connections of its own, has no address, and other workers do not reach
+    it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedWorker:
+    """A worker that has asked to be registered, again and again, and is refused."""
+
+    worker_id: str
+    address: str
+    reason: str
+    silent_s: float
+    """Seconds since it last asked."""
+    num_times: int
+    is_alive: bool = False
+    is_refused: bool = True
+
+
+@cache
+def phase_of(value: pb.RunPhase.ValueType) -> Phase:
+    return Phase(pb.RunPhase.Name(value).removeprefix("RUN_PHASE_"))
+
+
+def run_status(info: pb.RunInfo) -> RunStatus:
+    return _read(
+        RunStatus,
+        info,
+        phase=phase_of(info.phase),
+        ended_at_s=info.ended_at_s or None,
+        commits=tuple(map(_commit, info.commits)),
+        error=_read(UserError, info.error) if info.HasField("error") else None,
+        job=json.loads(info.job_json) if info.job_json else {},
+    )
+
+
+def event(message: pb.RunEvent) -> Event:
+    # There may be very many: each field is named, which takes a quarter of the time.
+    return Event(
+        index=message.index,
+        time_s=message.time_s,
+        kind=message.kind,
+        sentence=message.sentence,
+        payload=json.loads(message.payload_json) if message.payload_json else {},
+        phase=phase_of(message.phase),
+        leader_s=message.leader_s,
+    )
+
+
+def progress(message: pb.RunProgress) -> Progress:
+    return _read(
+        Progress,
+        message,
+        unit=message.unit or "steps",
+        eta_s=message.eta_s if message.HasField("eta_s") else None,
+        best=message.best if message.HasField("best") else None,
+        best_member=message.best_member if message.HasField("best_member") else None,
+        bubble=message.bubble if message.HasField("bubble") else None,
+    )
+
+
+def run_brief(message: pb.RunBrief) -> RunBrief:
+    return _read(
+        RunBrief,
+        message,
+        phase=phase_of(message.phase),
+        ended_at_s=message.ended_at_s or None,
+        progress=progress(message.progress) if message.HasField("progress") else None,
+    )
+
+
+def runs_change(message: pb.WatchRunsResponse, *, is_first: bool) -> RunsChange:
+    return _read(
+        RunsChange,
+        message,
+        runs=tuple(map(run_brief, message.runs)),
+        deleted=tuple(message.deleted),
+        is_first=is_first,
+    )
+
+
+def log_line(message: pb.TailLogsResponse) -> LogLine:
+    return _read(LogLine, message)
+
+
+def worker(info: pb.WorkerInfo) -> Worker:
+    capability = info.capability
+    return _read(Worker, info, capability, numerics=capability.numerics_description)
+
+
+def refused_worker(message: pb.RefusedWorker) -> RefusedWorker:
+    return _read(RefusedWorker, message, is_alive=False, is_refused=True)
+
+
+def _commit(info: pb.CommitInfo) -> Commit:
+    schedule = tuple(
+        Hyperparameters(setting.from_step, json.loads(setting.values_json))
+        for setting in info.schedule
+    )
+    return _read(
+        Commit,
+        info,
+        member=info.member if info.HasField("member") else None,
+        hyperparameters=schedule[-1].values if schedule else {},
+        schedule=schedule,
+    )
+
+
+def _read(kind: type[T], *messages: Message, **own: Any) -> T:
+    """Return the value whose fields are those that the messages have under the same names, and
+    `own`."""
+    for name in (each.name for each in fields(cast(Any, kind)) if each.name not in own):
+        found = next(getattr(message, name) for message in messages if hasattr(message, name))
+        match found:
+            case str() | int() | float():
+                own[name] = found
+            case Mapping():
+                own[name] = dict(found)
+            case _:
+                own[name] = tuple(found)
+    return kind(**own)
+
+
+# ---- shapes ----
+#
+# What is read here of events and runs: the SDK's values have these attributes, and more.
+
+
+class EventLike(Protocol):
+    """Something that has happened to a run; see Event of the SDK."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def time_s(self) -> float: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def sentence(self) -> str: ...
+    @property
+    def payload(self) -> Mapping[str, Any]: ...
+
+
+class CommitLike(Protocol):
+    """A state in the coordinator's store; see Commit of the SDK."""
+
+    @property
+    def segment(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def is_best(self) -> bool: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+    @property
+    def member(self) -> int | None: ...
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]: ...
+
+
+class RunLike(Protocol):
+    """The status of a run; see RunStatus of the SDK."""
+
+    @property
+    def commits(self) -> Sequence[CommitLike]: ...
+    @property
+    def job(self) -> Mapping[str, Any]: ...
+
+
+class SeriesLike(Protocol):
+    """Values of one series over the steps of a run; see StepSeries of the SDK."""
+
+    @property
+    def step(self) -> NDArray[np.int64]: ...
+    @property
+    def last(self) -> NDArray[np.float64]: ...
+    @property
+    def min(self) -> NDArray[np.float64]: ...
+    @property
+    def max(self) -> NDArray[np.float64]: ...
+    @property
+    def provisional(self) -> NDArray[np.bool_]: ...
+
+
+# ---- payloads ----
+#
+# Reads values from the payloads of events: numbers that JSON has no form for, metrics, members.
+#
+# Facts of a party below the root name its path; those of the root have "".
+
+ENDS: Final = frozenset({"RunCompleted", "StoppedEarly", "RunCancelled", "RunFailed"})
+"""The facts that end a run."""
+
+
+def number(value: Any) -> float:
+    """Return a number of a payload; text such as "NaN" or "-Infinity" and null are read, too."""
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def numbers(values: Any) -> dict[str, float]:
+    """Return the metrics of a payload by name."""
+    found = values if isinstance(values, Mapping) else {}
+    return {str(name): number(value) for name, value in found.items()}
+
+
+def party_of(event: EventLike) -> str:
+    """Return the path of the party that the event is about; "" for the root."""
+    return str(event.payload.get("party") or "")
+
+
+def undone_from(event: EventLike) -> int | None:
+    """Return the segment behind which this event undoes all that has happened, if it does."""
+    if event.kind != "RunResumed":
+        return None
+    segment = event.payload.get("from_segment")
+    return None if segment is None else int(segment)
+
+
+def ended_by(status: Any) -> str:
+    """Return how a process ended, as "SIGKILL" or "exit status 3"; "" when not observed."""
+    if not isinstance(status, int):
+        return ""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"

@@ -1,0 +1,241 @@
+"""What the page knows of the runs that are looked at: read once for all tabs, and read on.
+
+A run's events are read from where they were left, and its pictures drawn once for each width, until
+something more happens. A past that is long is drawn as far as it was read, while it is read on.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from stratagem.client.course.views import RunStatus
+from stratagem.client.dashboard.values import WHOLE, CurveView
+from stratagem.client.dashboard.watches import RunWatch
+from stratagem.client.history.step_history import History
+from stratagem.client.report.run import ReportedRun, RunCourse, recorded
+from stratagem.client.sdk.client import AsyncClient
+from stratagem.client.sdk.run import AsyncRun
+from stratagem.common.base.errors import NotFoundError
+
+MAX_BOOKS: Final = 32
+"""Runs that are known at once; the one that was asked for least recently is read anew."""
+MAX_DRAWINGS: Final = 8
+"""Of one run that are kept, each of a width and a view."""
+MAX_ROWS: Final = 2048
+"""Of a curve, more than a picture has columns."""
+HISTORY_S: Final = 2.0
+"""Between two readings of the steps of a run that goes on."""
+PATIENCE_S: Final = 0.8
+"""After which a run is drawn as far as its events were read."""
+MORE_PATIENCE: Final = 2.5
+"""Times as long where there is such a picture already: nothing is read while another is drawn."""
+
+T = TypeVar("T")
+
+Draw = Callable[[ReportedRun, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """The pictures of a run for a width, and of what they are."""
+
+    text: str
+    num_events: int
+    history: object
+    made_s: float
+    """By the clock of this process."""
+
+
+class RunBook:
+    """One run, as far as it was read."""
+
+    def __init__(self, run: AsyncRun, patience_s: float) -> None:
+        """patience_s: after which the run is drawn as far as its events were read."""
+        self.watch, self._run, self._patience_s = RunWatch(run), run, patience_s
+        self._asking, self._taking = asyncio.Lock(), asyncio.Lock()
+        """One question at a time; nothing is read on while it is drawn."""
+        self._reader: asyncio.Task[None] | None = None
+        self._shown: ReportedRun | None = None
+        self._history, self._num_returns = History(()), 0
+        """The steps that were read, and how often the run had gone back until then."""
+        self._history_s, self._history_index = -HISTORY_S, -1
+        """When the steps were read, by the clock of this process, and the newest event then."""
+        self._drawn: OrderedDict[tuple[int, CurveView], Drawing] = OrderedDict()
+        """By width and view, the pictures of what was read."""
+
+    async def drawn(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
+        """Return the pictures of the run as it is now, as far as it can be read in a while."""
+        key, asked_s = (width, view), time.monotonic()
+        async with self._asking:
+            known = self._drawn.get(key)
+            if known is not None and self._reader is not None and known.made_s >= asked_s:
+                return known.text  # who asks at the same time waits for the same answer
+            times = MORE_PATIENCE if key in self._drawn else 1.0
+            shown = await self._read_on(times * self._patience_s)
+            known = self._drawn.get(key)  # which another run of this name has not
+            if known is None or not self._is_as_now(known, shown):
+                viewed = await self._viewed(shown, view)
+                async with self._taking:
+                    num_events = shown.course.num_events
+                    text = await asyncio.to_thread(draw, viewed, width)
+                known = Drawing(text, num_events, shown.history, time.monotonic())
+                self._drawn[key] = known
+                self._drawn.move_to_end(key)
+                if len(self._drawn) > MAX_DRAWINGS:
+                    self._drawn.popitem(last=False)
+            return known.text
+
+    async def drawn_whole(self, width: int, draw: Draw) -> str:
+        """Return what is drawn of the run with all of its events."""
+        async with self._asking:
+            shown = await self._read_on(None)
+            async with self._taking:
+                return await asyncio.to_thread(draw, shown, width)
+
+    @staticmethod
+    def _is_as_now(known: Drawing, shown: ReportedRun) -> bool:
+        is_same = known.num_events == shown.course.num_events
+        return is_same and known.history is shown.history
+
+    async def shown(self, patience_s: float | None = None, view: CurveView = WHOLE) -> ReportedRun:
+        """Return the run as it is now; what is taken from it has to be taken at once. With a
+        patience, it may be known in part only."""
+        async with self._asking:
+            return await self._viewed(await self._read_on(patience_s), view)
+
+    async def _viewed(self, shown: ReportedRun, view: CurveView) -> ReportedRun:
+        """Return the run with finer rows of those steps that are looked at."""
+        if not view.is_part:
+            return shown
+        first, last = view.first_step, view.last_step
+        history = await self._run.history(
+            *recorded(shown.job), from_step=first, to_step=last, max_rows=MAX_ROWS
+        )
+        return replace(shown, history=history.with_newest_of(self._history))
+
+    def close(self) -> None:
+        """Read no further."""
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+
+    async def _read_on(self, patience_s: float | None) -> ReportedRun:
+        """Return the run with the events that there are by now, or that were read by then."""
+        until_s = None if patience_s is None else time.monotonic() + patience_s
+        status, before = await self.watch.status(), self._shown
+        if before is None or before.status.submitted_at_s != status.submitted_at_s:
+            self.close()
+            self._drawn.clear()
+            self._history, self._num_returns = History(()), 0
+            self._history_s, self._history_index = -HISTORY_S, -1
+            before = ReportedRun(status, RunCourse(status.job))
+        self._shown = replace(before, status=status)
+        course = before.course
+        self._read_events(course, status)
+        self._shown = replace(self._shown, history=await self._steps(status, course))
+        while self._reader is not None:
+            left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
+            if not (await asyncio.wait({self._reader}, timeout=left_s))[0]:
+                break
+            self._read_events(course, status)
+        if course.num_returns > self._num_returns:
+            self._shown = replace(self._shown, history=await self._steps(status, course))
+        return self._shown
+
+    def _read_events(self, course: RunCourse, status: RunStatus) -> None:
+        """See to it that events are read for as long as there are some."""
+        if self._reader is not None and self._reader.done():
+            reader, self._reader = self._reader, None
+            reader.result()
+        if self._reader is None:
+            course.take(self.watch.events_from(course.num_events))
+        if self._reader is None and course.num_events <= status.event_index:
+            self._reader = asyncio.create_task(self._take_events(course))
+            self._reader.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _take_events(self, course: RunCourse) -> None:
+        first = course.num_events
+        async for page in self._run.past(first):
+            async with self._taking:
+                course.take(page)
+        if course.num_events == first:
+            raise NotFoundError(f"run {self._run.run_id!r} has lost its events")
+
+    async def _steps(self, status: RunStatus, course: RunCourse) -> History:
+        """Return the steps of the run: those of one that goes on are not always the newest."""
+        if course.num_returns > self._num_returns:  # what was recorded behind a commit is gone
+            self._history = History(())
+            self._history_s, self._history_index = -HISTORY_S, -1
+            self._num_returns = course.num_returns
+        now_s, is_over = time.monotonic(), status.phase.is_final
+        is_new = status.event_index != self._history_index
+        if (is_over and is_new) or (not is_over and now_s - self._history_s >= HISTORY_S):
+            self._history = await self._read_steps(status)
+            self._history_s, self._history_index = now_s, status.event_index
+        return self._history
+
+    async def _read_steps(self, status: RunStatus) -> History:
+        """Return all steps; those that were certain are not read again until the run is over."""
+        wanted, from_step = recorded(status.job), self._history.next_step
+        if from_step > 1 and not status.phase.is_final:
+            later = await self._run.history(*wanted, from_step=from_step, max_rows=MAX_ROWS)
+            whole = self._history.continued(later)
+            if all(len(series) <= MAX_ROWS for series in whole.values()):
+                return whole
+        return await self._run.history(*wanted, max_rows=MAX_ROWS)
+
+
+class RunBooks:
+    """The runs that were asked for most recently."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._books: OrderedDict[str, RunBook] = OrderedDict()
+
+    def watch(self, run_id: str) -> RunWatch:
+        """Return what happens to a run, whether or not there is one. Raises InvalidInputError for
+        what is no id."""
+        return self._book(run_id).watch
+
+    async def status(self, run_id: str) -> RunStatus:
+        """Return how a run stands now. Raises NotFoundError where there is no such run."""
+        return await self._of(run_id, lambda book: book.watch.status())
+
+    async def drawn(self, run_id: str, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
+        """Return the pictures of a run for a width. Raises NotFoundError where there is no such
+        run."""
+        return await self._of(run_id, lambda book: book.drawn(width, draw, view))
+
+    async def drawn_whole(self, run_id: str, width: int, draw: Draw) -> str:
+        """Return what is drawn of a run with all of its events. Raises NotFoundError where there is
+        no such run."""
+        return await self._of(run_id, lambda book: book.drawn_whole(width, draw))
+
+    async def so_far(self, run_ids: Iterable[str], view: CurveView = WHOLE) -> list[ReportedRun]:
+        """Return runs as far as they can be read in a while. Raises NotFoundError where there is
+        no such run."""
+        asked = (self._of(each, lambda book: book.shown(PATIENCE_S, view)) for each in run_ids)
+        return list(await asyncio.gather(*asked))
+
+    def _book(self, run_id: str) -> RunBook:
+        book = self._books.get(run_id)
+        if book is None:
+            book = self._books[run_id] = RunBook(self._client.handle(run_id), PATIENCE_S)
+        self._books.move_to_end(run_id)
+        unwatched = [each for each, of in self._books.items() if not of.watch.is_followed]
+        for each in unwatched[: max(len(self._books) - MAX_BOOKS, 0)]:
+            if each != run_id:
+                self._books.pop(each).close()
+        return book
+
+    async def _of(self, run_id: str, ask: Callable[[RunBook], Awaitable[T]]) -> T:
+        book = self._book(run_id)
+        try:
+            return await ask(book)
+        except NotFoundError:
+            if self._books.get(run_id) is book:
+                self._books.pop(run_id).close()
+            raise

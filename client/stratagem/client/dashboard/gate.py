@@ -1,0 +1,290 @@
+"""The gate in front of the page: refuses requests that the rules refuse, and those without a
+session, puts the page's headers on every answer, and ends what goes on when the page does.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stratagem.common.base.errors import InvalidInputError
+
+# ---- page rules ----
+#
+# The rules of the page: where it may be served, who may ask, and the headers of every answer.
+#
+# Pure: knows requests as plain texts, and neither sockets nor sessions.
+
+CONTENT_POLICY: Final = "; ".join((
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "img-src 'self' data:",
+    "connect-src 'self'",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    "require-trusted-types-for 'script'",
+    "trusted-types pictures",
+))  # fmt: skip
+HEADERS: Final[Mapping[str, str]] = {
+    "content-security-policy": CONTENT_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_SAME_SITE: Final = ("same-origin", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class PageAddress:
+    """Where the page listens, and the origins under which browsers know it."""
+
+    host: str
+    port: int
+    origins: frozenset[str]
+    """Scheme and host with its port, such as http://127.0.0.1:7080; the first is printed."""
+    printed: str
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches the host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_unspecified(host: str) -> bool:
+    """Return whether the host is all addresses of this machine, by which nobody opens a page."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def address_of(
+    host: str,
+    port: int,
+    *,
+    has_tls: bool,
+    public_url: str,
+    has_token: bool,
+    behind_proxy: bool,
+    names: Sequence[str] = (),
+) -> PageAddress:
+    """Return the address of the page, where it may be served there.
+
+    public_url: how browsers reach it where that is not the address itself. names: the hosts that
+    its certificate names. Raises InvalidInputError: elsewhere than on this machine it takes a
+    token, and TLS of its own or of a proxy in front of it, and a name that browsers know.
+    """
+    if behind_proxy and not public_url:
+        raise InvalidInputError.at("--behind-proxy", "needs --public-url, the proxy's own address")
+    if not is_loopback(host) and not (has_token and (has_tls or behind_proxy)):
+        text = (
+            f"{host} is reached from elsewhere, which takes --page-token-file, and "
+            "--page-tls-cert with --page-tls-key, or --behind-proxy with --public-url; 127.0.0.1 "
+            "takes none of them"
+        )
+        raise InvalidInputError.at("--listen", text)
+    scheme = "https" if has_tls else "http"
+    hosts = ["127.0.0.1", "localhost", "::1"] if is_loopback(host) else [host]
+    if is_unspecified(host):
+        if not (public_url or names):
+            text = (
+                f"missing: nobody opens a page at {host}, and its certificate names no host; write "
+                f"--public-url {scheme}://HOST:{port}, as browsers reach it"
+            )
+            raise InvalidInputError.at("--public-url", text)
+        hosts = []
+    own = [origin_of(f"{scheme}://{_bracketed(name)}:{port}") for name in (*hosts, *names)]
+    if public_url:
+        printed = origin_of(public_url)
+        own = [printed, *(own if is_loopback(host) else ())]
+    elif is_unspecified(host):
+        printed = own[0]
+    else:
+        printed = origin_of(f"{scheme}://{_bracketed(host)}:{port}")
+    return PageAddress(host, port, frozenset((*own, printed)), printed)
+
+
+def origin_of(url: str) -> str:
+    """Return scheme, host and port of a URL as browsers write them. Raises InvalidInputError."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in _DEFAULT_PORTS or not parts.hostname or parts.path not in ("", "/"):
+        raise InvalidInputError.at("--public-url", f"{url[:80]!r} is not http(s)://HOST[:PORT]")
+    shown = "" if port in (None, _DEFAULT_PORTS[parts.scheme]) else f":{port}"
+    return f"{parts.scheme}://{_bracketed(parts.hostname)}{shown}"
+
+
+def why_not(address: PageAddress, method: str, headers: Mapping[str, str]) -> str:
+    """Return why a request is refused whoever makes it; "" when it is not.
+
+    The host has to be ours, against names of others that lead to this machine (DNS rebinding);
+    whatever changes something has to come from a page of ours.
+    """
+    host = headers.get("host", "")
+    if host not in {origin.partition("://")[2] for origin in address.origins}:
+        return "this page has another address"
+    origin = headers.get("origin")
+    if origin is not None and origin not in address.origins:
+        return "this request comes from another page"
+    if headers.get("sec-fetch-site", "none") not in _SAME_SITE and method != "GET":
+        return "this request comes from another site"
+    if method not in ("GET", "HEAD") and origin is None:
+        return "this request does not say where it comes from"
+    return ""
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+# ---- page sessions ----
+#
+# Who may read the page: browsers that have shown the token once, each by a cookie of its own.
+
+MIN_TOKEN_CHARS: Final = 16
+
+
+def token_in(path: Path) -> str:
+    """Return the token in a file. Raises InvalidInputError for a file without a usable one."""
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError.at("--page-token-file", f"{path}: {error}") from None
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
+        text = f"{path} holds no token: at least {MIN_TOKEN_CHARS} printable ASCII characters"
+        raise InvalidInputError.at("--page-token-file", text)
+    return token
+
+
+class PageSessions:
+    """The token of the page, and the cookies that were given for it.
+
+    A cookie is a random number with its signature by the token. So none is kept, and a page that
+    is started again with the same token knows those of before.
+    """
+
+    def __init__(self, token: str, port: int) -> None:
+        self._token = token.encode()
+        self.cookie = f"stratagem-{port}"  # cookies are shared by all ports of a host
+
+    def begin(self, token: str) -> str | None:
+        """Return the value of a new cookie; None for a wrong token."""
+        if not hmac.compare_digest(token.encode(), self._token):
+            return None
+        number = secrets.token_urlsafe(24)
+        return f"{number}.{self._signature(number)}"
+
+    def knows(self, cookie_header: str) -> bool:
+        """Return whether a request carries a cookie that counts."""
+        try:
+            morsel = SimpleCookie(cookie_header).get(self.cookie)
+        except CookieError:
+            return False
+        if morsel is None:
+            return False
+        number, _, signature = morsel.value.partition(".")
+        return hmac.compare_digest(signature.encode(), self._signature(number).encode())
+
+    def _signature(self, number: str) -> str:
+        signed = f"{self.cookie} {number}"  # a page of the same token elsewhere is another one
+        return hmac.new(self._token, signed.encode(), "sha256").hexdigest()
+
+
+# ---- page gate ----
+
+OPEN_PATHS = ("/", "/api/session")
+OPEN_FOLDER = "/static/"
+
+
+class PageGate:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, address: PageAddress, sessions: PageSessions) -> None:
+        self._app, self._address, self._sessions = app, address, sessions
+        self._answering: set[asyncio.Task[None]] = set()
+        self._has_ended = False
+
+    def end(self) -> None:
+        """End all streams, and answer whoever still waits: a stream would never end by itself."""
+        self._has_ended = True
+        for task in self._answering:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        headers = Headers(scope=scope)
+        reason = why_not(self._address, scope["method"], headers)
+        if reason:
+            refusal = PlainTextResponse(reason, 403)
+        elif not self._is_open(scope["path"]) and not self._knows(headers):
+            text = "open this page by the address that it printed, or enter its token on it"
+            refusal = PlainTextResponse(text, 401)
+        else:
+            await self._answer(scope, receive, send_with_headers)
+            return
+        await refusal(scope, receive, send_with_headers)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer, unless the page ends before it has."""
+        has_begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        task = asyncio.current_task()
+        assert task is not None  # every request has one
+        self._answering.add(task)
+        try:
+            await self._app(scope, receive, send_on)
+        except asyncio.CancelledError:
+            if not self._has_ended:
+                raise
+            task.uncancel()
+            if has_begun:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            else:
+                await PlainTextResponse("the page has ended", 503)(scope, receive, send)
+        finally:
+            self._answering.discard(task)
+
+    def _is_open(self, path: str) -> bool:
+        return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+    def _knows(self, headers: Headers) -> bool:
+        return self._sessions.knows(headers.get("cookie", ""))

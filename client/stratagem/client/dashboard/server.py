@@ -1,0 +1,142 @@
+"""Serves the page: in this process until it is stopped, or in a thread beside other work."""
+
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+
+from stratagem.client.dashboard.app import Page, PageSettings
+from stratagem.client.dashboard.gate import PageGate, PageSessions, address_of, token_in
+from stratagem.client.sdk.client import AsyncClient
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.base.text import split_address
+from stratagem.common.identity.tls import certificates_in, names_of
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
+
+PATIENCE_S: Final = 10.0
+"""How long a call of the page waits for a coordinator that is away: the banner says so sooner."""
+BANNER_PATIENCE_S: Final = 2.0
+"""How long the banner does, which then says what the coordinator has answered."""
+DEFAULT_PORT: Final = 7080
+_ENDING_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PageOptions:
+    """What the command line says of a page."""
+
+    listen: str
+    operates: bool = False
+    token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    public_url: str = ""
+    behind_proxy: bool = False
+
+
+class PageServer:
+    """One page of one coordinator."""
+
+    def __init__(self, options: PageOptions, coordinator: str, proof: Proof = PLAINTEXT) -> None:
+        """Raises InvalidInputError where the page may not be served like that."""
+        try:
+            host, port = split_address(options.listen)
+        except ValueError as error:
+            text = f"{error}; write such as {options.listen}:{DEFAULT_PORT}"
+            raise InvalidInputError.at("--listen", text) from None
+        if (options.tls_cert is None) != (options.tls_key is None):
+            raise InvalidInputError.at("--page-tls-cert", "goes with --page-tls-key")
+        has_tls, file = options.tls_cert is not None, options.token_file
+        token = secrets.token_urlsafe(24) if file is None else token_in(file)
+        rules = partial(
+            address_of,
+            host,
+            has_tls=has_tls,
+            public_url=options.public_url,
+            has_token=file is not None,
+            behind_proxy=options.behind_proxy,
+            names=() if options.tls_cert is None else _named_in(options.tls_cert),
+        )
+        rules(port)  # before anything listens
+        self._socket = _bound(host, port)
+        port = self._socket.getsockname()[1]
+        address = rules(port)
+        is_secure = address.printed.startswith("https:")
+        settings = PageSettings(address, PageSessions(token, port), options.operates, is_secure)
+        client, asking = (
+            AsyncClient(coordinator, patience_s=each, tls=proof.tls, token_file=proof.token_file)
+            for each in (PATIENCE_S, BANNER_PATIENCE_S)
+        )
+        self.url = address.printed if file else f"{address.printed}/#token={token}"
+        """Where to open it; with the token, unless the user has that in a file."""
+        self._server = _Server(Page(settings, client, asking).app(), options)
+
+    def serve(self) -> None:
+        """Serve until SIGINT or SIGTERM."""
+        self._server.run([self._socket])
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Serve from a thread. Raises UnavailableError when it cannot begin."""
+        thread = threading.Thread(target=self.serve, name="page", daemon=True)
+        thread.start()
+        while not self._server.started and thread.is_alive():
+            thread.join(0.01)
+        if not self._server.started:
+            raise UnavailableError("the page cannot be served; the log above says why")
+        try:
+            yield
+        finally:
+            self._server.should_exit = True
+            thread.join(_ENDING_S)
+
+
+class _Server(uvicorn.Server):
+    """Ends what goes on before it waits for that."""
+
+    def __init__(self, gate: PageGate, options: PageOptions) -> None:
+        self._gate = gate
+        super().__init__(
+            uvicorn.Config(
+                gate,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                ssl_certfile=options.tls_cert,
+                ssl_keyfile=options.tls_key,
+                timeout_graceful_shutdown=1,
+                lifespan="on",
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gate.end()
+        # What is left are connections that browsers are slow to close, which is no error.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await super().shutdown(sockets)
+
+
+def _named_in(path: Path) -> tuple[str, ...]:
+    """Return the hosts that a certificate names, patterns left out."""
+    from cryptography import x509
+
+    own = certificates_in("--page-tls-cert", path)[0]
+    names = [*names_of(own, x509.DNSName), *names_of(own, x509.IPAddress)]
+    return tuple(name for name in names if "*" not in name)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there. Raises UnavailableError where that cannot be."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host.strip("[]"), port), family=family)
+    except OSError as error:
+        raise UnavailableError(f"--listen: {host}:{port}: {error.strerror or error}") from None

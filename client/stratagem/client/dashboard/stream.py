@@ -1,0 +1,140 @@
+"""The event stream of one tab: a run's facts and progress, or all runs, and a beat.
+
+A tab is told at the pace at which it reads, and nothing waits for it in memory: who reads a run
+slowly gets events of its past later, and of all else the latest. One that reads nothing is cut.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, suppress
+from typing import Final, cast
+
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Send
+
+from stratagem.client.dashboard.values import server_sent
+from stratagem.client.dashboard.watches import (
+    RETRY_S,
+    CoordinatorHealth,
+    CoordinatorWatch,
+    RunsWatch,
+    RunWatch,
+    ToldRuns,
+)
+from stratagem.common.base.errors import StratagemError
+
+BEAT_S: Final = 10.0
+STALL_S: Final = 60.0
+"""Until a tab that reads nothing of what waits for it is cut; it comes back with the number of the
+last event it has seen."""
+
+
+class TabStream:
+    """One tab's stream."""
+
+    def __init__(self, coordinator: CoordinatorWatch) -> None:
+        self._coordinator = coordinator
+        self._news = asyncio.Event()
+        self._beat_s = time.monotonic() - BEAT_S
+        self._beat_of: object = None
+        self._next = 0
+        """The event that the tab is told next."""
+
+    async def of_run(self, watch: RunWatch, index: int) -> AsyncGenerator[bytes]:
+        """Yield the messages of a run from an event on."""
+        self._next = index
+        num_progress, ended_at, is_gone = 0, -1, False
+        with self._coordinator.looked_at(self._news.set), watch.looked_at(self._news.set):
+            while True:
+                self._news.clear()
+                for beat in self._beats(watch):
+                    yield beat
+                if watch.is_ready:
+                    async with aclosing(self._facts(watch)) as facts:
+                        async for message in facts:
+                            yield message
+                if watch.progress and watch.num_progress != num_progress:
+                    num_progress = watch.num_progress
+                    yield watch.progress
+                if self._next == watch.ended_at != ended_at:
+                    ended_at = watch.ended_at
+                    yield server_sent("end", {})
+                if watch.gone and not is_gone:
+                    is_gone = True
+                    yield watch.gone
+                await self._wait()
+
+    async def of_runs(self, watch: RunsWatch) -> AsyncGenerator[bytes]:
+        """Yield the messages of all runs."""
+        seen = ToldRuns()
+        with self._coordinator.looked_at(self._news.set), watch.looked_at(self._news.set):
+            while True:
+                self._news.clear()
+                for message in (*self._beats(watch), *watch.news(seen)):
+                    yield message
+                await self._wait()
+
+    async def _facts(self, watch: RunWatch) -> AsyncGenerator[bytes]:
+        """Yield the events of a run that have not been told, and beats between them."""
+        self._next = min(self._next, watch.next)  # behind it is another run of the name
+        try:
+            while self._next < watch.next:
+                if self._next >= watch.first:
+                    self._next += 1
+                    yield watch.event(self._next - 1)
+                    continue
+                first = self._next
+                past = watch.run.past(first, before_index=watch.first)
+                async with aclosing(past) as pages:
+                    async for page in pages:
+                        for event in page:
+                            self._next = event.index + 1
+                            yield server_sent("fact", event, event.index)
+                            for beat in self._beats(watch):
+                                yield beat
+                if self._next == first:  # the run is deleted
+                    return
+        except StratagemError:
+            await asyncio.sleep(RETRY_S)  # the beat says what it is
+            self._news.set()
+
+    def _beats(self, watch: RunWatch | RunsWatch) -> Iterator[bytes]:
+        """Yield how the coordinator is, when that has changed or was not said for a while; and
+        before that, what went wrong in the page itself."""
+        trouble = watch.trouble or self._coordinator.trouble
+        state = CoordinatorHealth("broken", trouble) if trouble else self._coordinator.state
+        now_s = time.monotonic()
+        if state == self._beat_of and now_s - self._beat_s < BEAT_S:
+            return
+        self._beat_of, self._beat_s = state, now_s
+        told_so = {"state": state.state, "why": state.why, "silent_s": self._coordinator.silent_s}
+        yield server_sent("beat", {**told_so, "time_s": time.time()})
+
+    async def _wait(self) -> None:
+        """Wait for news, or until a beat is due."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(self._beat_s + BEAT_S - time.monotonic(), 0.0)):
+                await self._news.wait()
+
+
+class TabResponse(StreamingResponse):
+    """The answer that a stream is: of a tab that reads nothing for a while, only its end waits."""
+
+    async def stream_response(self, send: Send) -> None:
+        """Send what there is until the tab goes or is cut."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(STALL_S):
+                await send(message)
+
+        body = cast("AsyncGenerator[bytes]", self.body_iterator)
+        begin = {"type": "http.response.start", "status": self.status_code}
+        with suppress(TimeoutError):
+            async with aclosing(body) as messages:
+                await send({**begin, "headers": self.raw_headers})
+                async for message in messages:
+                    await send_in_time(
+                        {"type": "http.response.body", "body": message, "more_body": True}
+                    )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

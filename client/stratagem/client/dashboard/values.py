@@ -1,0 +1,82 @@
+"""Values of the client as plain JSON for the page: printable text, and numbers that JSON has."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Final
+
+from stratagem.common.base.text import printable
+
+# ---- page values ----
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can say it: what no number is becomes "nan", "inf" or "-inf"."""
+    match value:
+        case str():
+            return printable(value)
+        case bool() | int() | None:
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case Mapping():
+            return {printable(str(name), is_line=True): plain(each) for name, each in value.items()}
+        case Iterable():
+            return [plain(each) for each in value]
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return plain(asdict(value))
+        case _:
+            return printable(str(value))
+
+
+def as_json(value: Any) -> str:
+    """Return a value as one line of JSON."""
+    return json.dumps(plain(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+
+
+def server_sent(kind: str, value: Any, index: int | None = None) -> bytes:
+    """Return one event of an event stream; index: its number, which the browser names when it
+    comes back."""
+    numbered = "" if index is None else f"id: {index}\n"
+    return f"{numbered}event: {kind}\ndata: {as_json(value)}\n\n".encode()
+
+
+# ---- curve view ----
+#
+# How pictures are looked at: which steps of curves, on which axis, and how many side by side.
+
+BETWEEN: Final = 54
+"""Pixels between pictures side by side; see the frame and the gap of figures in style.css."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveView:
+    """How the pictures of a page are looked at."""
+
+    first_step: int = 1
+    last_step: int | None = None
+    """None: as far as the run has come."""
+    log: bool = False
+    columns: int = 1
+    """Of pictures: the last one of an odd number fills two."""
+
+    def width_of(self, at: int, num_pictures: int, width: int) -> int:
+        """Return the width of a picture where a column is so wide."""
+        is_alone = self.columns == 2 and at == num_pictures - 1 and num_pictures % 2 == 1
+        return 2 * width + BETWEEN if is_alone else width
+
+    @property
+    def is_part(self) -> bool:
+        """Return whether some steps are left out."""
+        return self.first_step > 1 or self.last_step is not None
+
+    def steps(self, reached: int) -> tuple[float, float] | None:
+        """Return the ends of the frame of runs that have reached a step; None: all of them."""
+        if not self.is_part:
+            return None
+        last = max(reached, 1) if self.last_step is None else self.last_step
+        return float(self.first_step), float(max(last, self.first_step + 1))
+
+
+WHOLE: Final = CurveView()

@@ -1,0 +1,442 @@
+"""How the coordinator is, as the page says it: asked at intervals, for all tabs together."""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, cast
+
+from stratagem.client.course.views import Event, Progress, RunsChange, RunStatus
+from stratagem.client.dashboard.values import as_json, server_sent
+from stratagem.client.sdk.client import AsyncClient
+from stratagem.client.sdk.run import AsyncRun
+from stratagem.common.base.errors import (
+    NotFoundError,
+    PermissionDeniedError,
+    StandbyError,
+    StratagemError,
+    UnauthenticatedError,
+    WrongStateError,
+    told,
+)
+
+# ---- coordinator watch ----
+
+ASK_PAUSE_S: Final = 2.0
+"""Between two questions to the coordinator."""
+ANSWER_S: Final = 5.0
+"""A coordinator that takes longer is away."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorHealth:
+    """What the banner of the page says."""
+
+    state: str = "connecting"
+    """live, away, standby, denied, version, connecting, or broken: of the page itself."""
+    why: str = ""
+
+
+class CoordinatorWatch:
+    """Asks the coordinator at intervals whether it answers; all tabs hear when that changes."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.state = CoordinatorHealth()
+        self.answered_s: float | None = None
+        """When it has answered last, by the clock of this process."""
+        self._asked_s = -ASK_PAUSE_S
+        self._began_s: float | None = None
+        """When it was asked first."""
+        self._followed = Followed("the coordinator", self._follow)
+
+    @property
+    def trouble(self) -> str:
+        """Return what went wrong in asking just now."""
+        return self._followed.trouble
+
+    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Ask at intervals; tell: is called when the state changes."""
+        return self._followed.looked_at(tell)
+
+    async def _follow(self) -> bool:
+        await asyncio.sleep(self._asked_s + ASK_PAUSE_S - time.monotonic())
+        self._asked_s = time.monotonic()
+        self._began_s = self._asked_s if self._began_s is None else self._began_s
+        self._take(await self._asked())
+        return True
+
+    @property
+    def silent_s(self) -> float:
+        """Return the seconds since the last answer, or else since the first question."""
+        since_s = self._began_s if self.answered_s is None else self.answered_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    async def _asked(self) -> CoordinatorHealth:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self.client.workers()
+        except TimeoutError:
+            return CoordinatorHealth("away", f"{self.client.address} does not answer")
+        except StratagemError as error:
+            state, has_been = state_of(error), self.answered_s is not None
+            is_away = state == "away" and has_been  # the words of a broken connection help nobody
+            why = f"{self.client.address} does not answer" if is_away else told(error)
+            return CoordinatorHealth(state, why)
+        self.answered_s = time.monotonic()
+        return CoordinatorHealth("live")
+
+    def _take(self, state: CoordinatorHealth) -> None:
+        if state != self.state:
+            self.state = state
+            self._followed.tell()
+
+
+def state_of(error: StratagemError) -> str:
+    """Return the word of the banner for a call that has failed."""
+    match error:
+        case StandbyError():
+            return "standby"
+        case UnauthenticatedError() | PermissionDeniedError():
+            return "denied"
+        case WrongStateError():
+            return "version"
+        case _:
+            return "away"
+
+
+# ---- run watch ----
+#
+# The one subscription to a run, for all tabs that look at it: its newest events, its progress, and
+# its status.
+
+KEPT: Final = 500
+"""Events that are kept for tabs; one that is behind them reads on by itself."""
+PROGRESS_S: Final = 0.25
+"""Between two messages of progress: more of them nobody can read."""
+STATUS_S: Final = 2.0
+"""How long a status holds while nothing happens to the run."""
+STATUS_PAUSE_S: Final = 0.5
+"""Between two questions for the status, whoever asks."""
+
+
+class RunWatch:
+    """What happens to a run, as messages; it is followed while a tab looks at it."""
+
+    def __init__(self, run: AsyncRun) -> None:
+        self.run = run
+        self.is_ready = False
+        """The coordinator has said how many events there are."""
+        self.next = 0
+        """The event that comes next."""
+        self.progress, self.num_progress = b"", 0
+        """The latest progress, empty where none is known of the run as it is, and how many there
+        were."""
+        self.ended_at = -1
+        """The event that would come next after the end of the run; -1: it has not ended."""
+        self.gone = b""
+        """Says that there is no such run."""
+        self._kept: deque[tuple[Event, bytes]] = deque()
+        self._followed = Followed(
+            f"run {run.run_id}", self._follow, self._begin, self._forget_progress
+        )
+        self._latest: Progress | None = None
+        self._progress_s, self._timer = -PROGRESS_S, cast("asyncio.TimerHandle | None", None)
+        self._asking = asyncio.Lock()
+        self._status: RunStatus | None = None
+        self._status_s, self._status_of = -STATUS_PAUSE_S, -1
+        self._num_changes = 0
+
+    @property
+    def is_followed(self) -> bool:
+        """Return whether a tab looks at the run."""
+        return self._followed.is_on
+
+    @property
+    def trouble(self) -> str:
+        """Return what went wrong in following the run just now."""
+        return self._followed.trouble
+
+    @property
+    def first(self) -> int:
+        """Return the first event that is kept."""
+        return self.next - len(self._kept)
+
+    def event(self, index: int) -> bytes:
+        """Return an event that is kept."""
+        return self._kept[index - self.first][1]
+
+    def events_from(self, index: int) -> list[Event]:
+        """Return the events from one on, where they are kept; none where some are not."""
+        if not (self.is_followed and self.is_ready and self.first <= index < self.next):
+            return []
+        return [event for event, _ in islice(self._kept, index - self.first, None)]
+
+    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Follow the run; tell: is called when something has happened."""
+        return self._followed.looked_at(tell)
+
+    def _begin(self) -> None:
+        self.gone, self.ended_at, self.is_ready = b"", -1, False
+        self.changed()  # nobody has heard what happened meanwhile
+
+    async def status(self) -> RunStatus:
+        """Return how the run stands now: asked once for all who want to know it at a time."""
+        async with self._asking:
+            now_s = time.monotonic()
+            is_current = self.is_followed and self.is_ready
+            is_same = self._status_of == self._num_changes and now_s - self._status_s < STATUS_S
+            if is_current and is_same and self._status is not None:
+                return self._status
+            await asyncio.sleep(self._status_s + STATUS_PAUSE_S - now_s if is_current else 0)
+            num_changes = self._num_changes
+            status = await self.run.status()
+            self._status, self._status_of, self._status_s = status, num_changes, time.monotonic()
+            return status
+
+    def changed(self) -> None:
+        """Ask for the status again when it is wanted: something was done to the run."""
+        self._num_changes += 1
+
+    async def _follow(self) -> bool:
+        try:
+            await self._follow_to_the_end()
+        except NotFoundError as error:
+            self.gone, self.is_ready = server_sent("gone", {"why": told(error)}), False
+            self._kept.clear()
+            self._forget_progress()
+            self._followed.tell()
+            return False
+        return True
+
+    async def _follow_to_the_end(self) -> None:
+        """Follow the run to its end, and wait until something more happens to it."""
+        newest = (await self.run.status()).event_index
+        if not self.is_ready or newest + 1 < self.next:  # the latter is another run of the name
+            self._kept.clear()
+            self._forget_progress()
+            self.next, self.is_ready = newest + 1, True
+        self._followed.tell()
+        async with aclosing(self.run.watch(self.next)) as items:
+            async for item in items:
+                self._take(item)
+        self.ended_at = self.next
+        self._forget_progress()  # how it has ended is in its status
+        self._followed.tell()
+        while (await self.run.status()).event_index < self.next:  # noqa: ASYNC110  (asked far away)
+            await asyncio.sleep(RETRY_S)
+        self.ended_at = -1
+
+    def _take(self, item: Event | Progress) -> None:
+        if isinstance(item, Event):
+            self._kept.append((item, server_sent("fact", item, item.index)))
+            if len(self._kept) > KEPT:
+                self._kept.popleft()
+            self.next = item.index + 1
+            self._num_changes += 1
+            self._followed.tell()
+            return
+        if item.reason or (self._latest and self._latest.reason):  # the status says so, too
+            self._num_changes += 1
+        self._latest = item
+        if self._timer is None:
+            pause_s = max(self._progress_s + PROGRESS_S - time.monotonic(), 0.0)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(pause_s, self._tell_progress)
+
+    def _tell_progress(self) -> None:
+        self._timer, self._progress_s = None, time.monotonic()
+        self.progress, self.num_progress = (
+            server_sent("progress", self._latest),
+            self.num_progress + 1,
+        )
+        self._followed.tell()
+
+    def _forget_progress(self) -> None:
+        """Tell nobody what was measured until now: it is of a run that went on."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._latest, self.progress = None, None, b""
+
+
+# ---- runs watch ----
+#
+# The one subscription to all runs, for all tabs that show the list.
+
+MAX_RUNS: Final = 200
+"""In one message."""
+MAX_DELETED: Final = 1000
+"""Deleted runs that are remembered for tabs which have not been told."""
+
+
+@dataclass(slots=True)
+class ToldRuns:
+    """What one tab has been told."""
+
+    subscription: int = -1
+    num_changes: int = 0
+    is_complete: bool = False
+
+
+class RunsWatch:
+    """All runs in brief; they are followed while a tab shows them."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._runs: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        """By id: the number of its newest change, and its brief as JSON, "" of a run that is
+        deleted; in order of that number."""
+        self._subscription = self._num_changes = 0
+        self._is_complete, self._time_s = False, 0.0
+        self._followed = Followed("all runs", self._follow, end=self._begin)
+
+    @property
+    def trouble(self) -> str:
+        """Return what went wrong in following the runs just now."""
+        return self._followed.trouble
+
+    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Follow all runs; tell: is called when something has happened."""
+        return self._followed.looked_at(tell)
+
+    def news(self, seen: ToldRuns) -> list[bytes]:
+        """Return what a tab has not been told, as messages."""
+        is_first = seen.subscription != self._subscription
+        since = 0 if is_first else seen.num_changes
+        changed: list[tuple[str, str]] = []
+        for run_id, (number, brief) in reversed(self._runs.items()):
+            if number <= since:
+                break
+            changed.append((run_id, brief))
+        is_complete = self._is_complete and not (seen.is_complete and not is_first)
+        if not changed and not is_complete:
+            return []
+        seen.subscription, seen.num_changes = self._subscription, self._num_changes
+        seen.is_complete = self._is_complete
+        changed.reverse()
+        return [
+            self._message(
+                changed[start : start + MAX_RUNS],
+                is_first=is_first and not start,
+                is_last=start + MAX_RUNS >= len(changed),
+            )
+            for start in range(0, max(len(changed), 1), MAX_RUNS)
+        ]
+
+    def _message(self, changed: list[tuple[str, str]], *, is_first: bool, is_last: bool) -> bytes:
+        deleted = [run_id for run_id, brief in changed if not brief]
+        rest = as_json({
+            "deleted": deleted, "is_first": is_first, "time_s": self._time_s,
+            "is_complete": self._is_complete and is_last,
+        })  # fmt: skip
+        briefs = ",".join(brief for _, brief in changed if brief)
+        return f'event: runs\ndata: {{"runs":[{briefs}],{rest[1:]}\n\n'.encode()
+
+    async def _follow(self) -> bool:
+        async for change in self._client.watch_runs():
+            self._take(change)
+        return True
+
+    def _take(self, change: RunsChange) -> None:
+        if change.is_first:
+            self._begin()
+        self._num_changes += 1
+        briefs = {brief.run_id: as_json(brief) for brief in change.runs}
+        for run_id, brief in {**briefs, **dict.fromkeys(change.deleted, "")}.items():
+            self._runs[run_id] = (self._num_changes, brief)
+            self._runs.move_to_end(run_id)
+        self._is_complete, self._time_s = change.is_complete, change.time_s
+        if len(change.deleted) and sum(not brief for _, brief in self._runs.values()) > MAX_DELETED:
+            self._runs = OrderedDict((id_, each) for id_, each in self._runs.items() if each[1])
+            self._subscription += 1  # all tabs are told what is left
+        self._followed.tell()
+
+    def _begin(self) -> None:
+        """Forget all runs: the coordinator names them again."""
+        self._runs.clear()
+        self._subscription += 1
+        self._num_changes, self._is_complete = 0, False
+
+
+# ---- followed ----
+#
+# What the page follows for all tabs together: in one task, while somebody looks at it.
+
+RETRY_S: Final = 2.0
+"""Before the coordinator is asked again for what it has refused, or for a run that has ended."""
+TROUBLE_S: Final = 15.0
+"""For how long tabs are told of a failure, longer than until their next beat."""
+
+log = logging.getLogger("stratagem.client")
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class Followed:
+    """Something that is followed in one task, for all who look at it. Whatever goes wrong in it, it
+    is begun again."""
+
+    def __init__(
+        self,
+        what: str,
+        follow: Callable[[], Awaitable[bool]],
+        begin: Callable[[], None] = nothing,
+        end: Callable[[], None] = nothing,
+    ) -> None:
+        """what: for the log. follow: returns True to be called again, False when there is nothing
+        more to follow. begin, end: called before the first one looks, and after the last."""
+        self._what, self._follow, self._begin, self._end = what, follow, begin, end
+        self._readers: list[Callable[[], None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._why, self._failed_s = "", -TROUBLE_S
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether somebody looks."""
+        return self._task is not None
+
+    @property
+    def trouble(self) -> str:
+        """Return what went wrong just now that nobody had thought of; "" where nothing did."""
+        return self._why if time.monotonic() - self._failed_s < TROUBLE_S else ""
+
+    @contextmanager
+    def looked_at(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Follow; tell: is called when something has happened."""
+        self._readers.append(tell)
+        if self._task is None:
+            self._begin()
+            self._task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            self._readers.remove(tell)
+            if not self._readers:
+                self._task.cancel()
+                self._task = None
+                self._end()
+
+    def tell(self) -> None:
+        """Tell all who look that something has happened."""
+        for tell in self._readers:
+            tell()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if not await self._follow():
+                    return
+            except StratagemError:
+                await asyncio.sleep(RETRY_S)  # the beat says what it is
+            except Exception as error:
+                log.exception("the page follows %s no further; it begins again", self._what)
+                self._why = f"an error in following {self._what}: {error!r}; it begins again"
+                self._failed_s = time.monotonic()
+                self.tell()
+                await asyncio.sleep(RETRY_S)

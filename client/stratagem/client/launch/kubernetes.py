@@ -1,0 +1,376 @@
+"""An Indexed Job of Kubernetes: workers of one run, whose pods come back when they are preempted.
+
+Pure, but for `submit`.
+"""
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from stratagem.client.launch.workers import WorkerLaunch, answer_of, check_program
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import check_worker_id
+from stratagem.common.process.process import PREEMPTED
+
+# ---- kubernetes pod ----
+#
+# The pods that `stratagem launch kubernetes` asks for: workers of one run, each a container.
+#
+# Pure. They are those of `deploy/kubernetes`, but for what a StatefulSet gives: a launched worker
+# has no name that comes back. They carry a label of their own, so that neither the Service nor the
+# disruption budget of the standing workers selects them; a budget would refuse all evictions for
+# pods of a Job.
+
+PORT: Final = 7072
+"""Of the first worker of a pod, where the network policies let the coordinator in."""
+HEALTH_PORT: Final = 7172
+METRICS_PORT: Final = 9100
+"""Of the first worker of a pod, where the component `metrics` lets Prometheus in."""
+MAX_PER_POD: Final = 16
+START_APART_S: Final = 60
+"""Workers of one pod may begin to serve so much apart, and a minute more."""
+GRACE_S: Final = 60
+DRAIN_GRACE_S: Final = 45
+MAX_NAME: Final = 50
+"""Pods are called as their job, with an index and five letters: at most 63 in all."""
+USER: Final = 10001
+CODE: Final = "/srv/code"
+DATA: Final = "/var/lib/stratagem"
+CERTIFICATES: Final = "/etc/stratagem/tls"
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PodShape:
+    """What the pods of a launch are like."""
+
+    namespace: str
+    image: str
+    per_pod: int
+    """Workers of one pod, each a container. One pod of a node lets them share its memory."""
+    cpus: int
+    memory: str
+    gpus: int
+    """Of each worker."""
+    queue: str | None
+    """Of Kueue, which starts the job when its turn has come."""
+    secret: str | None
+    """With ca.crt, pool-POOL.crt and pool-POOL.key."""
+    pool: str | None
+    metrics: bool
+    """Whether each worker serves Prometheus' metrics."""
+    node_labels: tuple[str, ...] = ()
+    """KEY=VALUE that nodes must have."""
+    job_name: str | None = None
+    """Of the Job; the run's unless given, as for the second kind of nodes of a run."""
+
+
+def template(launch: WorkerLaunch, shape: PodShape) -> Object:
+    """Return what each pod is made from, with its metadata."""
+    return {"metadata": _about(launch, shape), "spec": _pod(launch, shape)}
+
+
+def said_of(shape: PodShape) -> tuple[str, ...]:
+    """Return the names of the options that a pod says of its workers."""
+    return tuple(word.partition("=")[0] for word in _options(shape, 0))
+
+
+def labels_of(launch: WorkerLaunch) -> Object:
+    """Return the labels of all pods of a run, and of its Jobs."""
+    return {
+        "app.kubernetes.io/name": "stratagem",
+        "app.kubernetes.io/component": "launched-worker",
+        "app.kubernetes.io/instance": name_of(launch.run_id),
+    }
+
+
+def name_of(run_id: str) -> str:
+    """Return the name of a run's job: a run's id may be longer, and begin and end otherwise."""
+    name = re.sub(r"^[^a-z0-9]+|[^a-z0-9]+$", "", run_id)
+    if name == run_id and len(name) <= MAX_NAME:
+        return name
+    digest = blake2b(run_id.encode(), digest_size=4).hexdigest()
+    return f"{name[: MAX_NAME - 9]}-{digest}".lstrip("-")
+
+
+def _about(launch: WorkerLaunch, shape: PodShape) -> Object:
+    """Return the metadata of the pods.
+
+    The annotations by which Prometheus finds pods have room for one port: they are those of the
+    standing workers where a pod has one worker, and there are none where some would be missed.
+    """
+    about: Object = {"labels": labels_of(launch)}
+    if shape.metrics and shape.per_pod == 1:
+        about["annotations"] = {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(METRICS_PORT),
+            "prometheus.io/path": "/metrics",
+        }
+        if shape.secret is not None:
+            about["annotations"]["prometheus.io/scheme"] = "https"
+    return about
+
+
+def _pod(launch: WorkerLaunch, shape: PodShape) -> Object:
+    volumes: list[Object] = [{"name": "data", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
+    # The workers of a pod exchange tensors there; what it takes counts as their memory.
+    volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    if shape.secret is not None:
+        secret = {"secretName": shape.secret, "defaultMode": 0o440}
+        volumes.append({"name": "tls", "secret": secret})
+    pod: Object = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(launch, shape, number) for number in range(shape.per_pod)],
+        "volumes": volumes,
+    }
+    if shape.node_labels:
+        pod["nodeSelector"] = dict(label.split("=") for label in shape.node_labels)
+    if shape.gpus:
+        toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        pod["tolerations"] = [toleration]
+    return pod
+
+
+def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
+    words = [*launch.command_of("kubernetes"), *_options(shape, number)]
+    ports = {"grpc": PORT, "health": HEALTH_PORT}
+    if shape.metrics:
+        ports["metrics"] = METRICS_PORT
+    limits: Object = {"memory": shape.memory}
+    if shape.gpus:
+        limits["nvidia.com/gpu"] = shape.gpus
+    mounts: list[Object] = [
+        {"name": "data", "mountPath": DATA, "subPath": f"worker-{number}"},
+        {"name": "tmp", "mountPath": "/tmp", "subPath": f"worker-{number}"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if shape.secret is not None:
+        mounts.append({"name": "tls", "mountPath": CERTIFICATES, "readOnly": True})
+    own = {"grpc": {"port": HEALTH_PORT + number}}
+    alive = own if shape.per_pod == 1 else _all_alive(shape.per_pod)
+    return {
+        "name": f"worker-{number}",
+        "image": shape.image,
+        "command": words[:3],
+        "args": words[3:],
+        "env": _environment(f"worker-{number}", shape),
+        "ports": [
+            {"name": f"{name}-{number}", "containerPort": first + number}
+            for name, first in ports.items()
+        ],
+        "startupProbe": {**own, "periodSeconds": 2, "failureThreshold": 150},
+        "livenessProbe": {**alive, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "resources": {
+            "requests": {"cpu": str(shape.cpus), "memory": shape.memory},
+            "limits": limits,
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _options(shape: PodShape, number: int) -> list[str]:
+    """Return the options of a worker that follow from its pod."""
+    words = [
+        f"--name=$(POD_NAME)-{number}" if number else "--name=$(POD_NAME)",
+        f"--listen=$(POD_IP):{PORT + number}",
+        f"--health-port={HEALTH_PORT + number}",
+        f"--data-dir={DATA}",
+        f"--drain-grace-s={DRAIN_GRACE_S}",
+        "--log-json",
+    ]
+    if shape.metrics:
+        words.append(f"--metrics-port={METRICS_PORT + number}")
+    if shape.secret is not None:
+        words += [
+            f"--tls-ca={CERTIFICATES}/ca.crt",
+            f"--tls-cert={CERTIFICATES}/pool-{shape.pool}.crt",
+            f"--tls-key={CERTIFICATES}/pool-{shape.pool}.key",
+            f"--pool={shape.pool}",
+        ]
+    return words
+
+
+def _all_alive(num_workers: int) -> Object:
+    """Return a probe that asks all workers of a pod.
+
+    A pod ends when all of its containers have ended, and only then is it made again. The place of a
+    worker that has died would stay empty for as long as the others live: so they leave, too. The
+    delay is for those that start later than others.
+    """
+    addresses = [f"$POD_IP:{HEALTH_PORT + number}" for number in range(num_workers)]
+    command = ["python", "-m", "stratagem.common.health", *addresses]
+    return {"exec": {"command": command}, "initialDelaySeconds": START_APART_S}
+
+
+def _environment(container: str, shape: PodShape) -> list[Object]:
+    """Return what the pod is told of itself, with the threads that are paid for: the number of a
+    node's cores is not the same everywhere, and threads are part of the numerics."""
+    fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    if shape.metrics:  # as for the standing workers, whose deployment is their namespace
+        fields["STRATAGEM_WORKER_METRICS_DEPLOYMENT"] = "metadata.namespace"
+    told: list[Object] = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in fields.items()
+    ]
+    cpus = {"containerName": container, "resource": "requests.cpu", "divisor": "1"}
+    for name in ("STRATAGEM_WORKER_THREADS", "STRATAGEM_WORKER_MAX_READERS"):
+        told.append({"name": name, "valueFrom": {"resourceFieldRef": cpus}})
+    return told
+
+
+# ---- kubernetes job ----
+
+TRIES: Final = 3
+"""A worker that ends by itself with an error is started again so often."""
+KEPT_S: Final = 86_400
+QUEUE: Final = "kueue.x-k8s.io"
+
+_WHERE: Final = "where your cluster's is"
+_LABEL: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_NODE_LABEL: Final = re.compile(rf"(?:[a-z0-9][-a-z0-9.]{{0,252}}/)?{_LABEL}=(?:{_LABEL})?")
+_JOB_NAME: Final = re.compile(rf"[a-z0-9](?:[-a-z0-9]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
+_SPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?")
+"""A label of DNS: namespaces."""
+_QUEUE: Final = re.compile(rf"(?=.{{1,63}}$){_SPACE.pattern}(?:\.{_SPACE.pattern})*")
+"""Stands in a label, too."""
+_PART: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+_SECRET: Final = re.compile(rf"(?=.{{1,253}}$){_PART}(?:\.{_PART})*")
+"""Kubernetes limits the length of the whole, and not of parts."""
+_MEMORY: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:[kMGTPE]|[KMGTPE]i)?")
+
+DISRUPTED: Final = {"type": "DisruptionTarget", "status": "True"}
+
+HEAD: Final = """\
+# Workers of run {run_id}, whose coordinator is {coordinator}.
+# A pod that ends with {preempted} was preempted: it comes back, and counts as no failure.
+"""
+
+
+def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
+    """Return the Job.
+
+    Raises InvalidInputError for workers that do not fill their pods, for names and labels that
+    Kubernetes does not have, and for a network without certificates that nobody has allowed.
+    """
+    _check(launch, shape)
+    num_pods = launch.num_workers // shape.per_pod
+    name = shape.job_name or name_of(launch.run_id)
+    metadata: Object = {"name": name, "namespace": shape.namespace}
+    metadata["labels"] = labels_of(launch)
+    spec: Object = {
+        "completionMode": "Indexed",
+        "completions": num_pods,
+        "parallelism": num_pods,
+        "backoffLimitPerIndex": TRIES,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [DISRUPTED]},
+                # A worker that has failed counts, though others of its pod leave because of it.
+                {"action": "Count", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED]}},
+                {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [PREEMPTED]}},
+            ]
+        },
+        "ttlSecondsAfterFinished": KEPT_S,
+        "template": template(launch, shape),
+    }
+    if shape.queue is not None:
+        metadata["labels"] = metadata["labels"] | {f"{QUEUE}/queue-name": shape.queue}
+        if num_pods > 1:  # Kueue refuses a minimum that is no smaller than the whole
+            metadata["annotations"] = {
+                f"{QUEUE}/job-min-parallelism": "1",
+                f"{QUEUE}/job-completions-equal-parallelism": "true",
+            }
+        spec = {"suspend": True, **spec}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes equal parts out each time, in place of references to the first one."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def as_text(job: Object, launch: WorkerLaunch) -> str:
+    """Return the file that kubectl is given."""
+    head = HEAD.format(run_id=launch.run_id, coordinator=launch.coordinator, preempted=PREEMPTED)
+    return head + yaml.dump(job, Dumper=_Plain, sort_keys=False, width=1000)
+
+
+def check_submit() -> None:
+    """Raise UnavailableError where kubectl is missing."""
+    check_program("kubectl", _WHERE)
+
+
+def submit(path: Path) -> str:
+    """Hand a file to kubectl, and return what it says of it. Raises UnavailableError."""
+    return answer_of(["kubectl", "create", "-f", str(path)], _WHERE)
+
+
+def _check(launch: WorkerLaunch, shape: PodShape) -> None:
+    _check_names(shape)
+    if _MEMORY.fullmatch(shape.memory) is None:
+        problem = f"{shape.memory!r} is no quantity of bytes, such as 24Gi"
+        raise InvalidInputError.at("--memory", problem)
+    for label in shape.node_labels:
+        if _NODE_LABEL.fullmatch(label) is None:
+            raise InvalidInputError.at("--node-label", f"{label!r} is not a label as KEY=VALUE")
+    if not 1 <= shape.per_pod <= MAX_PER_POD:
+        raise InvalidInputError.at("--per-pod", f"{shape.per_pod} is not 1 to {MAX_PER_POD}")
+    if launch.num_workers % shape.per_pod:
+        problem = f"{launch.num_workers} workers do not fill pods of {shape.per_pod}"
+        raise InvalidInputError.at("--per-pod", problem)
+    if (shape.secret is None) != (shape.pool is None):
+        raise InvalidInputError.at("--tls-secret", "goes with --pool, whose certificate it holds")
+    if shape.secret is None and "--allow-insecure-network" not in launch.command:
+        problem = (
+            "without a certificate nothing is encrypted: say it with --pool, or, for a network "
+            "that you trust, --worker --allow-insecure-network"
+        )
+        raise InvalidInputError.at("--tls-secret", problem)
+    own = {word.partition("=")[0] for word in launch.command}
+    for name in said_of(shape):
+        if name in own:
+            raise InvalidInputError.at("--worker", f"{name} is said by the launch; leave it out")
+
+
+def _check_names(shape: PodShape) -> None:
+    """Check what Kubernetes would refuse, or would look for in vain, after the run is submitted."""
+    in_words = "of a-z, 0-9, and - between them"
+    names = (
+        ("--namespace", shape.namespace, _SPACE, f"1 to 63 {in_words}"),
+        ("--job-name", shape.job_name, _JOB_NAME, f"1 to {MAX_NAME} {in_words}"),
+        ("--queue", shape.queue, _QUEUE, f"1 to 63 {in_words}, in parts with dots"),
+        ("--tls-secret", shape.secret, _SECRET, f"1 to 253 {in_words}, in parts with dots"),
+        ("--image", shape.image, re.compile(r"[^\s]+"), "an image, as HOST/NAME:TAG"),
+    )
+    for field, name, pattern, allowed in names:
+        if name is not None and pattern.fullmatch(name) is None:
+            raise InvalidInputError.at(field, f"{name!r} is not {allowed}")
+    if shape.pool is not None:
+        try:
+            check_worker_id(f"name.{shape.pool}")
+        except InvalidInputError:
+            text = f"{shape.pool!r} is not a pool, of A-Z, a-z, 0-9, '.', '_', '-'"
+            raise InvalidInputError.at("--pool", text) from None

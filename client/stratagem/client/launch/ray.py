@@ -1,0 +1,143 @@
+"""A program for a cluster of Ray: workers of one run, each a process beside an actor of its own.
+
+Actors take resources one by one as the cluster has them free. A placement group would wait until
+there is room for all, while a run begins with the workers that are there.
+"""
+
+import signal
+from pathlib import Path
+from typing import Final
+
+from stratagem.client.launch.workers import WorkerLaunch, answer_of, check_program
+from stratagem.common.process.process import PREEMPTED
+
+_WHERE: Final = "where Ray's are"
+
+SCRIPT: Final = '''\
+"""Workers of run {run_id}, whose coordinator is {coordinator}, on a cluster of Ray.
+
+    ray job submit --no-wait --submission-id {run_id} -- {python} {run_id}.ray.py
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import ray
+
+NUM_WORKERS = {num_workers}
+CPUS, GPUS = {cpus}, {gpus}  # of each
+COMMAND = [
+{command}
+]
+PREEMPTED = {preempted}  # the run goes on from its last commit, and the worker is started again
+TRIES = 3  # of a worker that ends by itself with an error
+
+# A worker commits and leaves upon SIGTERM, which it gets when its actor is gone.
+END_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, {sigterm})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+# Variables of what has started Ray itself would tell all workers of a node the same place.
+OTHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "JOB_COMPLETION_INDEX")
+
+
+@ray.remote(
+    num_cpus=CPUS,
+    num_gpus=GPUS,
+    max_restarts=-1,
+    max_task_retries=-1,
+    max_concurrency=2,  # so that drain() does not wait behind work()
+    scheduling_strategy="SPREAD",
+)
+class Place:
+    """A place on some node, for one worker at a time."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.num_started = 0
+        self.process = None
+
+    def work(self):
+        """Return the exit status of a worker; after the end of its run that is 0."""
+        own = {{name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}}
+        own |= {{"RANK": str(self.rank), "MASTER_ADDR": "{host}"}}
+        self.num_started += 1
+        name = f"ray-{{socket.gethostname()}}-{{os.getpid()}}-{{self.num_started}}"
+        words = [sys.executable, "-c", END_WITH_PARENT, *COMMAND, "--name", name]
+        self.process = subprocess.Popen(words, env=own)
+        return self.process.wait()
+
+    def drain(self):
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+
+
+def stop(*_):
+    sys.exit(PREEMPTED)
+
+
+def main():
+    """Start again who was preempted or has failed, until all have left or failed too often."""
+    ray.init()
+    signal.signal(signal.SIGTERM, stop)
+    places = [Place.remote(rank) for rank in range(NUM_WORKERS)]
+    working = {{place.work.remote(): (place, TRIES) for place in places}}
+    num_failed = 0
+    try:
+        while working:
+            (done, *_), _ = ray.wait(list(working))
+            place, tries = working.pop(done)
+            status = ray.get(done)
+            tries -= status not in (0, PREEMPTED)
+            if status and tries:
+                working[place.work.remote()] = place, tries
+            else:
+                ray.kill(place)  # others may have its resources
+                num_failed += status != 0
+    except SystemExit:
+        for place, _ in working.values():
+            place.drain.remote()
+        ray.wait(list(working), num_returns=len(working))
+        raise
+    sys.exit(num_failed > 0)
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
+    """Return the program. cpus, gpus: of each worker. host: the coordinator's."""
+    words = launch.command_of("env")
+    for name in ("--threads", "--max-readers"):  # Ray binds no process to its cores
+        if not any(word.partition("=")[0] == name for word in words):
+            words += (name, str(cpus))
+    return SCRIPT.format(
+        run_id=launch.run_id,
+        coordinator=launch.coordinator,
+        python=words[0],
+        num_workers=launch.num_workers,
+        cpus=cpus,
+        gpus=gpus,
+        command="\n".join(f"    {word!r}," for word in words),
+        preempted=PREEMPTED,
+        sigterm=int(signal.SIGTERM),
+        host=host,
+    )
+
+
+def check_submit() -> None:
+    """Raise UnavailableError where ray is missing."""
+    check_program("ray", _WHERE)
+
+
+def submit(script: Path, launch: WorkerLaunch, options: tuple[str, ...]) -> None:
+    """Hand a program to Ray. options: of `ray job submit`. Raises UnavailableError."""
+    asked = ["ray", "job", "submit", "--no-wait", "--submission-id", launch.run_id, *options]
+    python = launch.command[0]
+    answer_of([*asked, "--", python, str(script.resolve())], _WHERE)

@@ -1,0 +1,270 @@
+"""What a launcher is asked for: so many workers for one run, and the command of each.
+
+Pure. A launcher keeps no state: the run is the coordinator's, the processes are the engine's.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from shutil import which
+from typing import Final
+
+from stratagem.client.sdk.blocking import Client, RunHandle
+from stratagem.client.sdk.torch_process import import_folders
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError
+from stratagem.common.base.ids import RunId
+from stratagem.common.job import JobSpec, entry_points
+from stratagem.common.rpc.channel import split_addresses
+from stratagem.common.schema.json import suggest
+
+# ---- worker launch ----
+
+OF_THE_LAUNCHER: Final = ("--rendezvous", "--coordinator", "--for-run", "--name")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLaunch:
+    """So many workers for a run."""
+
+    run_id: RunId
+    coordinator: str
+    num_workers: int
+    command: tuple[str, ...]
+    """Of one worker, but for the launcher whose variables it reads."""
+
+    def command_of(self, launcher: str) -> tuple[str, ...]:
+        """Return the command of a worker that this launcher starts."""
+        return (*self.command, "--rendezvous", launcher)
+
+
+def check_addresses(option: str, addresses: str) -> None:
+    """Raise InvalidInputError for what is not the addresses of a coordinator. option: that says
+    them."""
+    try:
+        split_addresses(addresses)
+    except ValueError as error:
+        raise InvalidInputError.at(option, str(error)) from None
+
+
+def launch_of(
+    job: JobSpec,
+    run_id: RunId,
+    coordinator: str,
+    num_workers: int,
+    python: str,
+    folders: tuple[str, ...],
+    options: tuple[str, ...],
+) -> WorkerLaunch:
+    """Return the launch of workers for a run of a job.
+
+    Workers may import what this job names, and nothing else, unless the options say `--allow`.
+    python: the interpreter, at its place on the nodes. folders: the users' modules, at their places
+    there. options: of each worker.
+    Raises InvalidInputError for options that a worker does not have or the launch itself says, and
+    for a job that brings code which no option lets in.
+    """
+    for name in OF_THE_LAUNCHER:
+        if name in {option.partition("=")[0] for option in options}:
+            raise InvalidInputError.at("--worker", f"{name} is said by the launch; leave it out")
+    given = names_of(options)
+    if job.code is not None and "--allow-code" not in given:
+        problem = "the job brings code along; say which may run, as in --worker '--allow-code any'"
+        raise InvalidInputError.at("--worker", problem)
+    command = [python, "-m", "stratagem.worker", "--coordinator", coordinator, "--for-run", run_id]
+    if "--allow" not in given and "--site" not in given:
+        for name in entry_points(job):
+            command += ["--allow", name]
+    if "--import-path" not in given:
+        for folder in folders:
+            command += ["--import-path", folder]
+    return WorkerLaunch(run_id, coordinator, num_workers, (*command, *options))
+
+
+# ---- worker options ----
+#
+# The options of a worker, by what their values are.
+#
+# A launch refuses others before anything is handed over: workers that an engine starts, perhaps
+# hours later, would refuse them one by one. The settings themselves belong to the worker, which
+# need not be installed where a run is launched; a test compares them with these. Pure.
+
+FLAGS: Final = frozenset(
+    {
+        *("--allow-insecure-network", "--ephemeral", "--log-json", "--metrics-tls"),
+        *("--open-files", "--signed-states", "--tunnel"),
+    }
+)
+"""Options without a value, each also as --no-..."""
+INTEGERS: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("--health-port", "--max-blob-memory-bytes", "--max-readers"), 0),
+    **dict.fromkeys(("--max-calls", "--max-early-bytes", "--max-sessions", "--max-uploads"), 1),
+    **dict.fromkeys(("--max-state-bytes", "--max-state-tensors", "--threads"), 1),
+    "--metrics-port": 0,
+}
+"""Options whose value is a whole number, with the least one."""
+MOST: Final[Mapping[str, int]] = dict.fromkeys(("--health-port", "--metrics-port"), 65535)
+"""The greatest one, where there is one."""
+SECONDS: Final = frozenset(
+    {
+        *("--abort-grace-s", "--compile-timeout-s", "--drain-grace-s", "--exchange-timeout-s"),
+        *("--stall-report-s", "--stream-idle-timeout-s"),
+    }
+)
+CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "--data-plane": ("trusted", "tls"),
+    "--log-level": ("debug", "info", "warning", "error"),
+    "--mesh": ("auto", "shm", "nccl", "gloo", "grpc"),
+    "--preempt-signal": ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG", ""),
+    "--rendezvous": ("torchrun", "slurm", "kubernetes", "mpi", "env"),
+}
+TEXTS: Final = frozenset(
+    {
+        *("--activation-store", "--advertise", "--allow", "--allow-code", "--build-dir"),
+        *("--coordinator", "--data-dir", "--data-root", "--device", "--for-run", "--import-path"),
+        *("--listen", "--local-data", "--metrics-client-ca", "--metrics-deployment"),
+        *("--metrics-tls-cert", "--metrics-tls-key", "--metrics-token-file", "--name", "--pool"),
+        *("--previous-exit", "--privacy-secret", "--proxy", "--ready-file", "--revoked-file"),
+        *("--site", "--state-folder", "--tags", "--tls-ca", "--tls-cert", "--tls-key"),
+    }
+)
+"""Options whose value is any text here: what it names is on the nodes."""
+
+_WITHOUT_VALUE: Final = FLAGS | {f"--no-{name.removeprefix('--')}" for name in FLAGS}
+_KNOWN: Final = (*sorted(_WITHOUT_VALUE), *INTEGERS, *SECONDS, *CHOICES, *TEXTS)
+_FIELD: Final = "--worker"
+
+
+def names_of(words: Sequence[str]) -> frozenset[str]:
+    """Return the names of the options; raises InvalidInputError for what a worker would refuse."""
+    names, rest = set[str](), iter(words)
+    for word in rest:
+        name, has_value, value = word.partition("=")
+        if name not in _KNOWN:
+            what = "is no option of a worker" if name.startswith("-") else "belongs to no option"
+            hint = suggest(name, _KNOWN) or "; `stratagem worker --help` lists them"
+            raise InvalidInputError.at(_FIELD, f"{word[:80]!r} {what}{hint}")
+        names.add(name)
+        if name not in _WITHOUT_VALUE and not has_value:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise InvalidInputError.at(_FIELD, f"{name} needs a value, as in {name}=VALUE")
+        if allowed := _why_not(name, value, has_value=bool(has_value)):
+            raise InvalidInputError.at(_FIELD, f"{name} is {value[:80]!r}; allowed is {allowed}")
+    return frozenset(names)
+
+
+def _why_not(name: str, value: str, *, has_value: bool) -> str:
+    """Return what is allowed in place of a value; "" where it is right."""
+    if name in _WITHOUT_VALUE:
+        return "no value" if has_value else ""
+    if name in INTEGERS:
+        least, most = INTEGERS[name], MOST.get(name)
+        is_number = value.isascii() and value.isdecimal()
+        if is_number and int(value) >= least and (most is None or int(value) <= most):
+            return ""
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        return f"a whole number {bounds}"
+    if name in SECONDS:
+        return "" if _is_time(value) else "a number of seconds"
+    if name in CHOICES:
+        known = CHOICES[name]
+        return "" if value in known else f"one of {', '.join(filter(None, known))}"
+    return ""
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return isfinite(float(text)) and float(text) >= 0
+    except ValueError:
+        return False
+
+
+# ---- submitted run ----
+#
+# A run that is submitted for workers that an engine starts, and stopped where it takes none.
+
+
+@contextmanager
+def submitted_run(client: Client, job: JobSpec, run_id: RunId, job_path: Path) -> Iterator[None]:
+    """Submit the run, and then, in the body, its workers; without workers it is stopped again,
+    unless it was there before, with workers of its own. The error says which, and so does the
+    KeyboardInterrupt of who does not wait for the engine's answer: workers that it takes all the
+    same leave a run that was stopped."""
+    how = f"`stratagem cancel {run_id} --coordinator {client.address}` stops it"
+    try:
+        handle = client.submit(job, run_id, import_path=import_folders(job_path))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; run {run_id} may be submitted: {how}") from None
+    try:
+        yield
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; {_without_workers(handle, how)}") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {_without_workers(handle, how)}") from None
+
+
+def _without_workers(handle: RunHandle, how: str) -> str:
+    """Stop a run whose workers nobody has taken, and return what has become of it. how: somebody
+    else could."""
+    if not handle.created:
+        return f"run {handle.run_id}, which was there before, goes on"
+    try:
+        handle.cancel()
+    except StratagemError as error:
+        return f"and run {handle.run_id} could not be stopped: {error}; {how}"
+    except KeyboardInterrupt:
+        text = f"interrupted; run {handle.run_id} may not have been stopped: {how}"
+        raise KeyboardInterrupt(text) from None
+    return f"run {handle.run_id}, submitted for it, was stopped"
+
+
+# ---- site program ----
+#
+# Programs by which a site takes jobs, such as sbatch and kubectl.
+
+TIMEOUT_S: Final = 60.0
+
+
+def check_options(options: Iterable[str], program: str) -> None:
+    """Raise InvalidInputError for what is no option, before anything is handed over."""
+    for option in options:
+        if re.match(r"-\w|--\w", option) is None or "\n" in option:
+            problem = f"{option!r} is no option of {program}; write --name=VALUE after --"
+            raise InvalidInputError.at("options", problem)
+
+
+def check_program(name: str, where: str) -> None:
+    """Raise UnavailableError where a program of the site is missing, before it is needed.
+
+    where: as of `answer_of`.
+    """
+    if which(name) is None:
+        raise _missing(name, where)
+
+
+def answer_of(command: list[str], where: str) -> str:
+    """Return what a program of the site answers to a command.
+
+    where: the place at which the program is found, for the error's text.
+    Raises UnavailableError where the program is missing, silent, or refuses.
+    """
+    name = command[0]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        raise _missing(name, where) from None
+    except subprocess.TimeoutExpired:
+        raise UnavailableError(f"{name} has not answered in {TIMEOUT_S:g} s") from None
+    if done.returncode != 0:
+        raise UnavailableError(f"{name}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip()
+
+
+def _missing(name: str, where: str) -> UnavailableError:
+    return UnavailableError(f"there is no {name} here; run this {where}")

@@ -1,0 +1,350 @@
+"""A whole cluster on this machine: one coordinator and a few workers as child processes.
+
+    with LocalCluster(workers=2) as cluster, cluster.client() as client:
+        result = client.submit("job.yaml").result()
+
+Owns which commands are run in which folders; process_supervisor.py keeps them alive. The
+coordinator comes back at the same port and a worker under the same name, so a killed process is a
+hiccup of the run. Everything listens on loopback only.
+"""
+
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from stratagem.client.local.supervisor import Command, ProcessSupervisor, ProcessView, read_address
+from stratagem.common.base.errors import (
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    WrongStateError,
+)
+from stratagem.common.base.text import split_address
+from stratagem.common.process.cpu_threads import ThreadChoice, bound_cores, threads_told
+from stratagem.common.process.process import OwnFolder, remove_temporary, temporary_folder
+
+if TYPE_CHECKING:
+    from stratagem.client.sdk.blocking import Client
+
+# ---- local cluster ----
+
+COORDINATOR: Final = "coordinator"
+READY_TIMEOUT_S: Final = 120.0
+
+Argv = Callable[[Mapping[str, str]], list[str]]
+
+
+def local_names(num_workers: int) -> tuple[str, ...]:
+    """Return the names of a local cluster's workers."""
+    return tuple(f"worker-{number}" for number in range(num_workers))
+
+
+def threads_each(asked: int | None, environ: Mapping[str, str] = os.environ) -> ThreadChoice:
+    """Return how many threads each worker of a local cluster has: those asked for, else those that
+    the environment names, else one.
+
+    One is independent of the cores and of the number of workers, and so are the bits of a run; and
+    more make a step of a small model no faster.
+    """
+    if asked is not None:
+        return ThreadChoice(asked)
+    return threads_told(environ) or ThreadChoice(1, "--threads T for a large model")
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalCluster:
+    """Starts on `start()` or on entering the context, ends on `close()` or on leaving it."""
+
+    workers: int = 2
+    data_dir: Path | None = None
+    """Journal, states and logs; None: a temporary folder that close() removes."""
+    allow: Sequence[str] = ("*:*",)
+    """Entry points (`module:name`, with wildcards) that jobs may name."""
+    allow_code: str = "any"
+    """Code that jobs may bring along, as `stratagem worker --allow-code` says it."""
+    import_path: Sequence[Path] = ()
+    """Folders from which the workers import the user's modules."""
+    data_root: Sequence[Path] = (Path("/"),)
+    """Folders below which `data.path` of a job may be; anywhere, as the jobs are the caller's."""
+    threads: int | None = None
+    """Threads per worker; None: as `threads_each` says."""
+    listen: str = "127.0.0.1:0"
+    failpoints: bool = False
+    """Gives every process the failpoint folder data_dir/failpoints/<process name>."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    worker_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Further command-line arguments by worker name, such as {"worker-0": ["--tags", "site-a"]}."""
+    programs: Mapping[str, Sequence[str]] = field(
+        default_factory=lambda: {
+            "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
+            "worker": [sys.executable, "-m", "stratagem.worker"],
+        }
+    )
+    _supervisor: ProcessSupervisor | None = field(init=False, default=None)
+    _folder: Path = field(init=False, default_factory=Path)
+    _lock: int = field(init=False, default=-1)
+    _temporary: OwnFolder | None = field(init=False, default=None)
+    """The folder where no data_dir is given."""
+    _owner: int = field(init=False, default=0)
+    """The process that has started it; in a fork of that it is not ours to end."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise InvalidInputError.at("workers", f"{self.workers} is not 0 or more")
+        try:
+            split_address(self.listen)
+        except ValueError as error:
+            raise InvalidInputError.at("listen", str(error)) from None
+
+    # ---- life ----
+
+    def start(self) -> Self:
+        """Start all processes and wait until they are ready."""
+        if self._supervisor is not None:
+            return self
+        self._folder, self._owner = self._make_folder(), os.getpid()
+        self._check_listen()
+        self._supervisor = ProcessSupervisor(
+            [self._coordinator(), *map(self._worker, self.worker_names)]
+        )
+        self._supervisor.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End all processes (SIGTERM, after a grace SIGKILL). Idempotent; nothing in a fork."""
+        if self._supervisor is None or self._owner != os.getpid():
+            return
+        self._supervisor.close()
+        self._supervisor = None
+        self._leave_folder()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- use ----
+
+    @property
+    def address(self) -> str:
+        """host:port of the coordinator."""
+        return self.processes[COORDINATOR].address
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder that holds the journal, states and logs."""
+        return self._folder
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        return local_names(self.workers)
+
+    @property
+    def processes(self) -> dict[str, ProcessView]:
+        """All processes by name, as they stand now."""
+        return {view.name: view for view in self._running().views()}
+
+    def client(self) -> "Client":
+        """A blocking client of this cluster."""
+        from stratagem.client.sdk.blocking import Client
+
+        return Client(self.address)
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until every process serves (again)."""
+        self._running().wait_ready(timeout_s)
+
+    def wait_restarted(
+        self, name: str, num_starts: int, timeout_s: float = READY_TIMEOUT_S
+    ) -> None:
+        """Wait until a process serves and has been started more than num_starts times."""
+        self._running().wait_restarted(name, num_starts, timeout_s)
+
+    def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to a process; one that dies of it is started again."""
+        self._running().kill(name, signum)
+
+    def failpoint_file(self, process: str, failpoint: str) -> Path:
+        """The file that arms a failpoint of a process: write how many hits to let pass."""
+        return self._folder / "failpoints" / process / failpoint
+
+    def log_tail(self, process: str) -> str:
+        """Everything that a process has written to its log."""
+        return (self._folder / "logs" / f"{process}.log").read_text(errors="replace")
+
+    # ---- how the processes are run ----
+
+    def _running(self) -> ProcessSupervisor:
+        if self._supervisor is None:
+            raise NotFoundError("this local cluster is not running; call start()")
+        if self._owner != os.getpid():
+            raise WrongStateError(
+                f"this local cluster belongs to process {self._owner}, of which this one is a fork"
+            )
+        return self._supervisor
+
+    def _make_folder(self) -> Path:
+        """The data folder with its parts, locked for this cluster."""
+        if self.data_dir is None:
+            self._temporary = temporary_folder("cluster")
+            folder = self._temporary.path
+        else:
+            folder = Path(self.data_dir).absolute()
+        names = [COORDINATOR, *self.worker_names]
+        parts = ["logs", "ready", *names]
+        if self.failpoints:
+            parts += [f"failpoints/{name}" for name in names]
+        for part in parts:
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(folder / "cluster.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            address = read_address(folder / "ready" / COORDINATOR)
+            where = f" {address}" if address else ""  # it is just starting
+            raise ConflictError(
+                f"another local cluster uses {folder}; talk to it with --coordinator{where}, "
+                "or name another folder with --data-dir"
+            ) from None
+        return folder
+
+    def _leave_folder(self) -> None:
+        shutil.rmtree(self._folder / "ready", ignore_errors=True)  # nothing serves any more
+        os.close(self._lock)
+        if self._temporary is not None:
+            self._temporary.remove()
+            self._temporary = None
+        remove_temporary()  # of processes that were killed and did not come back
+
+    def _check_listen(self) -> None:
+        """Whether the coordinator can listen where it should; its own log says less clearly why
+        not."""
+        host, port = split_address(self.listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host.strip("[]"), port), family=family).close()
+        except OSError as error:
+            self._leave_folder()
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            text = f"{self.listen} cannot be listened on: {reason}; name another port"
+            raise InvalidInputError.at("listen", text) from None
+
+    def _coordinator(self) -> Command:
+        def argv(addresses: Mapping[str, str]) -> list[str]:
+            listen = addresses.get(COORDINATOR, self.listen)
+            return [
+                *self.programs["coordinator"],
+                *("--listen", listen, "--health-port", "0"),
+                *("--data-dir", str(self._folder / COORDINATOR)),
+                *("--ready-file", str(self._ready_file(COORDINATOR))),
+            ]
+
+        return self._command(COORDINATOR, argv)
+
+    def _worker(self, name: str) -> Command:
+        threads = threads_each(self.threads, {**os.environ, **self.environment})
+        own = self.worker_arguments.get(name, ())
+
+        def argv(addresses: Mapping[str, str]) -> list[str]:
+            return [
+                *self.programs["worker"],
+                *("--coordinator", addresses.get(COORDINATOR, "-"), "--name", name),
+                *(() if "--tunnel" in own else ("--listen", "127.0.0.1:0")),
+                *("--data-dir", str(self._folder / name)),
+                *(part for pattern in self.allow for part in ("--allow", pattern)),
+                *("--allow-code", self.allow_code),
+                *(part for folder in self.import_path for part in ("--import-path", str(folder))),
+                *(part for root in self.data_root for part in ("--data-root", str(root))),
+                *("--threads", str(threads.number), "--ready-file", str(self._ready_file(name))),
+                *own,
+            ]
+
+        return self._command(name, argv, (COORDINATOR,), "STRATAGEM_WORKER_PREVIOUS_EXIT")
+
+    def _command(
+        self, name: str, argv: Argv, needs: tuple[str, ...] = (), exit_variable: str = ""
+    ) -> Command:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self.environment}
+        if importlib.util.find_spec("obstore") is not None:
+            store = f"file://{self._folder}/activations"
+            environment.setdefault("STRATAGEM_WORKER_ACTIVATION_STORE", store)
+        if self.failpoints:
+            environment["STRATAGEM_FAILPOINTS"] = str(self._folder / "failpoints" / name)
+        return Command(
+            name=name,
+            argv=argv,
+            ready_file=self._ready_file(name),
+            log_file=self._folder / "logs" / f"{name}.log",
+            environment=environment,
+            needs=needs,
+            exit_variable=exit_variable,
+        )
+
+    def _ready_file(self, name: str) -> Path:
+        return self._folder / "ready" / name
+
+
+# ---- local run ----
+#
+# What a run on a local cluster was started with, kept beside its data for `resume --local`.
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """Settings with which a local cluster runs a job; they are saved so that `resume --local` knows
+    them."""
+
+    allow: tuple[str, ...]
+    import_path: tuple[str, ...]
+    tags: tuple[str, ...] = ()
+    allow_code: str = "none"
+    threads: int | None = None
+    """Of each worker, however many there are when it goes on: the bits depend on it. None: begun
+    with 0.2.0, which kept no number."""
+
+    def save(self, data_dir: Path, run_id: str) -> None:
+        path = _local_run_file(data_dir, run_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, data_dir: Path, run_id: str) -> "LocalRun":
+        path = _local_run_file(data_dir, run_id)
+        try:
+            kept = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise NotFoundError(f"no local run {run_id} in {data_dir}") from None
+        lists = {name: tuple(value) for name, value in kept.items() if isinstance(value, list)}
+        return cls(**{**kept, **lists})
+
+    def threads_of(self, num_workers: int) -> ThreadChoice:
+        """Return the threads of each worker, with which the run goes on: 0.2.0 shared the cores
+        that it was bound to among the workers, whatever its control groups paid for."""
+        number = self.threads or max(1, bound_cores() // num_workers)
+        return ThreadChoice(number, "as it began")
+
+    def with_code_in(self, overrides: list[str]) -> "LocalRun":
+        """The settings of a run whose job names further code of the user's in these overrides."""
+        named = re.findall(r"[\w.]+:[A-Za-z_][\w.]*", " ".join(overrides))
+        return replace(self, allow=tuple(dict.fromkeys((*self.allow, *named))))
+
+
+def _local_run_file(data_dir: Path, run_id: str) -> Path:
+    return data_dir / "runs" / f"{run_id}.json"

@@ -1,0 +1,249 @@
+"""Scales of axes: values to pixels, and the values that are written at an axis."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from stratagem.client.pictures.svg import SMALL, element, escaped, label, width_of
+
+# ---- scales ----
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A linear or logarithmic scale from values to pixels; start may be above end."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the pixel of a value, of one outside of the range that of its end."""
+        return self.start + (self.end - self.start) * min(max(self._share(value), 0.0), 1.0)
+
+    def beyond(self, value: float) -> float:
+        """Return the pixel of a value, also of one outside of the range."""
+        return self.start + (self.end - self.start) * self._share(value)
+
+    def _share(self, value: float) -> float:
+        low, high = self._shown(self.low), self._shown(self.high)
+        return (self._shown(value) - low) / (high - low) if high > low else 0.5
+
+    def _shown(self, value: float) -> float:
+        return math.log10(max(value, self.low, 1e-300)) if self.log else value
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Return about so many round values within the range, at least two where it has any."""
+        if self.log:
+            return _powers(self.low, self.high, count)
+        for more in range(count, 4 * count):
+            found = steps(self.low, self.high, more)
+            if len(found) >= min(count, 3):
+                return found
+        return steps(self.low, self.high, count)
+
+
+MIN_VALUES = 16
+"""Of which a few can be told to be outliers."""
+
+
+def usual_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return between which values most of a series lie, with as much room again on both sides.
+
+    Where few values lie outside, and those not far, the range of all of them: nothing is outside.
+    """
+    finite = sorted(filter(math.isfinite, values))
+    if len(finite) < MIN_VALUES:
+        return -math.inf, math.inf
+    cut = len(finite) // 50
+    usual_low, usual_high = finite[cut], finite[-1 - cut]
+    room = usual_high - usual_low
+    if room <= 0 or finite[-1] - finite[0] <= 4 * room:
+        return -math.inf, math.inf
+    return usual_low - room, usual_high + room
+
+
+def axis_of(values: Iterable[float], start: float, end: float, *, log: bool = False) -> Axis:
+    """Return the scale on which all finite values lie, with room above and below."""
+    finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
+    if not finite:
+        return Axis(1.0 if log else 0.0, 10.0 if log else 1.0, start, end, log)
+    low, high = min(finite), max(finite)
+    if log:
+        low, high = (low / 1.2, high * 1.2) if high / low < 10 else (low / 1.05, high * 1.05)
+        return Axis(low, high, start, end, log)
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 0.5
+    bottom = 0.0 if 0 <= low < (high - low) * 0.35 else low - room
+    return Axis(bottom, high + room, start, end)
+
+
+def steps(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` values of a round distance, within the range."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    size = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / size - 1e-9)
+    last = math.floor(high / size + 1e-9)
+    return [at * size for at in range(first, last + 1)]
+
+
+def whole_steps(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` whole numbers within the range."""
+    found = [value for value in steps(low, high, count) if abs(value - round(value)) < 1e-9]
+    return found or [float(value) for value in range(math.ceil(low), math.floor(high) + 1)]
+
+
+def _powers(low: float, high: float, count: int) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors in ((1,), (1, 3), (1, 2, 5)):
+        powers = [f * 10.0**p for p in range(first, last + 1) for f in factors]
+        found = [value for value in powers if low <= value <= high]
+        if len(found) >= 2:
+            every = max(1, math.ceil(len(found) / (count + 1)))
+            return found[::every]
+    return steps(low, high, count)
+
+
+def short(value: float) -> str:
+    """Return a number for an axis or a table: "0.05", "12,000", "3e-05"."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e7 or size < 1e-4:
+        mantissa, _, power = f"{value:.3g}".partition("e")
+        return f"{mantissa}e{int(power)}" if power else mantissa
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def size_text(num_bytes: float) -> str:
+    """Return an amount of memory, as "768 B", "59.4 KiB" or "23.5 GiB"."""
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        num_bytes /= 1024
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:,.1f} {unit}"
+    return f"{num_bytes / 1024:,.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as "0.25 s", "12 s", "3:05" or "2:10:00"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def time_steps(high: float, count: int) -> list[float]:
+    """Return about so many round times from 0 on, in seconds."""
+    if high <= 0:
+        return [0.0]
+    raw = high / max(count, 1)
+    round_ones = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 86400)
+    size = next((float(each) for each in round_ones if each >= raw * 0.999), raw)
+    if raw < 1:
+        return steps(0.0, high, count)
+    return [at * size for at in range(int(high / size + 1e-9) + 1)]
+
+
+# ---- frame ----
+#
+# The frame of a plot: its grid, what is written at its axes, and its legend.
+
+EDGE = 14
+"""Pixels to the right of a box that its last value may reach into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+def y_grid(
+    axis: Axis, box: Box, *, count: int = 5, form: Callable[[float], str] = short
+) -> Iterable[str]:
+    """Yield the lines across the box at round values, and these values left of it."""
+    for value in axis.ticks(count):
+        y = axis(value)
+        yield element("line", x1=box.left, x2=box.right, y1=y, y2=y, stroke="grid")
+        yield label(box.left - 6, y + 4, form(value), fill="muted", anchor="end", size=SMALL + 1)
+
+
+def x_values(
+    axis: Axis,
+    box: Box,
+    values: Sequence[float],
+    name: str = "",
+    form: Callable[[float], str] = short,
+) -> Iterable[str]:
+    """Yield the values below the box, and below them what they are of: `below(name)` pixels."""
+    yield element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, stroke="muted")
+    for value in values:
+        x, text = axis(value), form(value)
+        yield element("line", x1=x, x2=x, y1=box.bottom, y2=box.bottom + 4, stroke="muted")
+        half = width_of(text, SMALL + 1) / 2
+        # The box ends some pixels before the picture does, and a text is at most that much wider.
+        at = min(x, box.right + EDGE - half)
+        yield label(at, box.bottom + 17, text, fill="muted", anchor="middle", size=SMALL + 1)
+    if name:
+        y = box.bottom + 31
+        yield label(box.right, y, name, fill="muted", anchor="end", size=SMALL + 1)
+
+
+def below(name: str) -> int:
+    """Return how many pixels the values of an axis, and its name, take below their box."""
+    return 38 if name else 24
+
+
+def legend(entries: Sequence[tuple[str, str]], left: float, width: float) -> tuple[str, int]:
+    """Return a legend and its height. entries: the sign, as SVG around (0, 0), and its name."""
+    x, y, parts = left, 14.0, list[str]()
+    for sign, name in entries:
+        room = 16 + width_of(name) + 14
+        if x > left and x + room > width:
+            x, y = left, y + 18
+        parts.append(
+            f'<g transform="translate({x + 5:.1f} {y - 4:.1f})">{sign}</g>'
+            + label(x + 15, y, name, fill="ink")
+        )
+        x += room
+    return "".join(parts), int(y + 12) if entries else 6
+
+
+def line_sign(colour: str) -> str:
+    """Return the sign of a line in a legend."""
+    return element("line", x1=-5, x2=6, y1=0, y2=0, stroke=colour, stroke_width=2.5)
+
+
+def dot_sign(colour: str, radius: float = 3.5) -> str:
+    """Return the sign of dots in a legend."""
+    return element("circle", r=radius, cx=0, cy=0, fill=colour)
+
+
+def box_sign(colour: str, **attributes: str | float | None) -> str:
+    """Return the sign of an area in a legend."""
+    return element("rect", x=-5, y=-5, width=10, height=10, rx=2, fill=colour, **attributes)
+
+
+def triangle(x: float, y: float, fill: str, text: str = "", *, up: bool) -> str:
+    """Return a triangle whose tip is at a point."""
+    back = y + 8 if up else y - 8
+    points = f"{x - 4.5:.1f},{back:.1f} {x + 4.5:.1f},{back:.1f} {x:.1f},{y:.1f}"
+    inside = [f"<title>{escaped(text)}</title>"] if text else []
+    return element("polygon", *inside, points=points, fill=fill)

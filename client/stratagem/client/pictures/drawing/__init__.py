@@ -1,1 +1,0 @@
-"""What all pictures are drawn with: elements of SVG, colours, scales, frames and lanes."""

@@ -1,0 +1,415 @@
+"""Lanes of bars over time: what time lines, members and pipelines are drawn with."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from stratagem.client.pictures.axes import (
+    EDGE,
+    Axis,
+    Box,
+    below,
+    box_sign,
+    duration,
+    legend,
+    time_steps,
+    x_values,
+)
+from stratagem.client.pictures.svg import (
+    NUM_SERIES,
+    SMALL,
+    NumberTable,
+    Picture,
+    decimal,
+    element,
+    hint,
+    label,
+    natural,
+    series_colour,
+    shortened,
+    thinned,
+    width_of,
+)
+
+# ---- lanes ----
+
+LANE_HEIGHT = 24
+MAX_LANES_HEIGHT = 720
+"""In pixels, of all lanes; of more than 30 each one is less high."""
+MIN_LANE_HEIGHT = 2.0
+MAX_ROWS = 1000
+"""Of a picture; where there are more lanes, several share a row."""
+MIN_NAME_HEIGHT = 13.0
+MAX_NAME = 150.0
+MAX_BARS = 400
+"""Elements that a browser reads and draws without its user noticing."""
+THIN_PIXELS = 2
+"""The least that is drawn of a bar. Of more than MAX_BARS, bars of up to twice that share one
+element in each lane and colour, and those in one column of so many pixels are one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stretch of time in a lane; as long as nothing, a mark."""
+
+    lane: int
+    start: float
+    end: float
+    colour: str
+    text: str
+    """What it is, for who rests the pointer on it."""
+    inside: str = ""
+    """What is written in it, where there is room."""
+    ending: str = ""
+    """A sign at its end, such as ✕."""
+    count: int = 1
+
+
+def merged(bars: Sequence[Bar], x: Axis) -> list[Bar]:
+    """Return the bars, those of a lane and a colour in one that are too narrow to be told apart.
+
+    However many there are, no more are left than a lane has pixel columns.
+    """
+    pixel = (x.high - x.low) / (x.end - x.start)
+    open_: dict[tuple[int, str], Bar] = {}
+    done: list[Bar] = []
+    for bar in sorted(bars, key=lambda each: (each.start, each.end)):
+        key = bar.lane, bar.colour
+        before = open_.get(key)
+        if before is not None and _is_one(before, bar, pixel):
+            end, count = max(before.end, bar.end), before.count + bar.count
+            open_[key] = Bar(
+                *(bar.lane, before.start, end, bar.colour, before.text, "", bar.ending, count)
+            )
+            continue
+        if before is not None:
+            done.append(before)
+        open_[key] = bar
+    return sorted([*done, *open_.values()], key=lambda each: (each.lane, each.start, each.end))
+
+
+def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
+    """Return whether two bars are too close, and one too narrow, to be told apart; or one lies on
+    the other."""
+    if before.ending or bar.start - before.end >= pixel:
+        return False
+    is_covered = bar.end - before.end < pixel or bar.start - before.start < pixel
+    return is_covered or min(bar.end - bar.start, before.end - before.start) < 3 * pixel
+
+
+def _told_apart(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]]]:
+    """Return the bars that are drawn alone, and thin ones by lane and colour where all are many."""
+    wide: list[Bar] = []
+    thin: dict[tuple[int, str], list[Bar]] = {}
+    for bar in bars:
+        is_wide = x(bar.end) - x(bar.start) > 2 * THIN_PIXELS or bool(bar.ending)
+        if is_wide or len(bars) <= MAX_BARS:
+            wide.append(bar)
+        else:
+            thin.setdefault((bar.lane, bar.colour), []).append(bar)
+    return wide, list(thin.values())
+
+
+def _thin(bars: Sequence[Bar], x: Axis, y: float, high: float) -> str:
+    """Return many thin bars of one lane and colour as one element."""
+    gap = high * 5 / LANE_HEIGHT
+    columns: dict[int, int] = {}
+    for bar in bars:
+        first, last = (int(x(each) / THIN_PIXELS) for each in (bar.start, bar.end))
+        columns[first] = max(columns.get(first, 0), last + 1 - first)
+    down = f"v{decimal(high - 2 * gap)}"
+    data = "".join(
+        f"M{at * THIN_PIXELS} {decimal(y + gap)}h{many * THIN_PIXELS}{down}h-{many * THIN_PIXELS}z"
+        for at, many in columns.items()
+    )
+    text = f"{sum(bar.count for bar in bars)} thin ones, first: {bars[0].text}"
+    return element("path", hint(text), d=data, fill=bars[0].colour, fill_opacity="0.82")
+
+
+def lanes(
+    names: Sequence[str],
+    bars: Sequence[Bar],
+    signs: Sequence[tuple[str, str]],
+    *,
+    width: int,
+    end: float,
+    form: Callable[[float], str] = duration,
+    unit: str = "",
+) -> tuple[str, int]:
+    """Return the content and the height of a picture with one lane per name.
+
+    end: of the time that is shown, from 0 on.
+    """
+    names, bars = _in_rows(names, bars)
+    room = min(max((width_of(name) for name in names), default=0) + 16, MAX_NAME, width * 0.3)
+    shown, top = legend(signs, 8, width)
+    high = min(max(MAX_LANES_HEIGHT / max(len(names), 1), MIN_LANE_HEIGHT), LANE_HEIGHT)
+    height = top + math.ceil(high * max(len(names), 1)) + 6 + below(unit)
+    box = Box(room, top + 2, width - EDGE, height - 2 - below(unit))
+    x = Axis(0.0, max(end, 1e-9), box.left, box.right)
+    parts = [shown, *_names(names, box, high)]
+    wide, thin = _told_apart(merged(bars, x), x)
+    for of_one in thin:
+        parts.append(_thin(of_one, x, box.top + high * of_one[0].lane, high))
+    for bar in wide:
+        parts += _bar(bar, x, box.top + high * bar.lane, high)
+    count = max(2, round((box.right - box.left) / 90))
+    parts += x_values(x, box, time_steps(end, count), unit, form)
+    return "".join(parts), height
+
+
+def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], Sequence[Bar]]:
+    """Return no more lanes than a picture has rows, each with the first name in it."""
+    num_lanes = len(names)
+    if num_lanes <= MAX_ROWS:
+        return names, bars
+    rows = [lane * MAX_ROWS // num_lanes for lane in range(num_lanes)]
+    found = [""] * MAX_ROWS
+    for name, row in zip(names, rows, strict=True):
+        found[row] = found[row] or name
+    return found, [replace(bar, lane=rows[bar.lane]) for bar in bars]
+
+
+def _names(names: Sequence[str], box: Box, high: float) -> Iterator[str]:
+    """Yield a line for each lane, and the names that have room. Lanes without a name belong to the
+    one above."""
+    free = -math.inf
+    for at, name in enumerate(names):
+        middle = box.top + high * (at + 0.5)
+        if high >= MIN_NAME_HEIGHT:
+            yield element("line", x1=box.left, x2=box.right, y1=middle, y2=middle, stroke="grid")
+        if name and middle >= free:
+            yield label(box.left - 8, middle + 4, shortened(name, box.left - 12), anchor="end")
+            free = middle + MIN_NAME_HEIGHT
+
+
+def _bar(bar: Bar, x: Axis, y: float, high: float) -> Iterator[str]:
+    left, right = x(bar.start), x(bar.end)
+    width = max(right - left, 2.0)
+    text = bar.text if bar.count == 1 else f"{bar.count} in one, first: {bar.text}"
+    gap = high * 5 / LANE_HEIGHT
+    shape: dict[str, Any] = {"x": left, "y": y + gap, "width": width, "height": high - 2 * gap}
+    round_: dict[str, Any] = {"rx": 3} if width > 6 and high == LANE_HEIGHT else {}
+    yield element("rect", hint(text), **shape, **round_, fill=bar.colour, fill_opacity="0.82")
+    middle = y + high / 2 + 3.5
+    if bar.inside and width_of(bar.inside, SMALL) + 6 < width and high >= MIN_NAME_HEIGHT:
+        size: dict[str, Any] = {"size": SMALL, "anchor": "middle", "weight": "600"}
+        yield label(left + width / 2, middle, bar.inside, fill="surface", **size)
+    if bar.ending:
+        yield label(left + width + 1, middle + 0.5, bar.ending, fill="bad", size=13, weight="700")
+
+
+# ---- time line ----
+#
+# A time line: what happened when, in lanes, however much that was.
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What took from one time to another, in seconds from the beginning; or an instant; or several
+    of them, one behind or on another."""
+
+    lane: str
+    start: float
+    end: float
+    kind: str
+    text: str = ""
+    """Of several, what the first one was."""
+    count: int = 1
+    lasted: float | None = None
+    """Of several, how long all of them took."""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it took, or all of them did."""
+        return self.end - self.start if self.lasted is None else self.lasted
+
+
+def time_line(
+    spans: Sequence[Span], *, title: str, width: int = 720, end: float | None = None
+) -> Picture:
+    """Return the spans in the lanes that they name, in order of first mention, coloured by kind."""
+    names = list(dict.fromkeys(span.lane for span in spans))
+    kinds = list(dict.fromkeys(span.kind for span in spans))
+    places, colours = (
+        {n: i for i, n in enumerate(names)},
+        {k: i for i, k in enumerate(k for k in kinds if k != AWAY)},
+    )
+    shades = {kind: series_colour(at) for kind, at in colours.items()} | {AWAY: "warn"}
+    bars = [
+        Bar(
+            *(places[span.lane], span.start, span.end, shades[span.kind]),
+            f"{span.text or span.kind}, {duration(span.end - span.start)}",
+            inside=f"away {duration(span.seconds)}" if span.kind == AWAY else "",
+            count=span.count,
+        )
+        for span in spans
+    ]
+    last = max((span.end for span in spans), default=0.0) if end is None else end
+    signs = [(box_sign(shades[kind], fill_opacity="0.82"), kind) for kind in kinds]
+    content, height = lanes(names, bars, signs, width=width, end=last)
+    counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+    times: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for span in spans:
+        counts[span.lane, span.kind] += span.count
+        times[span.lane, span.kind] += span.seconds
+    rows = [(*key, str(count), duration(times[key])) for key, count in counts.items()]
+    table = NumberTable(("lane", "what", "times", "in all"), thinned(rows))
+    words = (
+        f"{sum(counts.values())} in {len(names)} lanes within {duration(last)}: {', '.join(kinds)}"
+    )
+    return Picture(title, words, width, height, content, table)
+
+
+# ---- members ----
+#
+# Members of a run: a lane for each worker, and why it was a member no longer.
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A stretch of time, in seconds from the beginning, in which a worker was a member."""
+
+    worker: str
+    party: str
+    """Whose member it was, or what it did; "" is the whole run."""
+    start: float
+    end: float | None
+    """None: it is one now."""
+    ending: str = ""
+    is_lost: bool = False
+    task: str = ""
+    """What it did for the party, such as "client 3"."""
+
+
+AWAY: Final = "coordinator away"
+
+
+def away_text(seconds: float) -> str:
+    """Return how long the coordinator was away, in words."""
+    return f"{AWAY}, {duration(seconds)} at most"
+
+
+def members(
+    stays: Sequence[Stay],
+    *,
+    title: str,
+    now: float,
+    aways: Sequence[tuple[float, float]] = (),
+    width: int = 720,
+) -> Picture:
+    """Return a lane for each worker, and further ones below it for what it did at the same time;
+    parties have colours of their own. now: the time until which those are drawn that have not
+    ended. aways: from when until when the coordinator was away, in a lane of its own above."""
+    in_order = sorted(stays, key=lambda each: (natural(each.worker), each.start, each.party))
+    names, places = _placed(in_order, now)
+    parties = sorted({stay.party for stay in stays}, key=natural)
+    colours = {party: series_colour(at) for at, party in enumerate(parties)}
+    bars = [
+        Bar(
+            *(place, stay.start, now if stay.end is None else stay.end, colours[stay.party]),
+            f"{stay.worker}{f', {stay.party}' if stay.party else ''}: {_told(stay)}",
+            inside=stay.task or stay.party,
+            ending="✕" if stay.is_lost else "",
+        )
+        for place, stay in zip(places, in_order, strict=True)
+    ]
+    if aways:
+        names = ["coordinator", *names]
+        bars = [replace(bar, lane=bar.lane + 1) for bar in bars]
+        bars += [Bar(0, *each, "warn", _away(each), inside=_short(each)) for each in aways]
+    signs = [
+        (box_sign(colours[party], fill_opacity="0.82"), party or "member") for party in parties
+    ]
+    if len(parties) > NUM_SERIES:  # colours repeat: what is written in the bars tells them apart
+        signs = [(box_sign("s1", fill_opacity="0.82"), f"member of one of {len(parties)} parties")]
+    if any(stay.is_lost for stay in stays):
+        signs.append((label(-5, 5, "✕", fill="bad", size=13, weight="700"), "lost"))
+    if aways:
+        signs.append((box_sign("warn", fill_opacity="0.82"), AWAY))
+    content, height = lanes(names, bars, signs, width=width, end=now)
+    rows = [("coordinator", "", *map(duration, each), _away(each)) for each in aways] + [
+        (
+            *(stay.worker, stay.party or "the run", duration(stay.start)),
+            "" if stay.end is None else duration(stay.end),
+            _told(stay),
+        )
+        for stay in in_order
+    ]
+    lost, workers = sum(stay.is_lost for stay in stays), len({stay.worker for stay in stays})
+    words = f"{workers} workers within {duration(now)}; {lost or 'none'} lost"
+    if aways:
+        words += f"; {away_text(sum(end - start for start, end in aways))}"
+    table = NumberTable(("worker", "of", "from", "to", "why it ended"), thinned(rows, 200))
+    return Picture(title, words, width, height, content, table)
+
+
+def _away(span: tuple[float, float]) -> str:
+    return away_text(span[1] - span[0])
+
+
+def _short(span: tuple[float, float]) -> str:
+    return f"away {duration(span[1] - span[0])}"
+
+
+def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
+    """Return the names of lanes and the lane of each stay: the first one of its worker that is
+    free. stays: by worker, then in order of time."""
+    names: list[str] = []
+    free: list[float] = []
+    """By lane of the worker, from when on."""
+    places: list[int] = []
+    worker = None
+    for stay in stays:
+        if stay.worker != worker:
+            worker, free = stay.worker, []
+        lane = next((at for at, since in enumerate(free) if since <= stay.start), len(free))
+        if lane == len(free):
+            free.append(0.0)
+            names.append("" if lane else stay.worker)
+        free[lane] = now if stay.end is None else stay.end
+        places.append(len(names) - len(free) + lane)
+    return names, places
+
+
+def _told(stay: Stay) -> str:
+    ending = "still a member" if stay.end is None and not stay.ending else stay.ending
+    return f"{stay.task}, {ending}" if stay.task else ending
+
+
+# ---- decisions ----
+#
+# What a strategy has decided, and when: a lane for each kind of decision.
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionMark:
+    """A decision, in seconds from the beginning."""
+
+    after: float
+    kind: str
+    text: str = ""
+
+
+def decisions(
+    marks: Sequence[DecisionMark], *, title: str, end: float, width: int = 720
+) -> Picture:
+    """Return a mark for each decision. end: of the time that is shown."""
+    kinds = list(dict.fromkeys(mark.kind for mark in marks))
+    bars = [
+        Bar(
+            *(at, mark.after, mark.after, series_colour(at)),
+            f"{mark.text or mark.kind}, after {duration(mark.after)}",
+        )
+        for at, kind in enumerate(kinds)
+        for mark in marks
+        if mark.kind == kind
+    ]
+    content, height = lanes(kinds, bars, [], width=width, end=end)
+    rows = [(duration(mark.after), mark.kind, mark.text) for mark in marks]
+    last = f"; the newest: {marks[-1].text or marks[-1].kind}" if marks else ""
+    words = f"{len(marks)} decisions within {duration(end)}{last}"
+    table = NumberTable(("after", "what", "why"), thinned(rows, 200))
+    return Picture(title, words, width, height, content, table)

@@ -1,0 +1,306 @@
+"""The parties of a run as a tree: how each one trains, how far it is, and its loss in small."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stratagem.client.pictures.axes import Axis, axis_of, box_sign, duration, short
+from stratagem.client.pictures.lanes import Bar, lanes
+from stratagem.client.pictures.svg import (
+    SMALL,
+    NumberTable,
+    Picture,
+    element,
+    hint,
+    label,
+    path_of,
+    shortened,
+    thinned,
+    width_of,
+)
+
+# ---- party tree ----
+
+ROW = 26
+INDENT = 16
+MAX_POINTS = 150
+"""Of a small curve."""
+MAX_DRAWN = 60
+"""Parties that have a row; the table has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartyRow:
+    """A party, below the one that it is part of."""
+
+    path: str
+    strategy: str
+    """That it trains under."""
+    done: str
+    """How far it is, such as "3 segments"."""
+    losses: Sequence[float]
+    """In order of time; of very many as many as a small curve has columns are drawn."""
+    failure: str = ""
+
+    @property
+    def depth(self) -> int:
+        """Return how many parties it is inside of, but for the run."""
+        return self.path.count("/")
+
+
+def party_tree(rows: Sequence[PartyRow], *, title: str, width: int = 720) -> Picture:
+    """Return a row for each party. rows: each below its parent, and siblings in order."""
+    shown = rows[:MAX_DRAWN]
+    names = [row.path.rpartition("/")[2] for row in shown]
+    named = max(
+        (INDENT * r.depth + width_of(n) for r, n in zip(shown, names, strict=True)), default=0
+    )
+    name_end = min(26 + named + 18, width * 0.45)
+    finite = [loss for row in shown for loss in row.losses if math.isfinite(loss)]
+    longest = max((len(row.losses) for row in shown), default=0)
+    x = Axis(0, max(longest - 1, 1), width - 60 - min(150.0, width * 0.28), width - 60.0)
+    parts = [label(width - 8, 11, "loss", fill="muted", anchor="end", size=SMALL)] if finite else []
+    for at, (row, name) in enumerate(zip(shown, names, strict=True)):
+        y = 22 + ROW * at
+        parts += _branch(shown, at, y)
+        left = 26 + INDENT * row.depth
+        parts.append(label(left, y + 4, shortened(name, name_end - left), weight="600"))
+        told = ", ".join(filter(None, [row.strategy, "failed" if row.failure else row.done]))
+        room = x.start - name_end - 10
+        colour = "bad" if row.failure else "muted"
+        if room > 40:
+            text = shortened(told, room, SMALL + 1)
+            parts.append(label(name_end, y + 4, text, fill=colour, size=SMALL + 1))
+        parts += _small_curve(row, x, axis_of(finite, y + 9, y - 9), y, width)
+    left_out = len(rows) - len(shown)
+    if left_out:
+        parts.append(label(26, 26 + ROW * len(shown), f"and {left_out} more", fill="muted"))
+    failed = sum(bool(row.failure) for row in rows)
+    words = f"{len(rows)} parties{f'; {failed} have failed' if failed else ''}"
+    height = 22 + ROW * (len(shown) + bool(left_out))
+    return Picture(title, words, width, height, "".join(parts), _table(rows))
+
+
+def _branch(rows: Sequence[PartyRow], at: int, y: float) -> Iterator[str]:
+    """Yield the lines from a party to the one that it is part of."""
+    depth = rows[at].depth
+    x = 14 + INDENT * depth
+    above = next((y - ROW * (at - n) for n in range(at - 1, -1, -1) if rows[n].depth <= depth), 6.0)
+    data = f"M{x} {above:.0f}V{y}H{x + 8}"
+    yield element("path", d=data, fill="none", stroke="muted", stroke_opacity="0.6")
+
+
+def _small_curve(row: PartyRow, x: Axis, axis: Axis, y: float, width: int) -> Iterator[str]:
+    """Yield the losses of a party on the scales of all, and the last one in words."""
+    if not row.losses:
+        return
+    last = len(row.losses) - 1
+    places = [*range(0, last, last // MAX_POINTS + 1), last]
+    points = [(x(at), axis(row.losses[at])) for at in places if math.isfinite(row.losses[at])]
+    shape: dict[str, Any] = {"stroke_width": 1.5, "stroke_linejoin": "round"}
+    words = hint(f"{row.path}: loss {short(row.losses[0])} to {short(row.losses[-1])}")
+    yield element("path", words, d=path_of(points), fill="none", stroke="s1", **shape)
+    for at, up in points[-1:]:
+        yield element("circle", words, cx=at, cy=up, r=2.2, fill="s1")
+    style: dict[str, Any] = {"anchor": "end", "size": SMALL + 1}
+    yield label(width - 8, y + 4, short(row.losses[-1]), **style)
+
+
+def _table(rows: Sequence[PartyRow]) -> NumberTable:
+    listed = [
+        (
+            *(row.path, row.strategy, row.done),
+            *((short(row.losses[0]), short(row.losses[-1])) if row.losses else ("", "")),
+            row.failure,
+        )
+        for row in rows
+    ]
+    headings = ("party", "trains under", "done", "first loss", "last loss", "failure")
+    return NumberTable(headings, thinned(listed, 200))
+
+
+# ---- stages ----
+#
+# The stages of a pipeline at work on the micro-batches of one step, and how long each is idle.
+
+COLOURS = {
+    "forward": "s1",
+    "backward": "s2",
+    "input": "s2",
+    "weight": "s3",
+    "exchange": "s4",
+    "optimizer": "s6",
+    "wait": "grid",
+}
+_TEXTS = {
+    "exchange": "sums over micro-batches, stages and replicas",
+    "optimizer": "step of the optimizer",
+}
+"""Of what is done once for all micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A stage at work on one micro-batch."""
+
+    lane: int
+    """Which of the lanes: a stage, or those that one worker takes turns at."""
+    start: float
+    end: float
+    kind: str
+    """forward, backward, input or weight (the two halves of a backward pass), wait (for what the
+    next piece of work needs); exchange or optimizer, once for all micro-batches."""
+    micro_batch: int
+
+    @property
+    def computes(self) -> bool:
+        """Return whether it is work on a micro-batch: what is no part of the bubble."""
+        return self.kind != "wait" and self.kind not in _TEXTS
+
+    @property
+    def text(self) -> str:
+        """Return what it is, in words."""
+        if self.kind == "wait":
+            return f"waits for what micro-batch {self.micro_batch} needs"
+        return _TEXTS.get(self.kind, f"{self.kind} of micro-batch {self.micro_batch}")
+
+
+def bubble(tasks: Sequence[Task], num_lanes: int) -> float:
+    """Return the share of all lanes' time, from the first to the last work on a micro-batch, in
+    which nothing is computed."""
+    tasks = [task for task in tasks if task.computes]
+    if not tasks:
+        return 0.0
+    span = max(task.end for task in tasks) - min(task.start for task in tasks)
+    busy = sum(task.end - task.start for task in tasks)
+    return 1 - busy / (num_lanes * span) if span > 0 else 0.0
+
+
+def stages(
+    names: Sequence[str],
+    tasks: Sequence[Task],
+    *,
+    title: str,
+    unit: str = "",
+    idle: float | None = None,
+    width: int = 720,
+) -> Picture:
+    """Return a lane for each name. unit: what times are counted in; unless given, seconds. idle:
+    the bubble, where it is not that of these tasks."""
+    idle = bubble(tasks, len(names)) if idle is None else idle
+    bars = [
+        Bar(
+            *(task.lane, task.start, task.end, COLOURS[task.kind], task.text),
+            inside=str(task.micro_batch) if task.computes else "",
+        )
+        for task in tasks
+    ]
+    kinds = [kind for kind in COLOURS if any(task.kind == kind for task in tasks)]
+    signs = [(box_sign(COLOURS[kind], fill_opacity="0.82"), kind) for kind in kinds]
+    signs.append((label(-4, 4, "◌", fill="muted"), f"bubble {idle:.0%}"))
+    last = max((task.end for task in tasks), default=0.0)
+    form = short if unit else duration
+    content, height = lanes(names, bars, signs, width=width, end=last, form=form, unit=unit)
+    rows = [
+        (
+            *(names[task.lane], task.kind, "" if task.kind in _TEXTS else str(task.micro_batch)),
+            *(form(task.start), form(task.end)),
+        )
+        for task in sorted(tasks, key=lambda each: (each.lane, each.start))
+    ]
+    words = f"{len(names)} lanes, {len(tasks)} tasks; {idle:.0%} of the time is idle (bubble)"
+    table = NumberTable(("stage", "what", "micro-batch", "from", "to"), thinned(rows))
+    return Picture(title, words, width, height, content, table)
+
+
+# ---- topology ----
+#
+# Nodes on a circle, and who exchanges with whom at which weight.
+
+Edge = tuple[int, int, float]
+"""Two nodes, and the weight between them."""
+
+MAX_NAMED = 40
+MAX_WEIGHED = 12
+"""Edges at which their weight is written."""
+
+
+def topology(
+    names: Sequence[str],
+    edges: Sequence[Edge],
+    *,
+    title: str,
+    workers: Sequence[str] = (),
+    width: int = 360,
+    height: int = 300,
+) -> Picture:
+    """Return the nodes by name on a circle, with a line for each edge, the wider the heavier.
+    workers: those that have each node, if that is known."""
+    at_worker = [f"{n} on {w}" for n, w in zip(names, workers, strict=False)] or names
+    room = 14 if len(names) > MAX_NAMED else 58
+    radius = max(min(width / 2 - room - 34, height / 2 - 34), 20.0)
+    places = [_place(at, len(names), width / 2, height / 2, radius) for at in range(len(names))]
+    heaviest = max((weight for *_, weight in edges), default=1.0) or 1.0
+    many = len(edges) > 1000
+    parts: list[str] = []
+    for a, b, weight in edges:
+        text = () if many else (hint(f"{at_worker[a]} and {at_worker[b]}: weight {short(weight)}"),)
+        ends: dict[str, Any] = {
+            "x1": places[a][0],
+            "y1": places[a][1],
+            "x2": places[b][0],
+            "y2": places[b][1],
+        }
+        size = 0.5 if many else 0.8 + 2.7 * weight / heaviest
+        parts.append(
+            element(*("line", *text), **ends, stroke="s1", stroke_width=size, stroke_opacity="0.45")
+        )
+    if len(edges) <= MAX_WEIGHED:
+        parts += [_weight(weight, places[a], places[b]) for a, b, weight in edges]
+    for at, (x, y) in enumerate(places):
+        parts.append(element("circle", hint(at_worker[at]), cx=x, cy=y, r=6, fill="s1"))
+        if len(names) <= MAX_NAMED:
+            lines = [names[at], *([workers[at]] if workers else [])]
+            parts.append(_name(lines, x, y, width, height))
+    rows = [(at_worker[a], at_worker[b], short(weight)) for a, b, weight in edges]
+    words = f"{len(names)} nodes, {len(edges)} pairs that exchange"
+    table = NumberTable(("node", "and", "weight"), thinned(rows))
+    return Picture(title, words, width, height, "".join(parts), table)
+
+
+def _place(at: int, count: int, x: float, y: float, radius: float) -> tuple[float, float]:
+    angle = 2 * math.pi * at / max(count, 1) - math.pi / 2
+    return x + radius * math.cos(angle), y + radius * math.sin(angle)
+
+
+def _weight(weight: float, start: tuple[float, float], end: tuple[float, float]) -> str:
+    """Return the weight of an edge beside its middle, where edges through the centre do not
+    meet."""
+    x, y = (a + 0.4 * (b - a) for a, b in zip(start, end, strict=True))
+    style: dict[str, Any] = {"fill": "muted", "anchor": "middle", "size": SMALL}
+    return label(x, y + 4, short(weight), **style, has_halo=True)
+
+
+def _name(lines: Sequence[str], x: float, y: float, width: int, height: int) -> str:
+    """Return what a node is called, and below it in paler letters where it is."""
+    away_x, away_y = x - width / 2, y - height / 2
+    distance = math.hypot(away_x, away_y) or 1.0
+    at_x, at_y = x + away_x / distance * 13, y + away_y / distance * 15 + 4
+    side = away_x / distance
+    anchor = "middle" if abs(side) < 0.35 else "start" if side > 0 else "end"
+    space = width - at_x if anchor == "start" else at_x if anchor == "end" else width / 2
+    above = (
+        (len(lines) - 1) * 13 * (0 if away_y / distance > 0.35 else 0.5 if abs(side) > 0.35 else 1)
+    )
+    return "".join(
+        label(
+            at_x,
+            at_y - above + 13 * row,
+            shortened(line, space, SMALL + 1),
+            fill="muted" if row else "ink",
+            anchor=anchor,
+            size=SMALL + 1,
+        )
+        for row, line in enumerate(lines)
+    )

@@ -1,0 +1,295 @@
+"""Writes SVG elements: escaped text, fixed decimals, colours by name."""
+
+import base64
+import html
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+# ---- svg ----
+
+CHARACTER_WIDTH: Final = 6.9
+"""Of the mean character, in pixels at the size of ordinary text: what labels are placed by."""
+SMALL: Final = 10
+
+_NOT_SHOWN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+    "\ufffe\uffff]"
+)
+"""Characters that XML refuses, and those that turn the direction of what follows them."""
+
+
+def escaped(text: object) -> str:
+    """Return text for between tags and within attributes, without control characters."""
+    return html.escape(_NOT_SHOWN.sub("", str(text)), quote=True)
+
+
+def decimal(value: float) -> str:
+    """Return a coordinate with one decimal at most: "12", "12.5"."""
+    text = f"{value:.1f}"
+    return "0" if text in ("0.0", "-0.0") else text.removesuffix(".0")
+
+
+def element(name: str, *content: str, **attributes: str | float | None) -> str:
+    """Return an element. Content is SVG, attributes are plain text or numbers.
+
+    fill and stroke name a colour, or are "none"; underscores of names become hyphens.
+    """
+    classes: list[str] = []
+    written: list[str] = []
+    for key, value in attributes.items():
+        if value is None:
+            continue
+        shown = decimal(value) if isinstance(value, int | float) else value
+        if key in ("fill", "stroke") and shown in LIGHT:
+            classes.append(f"sg-{key[0]}-{shown}")
+            shown = LIGHT[shown]
+        written.append(f' {key.replace("_", "-")}="{escaped(shown)}"')
+    by_class = f' class="{" ".join(classes)}"' if classes else ""
+    head = f"<{name}{by_class}{''.join(written)}"
+    return f"{head}>{''.join(content)}</{name}>" if content else f"{head}/>"
+
+
+def label(  # noqa: PLR0913  (the attributes of a text)
+    x: float,
+    y: float,
+    text: object,
+    *,
+    fill: str = "ink",
+    anchor: str | None = None,
+    size: float | None = None,
+    weight: str | None = None,
+    has_halo: bool = False,
+) -> str:
+    """Return one line of text; anchor: start, middle or end. has_halo: it stands on lines."""
+    halo: dict[str, Any] = {"stroke": "surface", "stroke_width": 3.5, "paint_order": "stroke"}
+    shape: dict[str, Any] = {"text_anchor": anchor, "font_size": size, "font_weight": weight}
+    return element(
+        "text", escaped(text), x=x, y=y, fill=fill, **shape, **(halo if has_halo else {})
+    )
+
+
+def hint(text: str) -> str:
+    """Return what is shown when the pointer rests on the element that this stands in."""
+    return f"<title>{escaped(text)}</title>"
+
+
+def path_of(points: Iterable[tuple[float, float]]) -> str:
+    """Return the data of a path through the points."""
+    return "".join(
+        f"{'L' if at else 'M'}{decimal(x)} {decimal(y)}" for at, (x, y) in enumerate(points)
+    )
+
+
+def width_of(text: object, size: float = 12) -> float:
+    """Return about how wide a text is, in pixels."""
+    return len(str(text)) * CHARACTER_WIDTH * size / 12
+
+
+def shortened(text: str, width: float, size: float = 12) -> str:
+    """Return the text, or as much of it as has room, with an ellipsis."""
+    room = int(width / (CHARACTER_WIDTH * size / 12))
+    return text if len(text) <= room else f"{text[: max(room - 1, 1)]}…"
+
+
+# ---- colours ----
+#
+# The colours of pictures by what they stand for, for light and for dark surroundings.
+#
+# Eight colours of series that people with a colour deficiency tell apart by their lightness, too.
+
+LIGHT: Final[Mapping[str, str]] = {
+    "ink": "#1f2933",
+    "muted": "#66717f",
+    "grid": "#e3e7ec",
+    "surface": "#ffffff",
+    "s1": "#2f6db5",
+    "s2": "#d17a1f",
+    "s3": "#2f8a5b",
+    "s4": "#8158a8",
+    "s5": "#c04843",
+    "s6": "#23828f",
+    "s7": "#86694b",
+    "s8": "#b85a92",
+    "good": "#2f8a5b",
+    "warn": "#b3740f",
+    "bad": "#c04843",
+}
+DARK: Final[Mapping[str, str]] = {
+    "ink": "#e4e8ec",
+    "muted": "#9aa5b1",
+    "grid": "#2d353e",
+    "surface": "#14181d",
+    "s1": "#77a9e8",
+    "s2": "#efa653",
+    "s3": "#67c08f",
+    "s4": "#b796dc",
+    "s5": "#e98680",
+    "s6": "#62c1ce",
+    "s7": "#c5a788",
+    "s8": "#e298c4",
+    "good": "#67c08f",
+    "warn": "#e3b15a",
+    "bad": "#e98680",
+}
+NUM_SERIES: Final = 8
+
+
+def series_colour(index: int) -> str:
+    """Return the name of the colour of a series; they repeat after eight."""
+    return f"s{index % NUM_SERIES + 1}"
+
+
+def stylesheet() -> str:
+    """Return the rules for all classes of pictures, once for a page."""
+    names = "".join(
+        f".sg-f-{name}{{fill:var(--sg-{name})}}.sg-s-{name}{{stroke:var(--sg-{name})}}"
+        for name in LIGHT
+    )
+    dark = f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}"
+    return (
+        f":root{{{_variables(LIGHT)}}}{dark}@media print{{:root{{{_variables(LIGHT)}}}}}"
+        f".sg{{max-width:100%;height:auto}}{names}"
+    )
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return "".join(f"--sg-{name}:{colour};" for name, colour in colours.items())
+
+
+# ---- clipping ----
+#
+# Cuts lines where they leave the frame that they are drawn in.
+
+Point = tuple[float, float]
+
+
+def within(points: Iterable[Point], top: float, bottom: float) -> Iterator[list[Point]]:
+    """Yield the parts of a line through the points that lie between two heights, top < bottom."""
+    part: list[Point] = []
+    for before, after in pairwise(points):
+        enters, leaves = _inside(before[1], after[1], top, bottom)
+        if enters > leaves:
+            continue
+        if not part or enters > 0:
+            part = [_between(before, after, enters)]
+        part.append(_between(before, after, leaves))
+        if leaves < 1:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _inside(start: float, end: float, top: float, bottom: float) -> tuple[float, float]:
+    """Return from which to which share of its length a line of these heights is inside; the first
+    one is greater where it is not."""
+    if start == end:
+        return (0.0, 1.0) if top <= start <= bottom else (1.0, 0.0)
+    first, last = sorted(((top - start) / (end - start), (bottom - start) / (end - start)))
+    return max(first, 0.0), min(last, 1.0)
+
+
+def _between(before: Point, after: Point, share: float) -> Point:
+    (x, y), (to_x, to_y) = before, after
+    return x + (to_x - x) * share, y + (to_y - y) * share
+
+
+# ---- order ----
+#
+# The order in which names are listed: their numbers count as numbers.
+
+_NUMBER: Final = re.compile(r"(\d{1,18})")
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """Return what names are ordered by: worker-2 before worker-10, member1/client2 before
+    member1/client10."""
+    parts = _NUMBER.split(name)
+    return tuple(
+        (parts[at], int(parts[at + 1]) if at + 1 < len(parts) else -1)
+        for at in range(0, len(parts), 2)
+    )
+
+
+# ---- picture ----
+#
+# A picture: its SVG text, what it says in words, and a table of the same numbers.
+
+FONT: Final = "system-ui, -apple-system, Segoe UI, sans-serif"
+
+
+@dataclass(frozen=True, slots=True)
+class NumberTable:
+    """Rows of text under headings."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def to_html(self) -> str:
+        """Return the table as HTML, its first column as the headings of its rows."""
+        head = "".join(f'<th scope="col">{escaped(each)}</th>' for each in self.headings)
+        rows = "".join(
+            f'<tr><th scope="row">{escaped(row[0])}</th>'
+            + "".join(f"<td>{escaped(cell)}</td>" for cell in row[1:])
+            + "</tr>"
+            for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What is drawn, in pixels of the size that it was drawn for."""
+
+    title: str
+    description: str
+    """What it says, in a sentence or two."""
+    width: int
+    height: int
+    content: str
+    """SVG elements."""
+    table: NumberTable
+    steps: tuple[float, float, float, float] | None = None
+    """Of a curve: its first and its last step, and where these are to the right, in pixels."""
+
+    @property
+    def svg(self) -> str:
+        """Return the picture for a page that has the stylesheet of pictures."""
+        return self._whole("")
+
+    @property
+    def svg_file(self) -> str:
+        """Return the picture for a file of its own: with its colours, light and dark, and the
+        surface that it stands on."""
+        surface = element(
+            "rect", width=self.width, height=self.height, rx=6, fill="surface", stroke="none"
+        )
+        return self._whole(f"<style>{stylesheet()}</style>{surface}")
+
+    def to_html(self) -> str:
+        """Return the picture as an image that has its bytes in it: shown without scripts, also
+        where nobody trusts the page."""
+        data = base64.b64encode(self.svg_file.encode()).decode()
+        words = escaped(f"{self.title}: {self.description}")
+        return f'<img alt="{words}" src="data:image/svg+xml;base64,{data}">'
+
+    def _whole(self, before: str) -> str:
+        size = f'width="{self.width}" height="{self.height}"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="sg" role="img" {size} '
+            f'viewBox="0 0 {decimal(self.width)} {decimal(self.height)}" '
+            f'font-family="{FONT}" font-size="12">'
+            f"<title>{escaped(self.title)}</title><desc>{escaped(self.description)}</desc>"
+            f"{before}{self.content}</svg>"
+        )
+
+
+def thinned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> tuple[tuple[str, ...], ...]:
+    """Return at most so many rows, evenly, with the first and the last one."""
+    if len(rows) <= limit:
+        return tuple(rows)
+    places = sorted({round(at * (len(rows) - 1) / (limit - 1)) for at in range(limit)})
+    return tuple(rows[place] for place in places)

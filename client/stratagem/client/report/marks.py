@@ -1,0 +1,115 @@
+"""What happened when in a run, for its time line: few marks, however many events there were."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from stratagem.client.course.members import Outage
+from stratagem.client.course.views import EventLike, party_of
+from stratagem.client.pictures.lanes import AWAY, Span
+from stratagem.client.pictures.svg import natural
+
+MAX_MARKS: Final = 4096
+"""Of one kind in one lane, more than a picture has columns; up to twice as many until marks that no
+picture can tell apart become one."""
+MAX_LANES: Final = 12
+"""Parties that have a lane of their own; more share one."""
+_TRAINING: Final = "training"
+_INSTANTS: Final = {
+    "MembersFormed": ("members", "members formed"),
+    "ProcessDied": ("members", "process died"),
+    "SegmentCommitted": ("commits", "commit"),
+    "Evaluated": ("commits", "evaluation"),
+    "RoundClosed": ("rounds", "round closed"),
+    "UpdateRejected": ("rounds", "update rejected"),
+    "GenerationClosed": ("generations", "generation closed"),
+}
+"""Lane and words, by kind of event."""
+
+
+COORDINATOR: Final = "coordinator"
+_LANES: Final = (
+    COORDINATOR,
+    "members",
+    _TRAINING,
+    "",
+    "clients",
+    "rounds",
+    "generations",
+    "commits",
+)
+"""From top to bottom; "": those of parties."""
+
+
+def _in_order(span: Span) -> tuple[int, tuple[tuple[str, int], ...]]:
+    place = _LANES.index(span.lane) if span.lane in _LANES else _LANES.index("")
+    return place, natural(span.lane)
+
+
+class TimeMarks:
+    """The marks of a time line while the events of a run are read."""
+
+    def __init__(self) -> None:
+        self._marks: dict[tuple[str, str], list[Span]] = {}
+        """By lane and kind, in order of first mention."""
+        self._parties: set[str] = set()
+
+    def fold(self, event: EventLike, began_s: float) -> None:
+        """Take the next event of the run, which began at a time."""
+        at = event.time_s - began_s
+        if event.kind in ("SegmentFinished", "UpdateReceived"):
+            start, party = max(at - float(event.payload["seconds"]), 0.0), party_of(event)
+            if event.kind == "UpdateReceived":
+                self._add(Span("clients", start, at, "client", event.sentence))
+            else:
+                self._parties.add(party)
+                self._add(Span(party or _TRAINING, start, at, _TRAINING, event.sentence))
+        elif event.kind in _INSTANTS:
+            lane, words = _INSTANTS[event.kind]
+            self._add(Span(lane, at, at, words, event.sentence))
+
+    def add_outage(self, outage: Outage, began_s: float) -> None:
+        """Take an outage of the coordinator."""
+        start, end = outage.began_s - began_s, outage.ended_s - began_s
+        self._add(Span(COORDINATOR, start, end, AWAY))
+
+    @property
+    def spans(self) -> list[Span]:
+        """Return the marks so far, lane by lane, each in order of time."""
+        found = [span for of_one in self._marks.values() for span in of_one]
+        if len(self._parties) > MAX_LANES:
+            found = [replace(s, lane=_TRAINING) if s.kind == _TRAINING else s for s in found]
+        return sorted(found, key=_in_order)
+
+    def _add(self, span: Span) -> None:
+        marks = self._marks.setdefault((span.lane, span.kind), [])
+        marks.append(span)
+        if len(marks) > 2 * MAX_MARKS:
+            marks[:] = merged(marks, span.end / MAX_MARKS)
+
+
+def merged(spans: Iterable[Span], column_s: float) -> list[Span]:
+    """Return marks of a kind and a lane, those in one that lie within a column, or overlap."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda each: (each.start, each.end)):
+        before = found[-1] if found else None
+        if before is None or not _are_one(before, span, column_s):
+            found.append(span)
+            continue
+        found[-1] = Span(  # there may be very many: replace() takes four times as long
+            before.lane,
+            before.start,
+            max(before.end, span.end),
+            before.kind,
+            before.text,
+            before.count + span.count,
+            before.seconds + span.seconds,
+        )
+    return found
+
+
+def _are_one(before: Span, span: Span, column_s: float) -> bool:
+    if span.start - before.end >= column_s:
+        return False
+    shorter = min(span.end - span.start, before.end - before.start)
+    return shorter < 3 * column_s or span.start < before.end - column_s

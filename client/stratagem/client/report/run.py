@@ -1,0 +1,520 @@
+"""What the pictures of a run are made of, read from its events one by one.
+
+A run that goes on is read on: nothing of what was read is read again, and no event is kept.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import reduce
+from typing import Any, Final, Protocol, Self
+
+import numpy as np
+
+from stratagem.client.course.client_sums import FederatedClient
+from stratagem.client.course.members import MembersFolding, OutagesFolding, failure_text
+from stratagem.client.course.population import PopulationFolding
+from stratagem.client.course.rounds import Home, Round, RoundsFolding, fold_benches, homes, of_sums
+from stratagem.client.course.views import (
+    EventLike,
+    RunLike,
+    SeriesLike,
+    number,
+    numbers,
+    party_of,
+    undone_from,
+)
+from stratagem.client.pictures.curves import Line
+from stratagem.client.report.marks import TimeMarks
+from stratagem.common.history import Columns
+from stratagem.common.history.columns import Floats, Ints, shortened
+from stratagem.common.history.recording import PREFIX, party_of_stage
+from stratagem.common.job.fields import CLIENT_MAX, CLIENT_MEAN, CLIENT_MIN, of_metric
+
+# ---- run course ----
+
+MAX_DECISIONS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a strategy has noted."""
+
+    after_s: float
+    """The beginning of the run."""
+    party: str
+    kind: str
+    """In the strategy's own words."""
+    reason: str
+
+
+class PartyCourse:
+    """What has happened in one party of a run."""
+
+    def __init__(self, party: str) -> None:
+        self._lines, self._rounds = LinesFolding(party), RoundsFolding(party)
+        self._party = party
+        self._roster: dict[int, Home] = {}
+        self._benches: dict[int, int] = {}
+        self.ranks: tuple[int, ...] = ()
+        """Of each stage of a pipeline, in the newest membership."""
+        self.worker_ids: tuple[str, ...] = ()
+        """Of the newest membership with members."""
+        self.engine = ""
+        self.num_segments = 0
+        """That have ended, those of all rounds of a silo together."""
+        self.failure = ""
+        """Why it has failed, as a sentence."""
+        self.reached: list[tuple[float, int]] = []
+        """Wall time and step of the ends of segments; neither ever decreases."""
+
+    @property
+    def lines(self) -> dict[str, Line]:
+        """Return what was measured, by name of the metric."""
+        return self._lines.lines
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Return the rounds of a federation."""
+        return self._rounds.rounds
+
+    @property
+    def clients(self) -> tuple[FederatedClient, ...]:
+        """Return the clients of a federation."""
+        return of_sums(self._rounds.sums, self._rounds.number, self._roster, self._benches)
+
+    @property
+    def client_times(self) -> Sequence[float]:
+        """Return the seconds that updates of the clients of a federation have taken."""
+        return self._rounds.times
+
+    def fold(self, event: EventLike) -> None:
+        """Take the next event of the run."""
+        self._lines.fold(event)
+        self._rounds.fold(event)
+        fold_benches(self._benches, event, self._party)
+
+    def fold_own(self, event: EventLike) -> None:
+        """Take the next event that is about this party."""
+        match event.kind:
+            case "RosterFormed" | "ClientsJoined":
+                self._roster |= homes(event)
+            case "MembersFormed" if event.payload["members"]:
+                self.ranks = tuple(event.payload.get("ranks") or ())
+                members = event.payload["members"]
+                self.worker_ids = tuple(member["worker_id"] for member in members)
+            case "SegmentFinished":
+                self.engine = str(event.payload["engine"])
+                self.num_segments += 1
+                at, step = self.reached[-1] if self.reached else (0.0, 0)
+                self.reached.append((max(at, event.time_s), max(step, event.payload["step"])))
+            case "PartyFailed":
+                self.failure = event.sentence
+
+
+class RunCourse:
+    """What has happened to a run, for its pictures."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        """job: of the run, as its status has it."""
+        self._job = job
+        self.num_events = self.num_returns = 0
+        """Those that were read, and how many of them have gone back to an earlier commit."""
+        self.began_s: float | None = None
+        """Wall time of the first event; None: there is none yet."""
+        self.newest_s = 0.0
+        """Wall time of the newest event."""
+        self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
+        """By path, in order of first mention; "" is the root."""
+        self.members = MembersFolding()
+        self.population = PopulationFolding(job)
+        """Of the whole run, where it is one."""
+        self.populations: dict[str, PopulationFolding] = {"": self.population}
+        """That of the whole run, and those of parties, by path."""
+        self.time_marks, self.outages = TimeMarks(), OutagesFolding()
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        """Of a strategy that is not one of the built-in ones, the newest ones."""
+
+    @classmethod
+    def of(cls, events: Iterable[EventLike], job: Mapping[str, Any]) -> Self:
+        """Return the course of a run with these events."""
+        course = cls(job)
+        course.take(events)
+        return course
+
+    def take(self, events: Iterable[EventLike]) -> None:
+        """Read on, with the events that follow those that were read."""
+        for event in events:
+            self._fold(event)
+
+    @property
+    def root(self) -> PartyCourse:
+        """Return what has happened in the party that is the whole run."""
+        return self.parties[""]
+
+    def _fold(self, event: EventLike) -> None:
+        self.num_events += 1
+        self.began_s = event.time_s if self.began_s is None else self.began_s
+        self.newest_s = event.time_s
+        party = party_of(event)
+        if party not in self.parties:
+            self.parties[party] = PartyCourse(party)
+        concerned: Sequence[PartyCourse] = [self.parties[party]]
+        if event.kind == "RunResumed":
+            self.num_returns += 1
+            concerned = list(self.parties.values())
+        for each in concerned:
+            each.fold(event)
+        self.parties[party].fold_own(event)
+        self.members.fold(event)
+        if event.kind == "PopulationFormed" and party not in self.populations:
+            self.populations[party] = PopulationFolding(self._job, party)
+        for of_one in {party, party.rpartition("/")[0]} & self.populations.keys():
+            self.populations[of_one].fold(event)
+        outage = self.outages.fold(event)
+        if outage is not None:
+            self.time_marks.add_outage(outage, self.began_s)
+        self.time_marks.fold(event, self.began_s)
+        if event.kind == "Noted":
+            kind, reason = str(event.payload["kind"]), str(event.payload.get("reason") or "")
+            self.decisions.append(Decision(event.time_s - self.began_s, party, kind, reason))
+
+
+# ---- run values ----
+#
+# What a report is made of: the status of a run, and its events.
+
+
+class ErrorLike(Protocol):
+    """An exception of the user's code; see UserError of the SDK."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def traceback(self) -> str: ...
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def activity(self) -> str: ...
+
+
+class StatusLike(RunLike, Protocol):
+    """The status of a run with all that a report shows; see RunStatus of the SDK."""
+
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def segment(self) -> int: ...
+    @property
+    def num_segments(self) -> int: ...
+    @property
+    def event_index(self) -> int: ...
+    @property
+    def submitted_at_s(self) -> float: ...
+    @property
+    def submitted_by(self) -> str: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+    @property
+    def worker_ids(self) -> Sequence[str]: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def reproducible(self) -> bool: ...
+    @property
+    def error(self) -> ErrorLike | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedRun:
+    """A run as it is shown."""
+
+    status: StatusLike
+    course: RunCourse
+    history: Mapping[str, SeriesLike] = field(default_factory=dict)
+    """Of its steps, by series; without it curves have a value for each segment."""
+    events: Sequence[EventLike] = ()
+    """All of them, for a report; pictures need none."""
+
+    @classmethod
+    def of(
+        cls,
+        status: StatusLike,
+        events: Sequence[EventLike],
+        history: Mapping[str, SeriesLike] | None = None,
+    ) -> Self:
+        """Return a run with these events."""
+        return cls(status, RunCourse.of(events, status.job), history or {}, events)
+
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """Return the run's job."""
+        return self.status.job
+
+    @property
+    def strategy(self) -> Mapping[str, Any]:
+        """Return the strategy of the job; empty for a job that trains nothing."""
+        return self.job.get("strategy") or {}
+
+    @property
+    def began_s(self) -> float:
+        """Return the wall time of the first event."""
+        began_s = self.course.began_s
+        return self.status.submitted_at_s if began_s is None else began_s
+
+    @property
+    def seconds(self) -> float:
+        """Return the time from the first to the newest event."""
+        return self.course.newest_s - self.began_s if self.course.num_events else 0.0
+
+
+_UNITS: Final[Mapping[str, str]] = {
+    "Federated": "rounds",
+    "PopulationBased": "generations",
+    "Custom": "steps of the strategy",
+}
+"""That a run counts, by the type of its strategy; others count steps."""
+
+
+def committed_step(status: StatusLike) -> int:
+    """Return how many steps the newest commit of a run has."""
+    return max((each.step for each in status.commits if each.member is None), default=0)
+
+
+def progress_text(status: StatusLike) -> str:
+    """Return how far a run is, as "12 of 30 rounds"; "" where it is not known."""
+    unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
+    if status.phase == "FAILED" and unit == "steps":
+        activity = status.error.activity if status.error is not None else ""
+        return failure_text(committed_step(status), activity, of=status.num_steps)
+    return f"{status.step:,} of {status.num_steps:,} {unit}" if status.num_steps else ""
+
+
+def time_text(time_s: float) -> str:
+    """Return a time as "2026-11-23 08:15:00 UTC": the same wherever it is read."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# ---- lines ----
+#
+# The curves of a run from its facts: one value for each segment or round that has ended.
+
+_TRAIN = "train.loss"
+_RATE = "train.lr"
+_COUNTED = ("train.loss_", "stop.", "plateau.", "train.skipped_steps")
+"""Metrics that are no curve: spreads, and what the coordinator counts on."""
+
+_GRAD_NORM = "train.grad_norm"
+_OWN = ("train.", "time.")
+"""Beginnings of the names of a run's own series: those of its parts begin with the part."""
+RECORDED = ("train.*", "time.rows_per_s")
+"""Series of the step history that have a curve."""
+
+MAX_POINTS = 4096
+"""Of one line, more than a picture has columns; others are rows of several values each."""
+MAX_PARTS = 16
+"""Stages, nodes and replicas of a party whose steps are asked for."""
+_OF_STAGES = ("busy_s", "span_s", "memory_bytes")
+
+
+def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the series and the parties whose steps the pictures of a run with this job show: its
+    own, and those of the stages of its pipeline, of its nodes or of its replicas."""
+    strategy = job.get("strategy") or {}
+    aggregation = (strategy.get("aggregation") or {}).get("method")
+    if num_replicas_apart(strategy):
+        return RECORDED, ("", *(f"replica/{number}" for number in range(MAX_PARTS)))
+    if strategy.get("type") == "DataParallel":
+        inner = (strategy.get("options") or {}).get("inner") or {}
+        strategy = inner if inner.get("type") == "ModelParallel" else strategy
+    if strategy.get("type") == "ModelParallel":
+        names = (f"stage/{stage}" for stage in range(MAX_PARTS))
+        told = (party_of_stage(stage) for stage in range(MAX_PARTS))
+        return (*RECORDED, *_OF_STAGES, f"{PREFIX}*"), ("", *names, *told)
+    if aggregation == "Decentralized":
+        return RECORDED, ("", *(f"node/{node}" for node in range(MAX_PARTS)))
+    return RECORDED, ()
+
+
+def num_replicas_apart(strategy: Mapping[str, Any]) -> int:
+    """Return how many replicas take local steps under this strategy; 0: none do."""
+    takes_them = (strategy.get("options") or {}).get("local_steps") is not None
+    is_theirs = strategy.get("type") == "DataParallel" and takes_them
+    return int(strategy.get("num_replicas") or 0) if is_theirs else 0
+
+
+class LinesFolding:
+    """The metrics of a party's segments and rounds while the events of its run are read; a round's
+    step is its number.
+
+    What a resumption from an earlier commit has undone is left out. Values of training are lines,
+    those of evaluations dots.
+    """
+
+    def __init__(self, party: str = "") -> None:
+        self._party = party
+        self._found: dict[str, dict[int, float]] = {}
+        """By metric, then by segment."""
+        self._steps: dict[int, int] = {}
+        """Of each segment."""
+
+    @property
+    def lines(self) -> dict[str, Line]:
+        """Return the lines so far, by name; a spread over clients is the band of its metric."""
+        lines = {name: _line(name, points, self._steps) for name, points in self._found.items()}
+        return {
+            name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name
+        }
+
+    def fold(self, event: EventLike) -> None:
+        """Take the next event of the run."""
+        last = undone_from(event)
+        if last is not None:
+            for name, points in self._found.items():
+                self._found[name] = {n: value for n, value in points.items() if n <= last}
+        if party_of(event) != self._party:
+            return
+        fact = event.payload
+        match event.kind:
+            case "SegmentFinished" | "SegmentCommitted":
+                self._steps[fact["segment"]] = fact["step"]
+                self._add(fact["segment"], fact["step"], fact)
+            case "Evaluated":
+                segment = fact["segment"]
+                self._add(segment, self._steps.setdefault(segment, segment), fact)
+            case "GenerationClosed":
+                self._steps[fact["generation"]] = fact["step"]
+                self._add(fact["generation"], fact["step"], fact)
+
+    def _add(self, segment: int, step: int, fact: Mapping[str, object]) -> None:
+        values = numbers(fact.get("metrics"))
+        if step and "loss" in fact:
+            values[_TRAIN] = number(fact["loss"])
+        for name, value in values.items():
+            if not name.startswith(_COUNTED):
+                self._found.setdefault(name, {})[segment] = value
+
+
+def num_nodes(job: Mapping[str, Any]) -> int:
+    """Return how many nodes gossip in a run of this job; 0: there are none."""
+    strategy = job.get("strategy") or {}
+    gossips = (strategy.get("aggregation") or {}).get("method") == "Decentralized"
+    return int(strategy.get("num_replicas") or 0) if gossips else 0
+
+
+def with_history(
+    lines: Mapping[str, Line], history: Mapping[str, SeriesLike], nodes: int = 0
+) -> dict[str, Line]:
+    """Return the lines with every step of those series of the party itself that were recorded.
+
+    nodes: that gossip. The loss of a step is then the plain mean of theirs, where all are known.
+    """
+    own = {
+        name: recorded_line(name, series)
+        for name, series in history.items()
+        if len(series.step) and name.startswith(_OWN)
+    }
+    of_nodes = [history.get(f"node/{node}:{_TRAIN}") for node in range(nodes)]
+    known = [series for series in of_nodes if series is not None]
+    mean = mean_line(_TRAIN, known) if len(known) == nodes else None
+    if mean is not None:
+        own[_TRAIN] = mean
+    found = {**lines, **own}
+    if _GRAD_NORM in own:
+        found.pop("train.max_grad_norm", None)  # which its band shows
+    return found
+
+
+def mean_line(name: str, of_each: Sequence[SeriesLike]) -> Line | None:
+    """Return the plain mean of series at the steps that all of them have, with a band from the
+    least to the greatest value of any; None where there are none."""
+    if not of_each:
+        return None
+    common = reduce(np.intersect1d, [series.step for series in of_each])
+    if not len(common):
+        return None
+    rows = [np.searchsorted(series.step, common) for series in of_each]
+    last, low, high = (
+        np.stack([column[at] for column, at in zip(columns, rows, strict=True)])
+        for columns in zip(*((s.last, s.min, s.max) for s in of_each), strict=True)
+    )
+    means = [math.fsum(values) / len(of_each) for values in last.T]
+    certain = [series.step[~series.provisional] for series in of_each]
+    until = min(float(steps[-1]) if len(steps) else 0.0 for steps in certain)
+    least, greatest = np.min(low, axis=0).tolist(), np.max(high, axis=0).tolist()
+    return Line(name, common.tolist(), means, least, greatest, provisional_from=until)
+
+
+def recorded_line(name: str, series: SeriesLike) -> Line:
+    """Return a recorded series as a line of this name."""
+    certain = series.step[~series.provisional]
+    values = (series.step, series.last, series.min, series.max)
+    step, last, low, high = (each.tolist() for each in values)
+    until = float(certain[-1]) if len(certain) else 0.0
+    return Line(name, step, last, low, high, provisional_from=until)
+
+
+def _line(name: str, points: Mapping[int, float], steps_of: Mapping[int, int]) -> Line:
+    """Return the line of values by segment; steps_of: the last step of each segment."""
+    told = ((steps_of[segment], value) for segment, value in points.items())
+    in_order = sorted(told, key=lambda point: point[0])
+    dots = not name.startswith("train.")
+    steps, values = [step for step, _ in in_order], [value for _, value in in_order]
+    if len(in_order) <= MAX_POINTS:
+        return Line(name, steps, values, dots=dots)
+    rows = _few(np.array(steps), np.array(values))
+    step, last, low, high = (each.tolist() for each in rows.arrays[:4])
+    return Line(name, step, last, low, high, dots=dots)
+
+
+def _with_band(line: Line, lines: Mapping[str, Line]) -> Line:
+    metric = line.name.removesuffix(f".{CLIENT_MEAN}")
+    low, high = (lines.get(f"{metric}.{end}") for end in (CLIENT_MIN, CLIENT_MAX))
+    if low is None or high is None or not line.step == low.step == high.step:
+        return line  # of many values rows are made, and some rounds may have no spread
+    return replace(line, low=low.last, high=high.last)
+
+
+def _few(steps: Ints, values: Floats) -> Columns:
+    """Return values as rows that keep the last, the least and the greatest of those in each."""
+    is_finite = np.isfinite(values)
+    finite = np.where(is_finite, values, np.nan)
+    counts, others = is_finite.astype(np.int64), (~is_finite).astype(np.int64)
+    rows = Columns(steps, finite, finite, finite, counts, others)
+    return shortened(rows, 1, MAX_POINTS)[0]
+
+
+def groups(lines: Mapping[str, Line]) -> list[tuple[str, list[Line]]]:
+    """Return which lines share a frame: all losses, and each other metric alone.
+
+    In the order in which they are looked at: loss, what is evaluated, what training tells, times.
+    """
+    found: dict[str, list[Line]] = {}
+    for name in sorted(lines, key=_rank):
+        rate = name.startswith(f"{_RATE}.") or name == _RATE
+        frame = "loss" if name.endswith(".loss") else _RATE if rate else name
+        found.setdefault(frame, []).append(lines[name])
+    return list(found.items())
+
+
+def _rank(name: str) -> tuple[int, str]:
+    # The colour of the training loss is the first one.
+    if name.endswith(".loss"):
+        return (0 if name == _TRAIN else 1), name
+    return (4 if name.startswith("time.") else 3 if name.startswith("train.") else 2), name

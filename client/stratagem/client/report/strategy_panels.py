@@ -1,0 +1,415 @@
+"""The pictures of a federation: its clients, its rounds, and how long clients take."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from stratagem.client.course.client_sums import ClientState
+from stratagem.client.course.population import Population
+from stratagem.client.course.rounds import Round
+from stratagem.client.course.views import SeriesLike
+from stratagem.client.history.step_history import History, MeasuredStep, measured_step
+from stratagem.client.pictures.axes import duration
+from stratagem.client.pictures.curves import Line, curve
+from stratagem.client.pictures.federation import ClientCell, RoundBar, client_grid, histogram
+from stratagem.client.pictures.federation import rounds as rounds_picture
+from stratagem.client.pictures.parties import Task, stages
+from stratagem.client.pictures.population import LineageNode, Trial, lineage, parallel_axes, scores
+from stratagem.client.pictures.svg import Picture
+from stratagem.client.report.panels import Panel, by_width
+from stratagem.client.report.run import MAX_PARTS, ReportedRun, recorded_line
+from stratagem.common.base.text import values_text
+from stratagem.common.pipeline.schedules import SCHEDULES, Action, Schedule, TaskKind, choose
+from stratagem.common.pipeline.simulation import consumers, required
+
+# ---- federated panels ----
+
+
+def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = None) -> list[Panel]:
+    """Return clients, rounds, and how long clients took. quorum: as the strategy has it, a count or
+    a share of the clients that were selected."""
+    course = run.course.parties[party]
+    found, known, times = course.rounds, course.clients, course.client_times
+    cells = [
+        ClientCell(
+            *(str(each.client), each.state or "", each.loss, each.num_samples),
+            "; ".join(filter(None, [each.worker_id, each.reason and f"rejected: {each.reason}"])),
+            "" if each.benched_until is None else f"round {each.benched_until}",
+        )
+        for each in known
+    ]
+    bars = [_bar(each, quorum) for each in found]
+    panels: list[Panel] = []
+    if cells:
+        note = "Each client in the newest round that it was selected for."
+        grid = partial(client_grid, cells, title="Clients")
+        panels.append(Panel("clients", "Clients", by_width(grid), note))
+    if bars:
+        all_rounds = partial(rounds_picture, bars, title="Rounds")
+        panels.append(Panel("rounds", "Rounds", by_width(all_rounds)))
+    if any(map(math.isfinite, times)):
+
+        def seconds(width: int) -> Picture:
+            name = "time of an update"
+            title = "Time of the clients"
+            wide = min(width, 420)
+            return histogram(times, title=title, name=name, form=duration, width=wide)
+
+        note = (
+            "The time that a client's worker has computed for an update. Members shows the time "
+            "from when a client was assigned until its update was there, with all waiting."
+        )
+        panels.append(Panel("client-times", "How long clients take", seconds, note))
+    return panels
+
+
+def _bar(found: Round, quorum: float | None) -> RoundBar:
+    counts = {str(state): found.count(state) for state in ClientState}
+    needed = found.num_needed
+    if needed is None and quorum is not None:
+        selected = found.num_selected
+        needed = quorum if isinstance(quorum, int) else math.ceil(quorum * selected - 1e-9)
+        needed = max(1, min(needed, selected))
+    return RoundBar(found.number, found.loss, counts, needed, found.seconds, found.deadline_s)
+
+
+# ---- population panels ----
+#
+# The pictures of a population: lineage, scores, and hyperparameters against the score.
+
+
+def population_panels(run: ReportedRun, path: str = "") -> list[Panel]:
+    """Return lineage, scores, and hyperparameters against the score, of the whole run or of a
+    population inside it."""
+    folding = run.course.populations.get(path)
+    found = None if folding is None else folding.population
+    if found is None or not found.generations:
+        return []
+    nodes, best = _nodes(found), found.best
+    by_generation = [
+        [each.score if (each := generation.of(m)) else None for m in range(_size(found))]
+        for generation in found.generations
+        if any(member.is_scored for member in generation.members)
+    ]
+    said = "" if best is None else str(best)
+    trials, names = _trials(found)
+    space = (run.job.get("search_space") or {}).get("dimensions") or ()
+    log = {each["name"] for each in space if each.get("scale") == "Log"}
+    is_min = found.mode == "min"
+
+    def lineage_of(width: int) -> Picture:
+        return lineage(nodes, title="Lineage", best=said, less_is_better=is_min, width=width)
+
+    def scores_of(width: int) -> Picture:
+        metric = found.metric
+        return scores(
+            by_generation, title="Scores", metric=metric, less_is_better=is_min, width=width
+        )
+
+    def axes_of(width: int) -> Picture:
+        return parallel_axes(names, trials, title="Hyperparameters", log=log, width=width)
+
+    note = f"Best: {said}." if said else ""
+    panels = [Panel("lineage", "Lineage", lineage_of, note), Panel("scores", "Scores", scores_of)]
+    return [*panels, Panel("hyperparameters", "Hyperparameters", axes_of)] if trials else panels
+
+
+def _size(found: Population) -> int:
+    return max(len(generation.members) for generation in found.generations)
+
+
+def _nodes(found: Population) -> list[LineageNode]:
+    best = found.best
+    winner = None if best is None else found.generations[best.generation - 1].of(best.member)
+    past = {(each.generation, each.member) for each in winner.past} if winner else set()
+    return [
+        LineageNode(
+            *(each.member, generation.number, each.parent, each.score),
+            values_text(each.params),
+            (generation.number, each.member) in past,
+        )
+        for generation in found.generations
+        for each in generation.members
+    ]
+
+
+def _trials(found: Population) -> tuple[list[Trial], list[str]]:
+    """Return the members of the newest generation with scores, or that of the winner."""
+    scored = [g for g in found.generations if any(m.score is not None for m in g.members)]
+    if not scored:
+        return [], []
+    best = found.best
+    newest = scored[-1] if best is None else found.generations[best.generation - 1]
+    names = list(dict.fromkeys(name for each in newest.members for name in each.params))
+    trials = [
+        Trial(
+            f"member {each.member}",
+            {**each.params, **({} if each.score is None else {found.metric: each.score})},
+            best is not None and each.member == best.member,
+        )
+        for each in newest.members
+    ]
+    return trials, [*names, found.metric]
+
+
+# ---- part panels ----
+#
+# The pictures of the parts of a party: the stages of a pipeline, nodes that gossip, and replicas
+# that take local steps.
+
+MEGABYTE: Final = 1e6
+
+
+def stage_panels(
+    run: ReportedRun, strategy: Mapping[str, Any], path: str = "", num_replicas: int = 1
+) -> list[Panel]:
+    """Return the stages of a pipeline at work on the micro-batches of one step, the bubble, and the
+    memory of each. strategy: of one replica."""
+    if strategy.get("type") != "ModelParallel":
+        return []
+    return [
+        *_work(run, strategy, path, num_replicas),
+        *([] if path else [*_bubble(run), *_memory(run)]),
+    ]
+
+
+def _work(
+    run: ReportedRun, strategy: Mapping[str, Any], path: str, num_replicas: int
+) -> Iterator[Panel]:
+    party = run.course.parties[path]
+    step = None if path else measured_step(run.history, len(party.ranks))
+    if step is not None:
+        yield _measured_work(run, step)
+        return
+    num_rows = math.ceil((run.job.get("batch_size") or 0) / num_replicas)
+    busy = [] if path else [series.last for _, series in _parts(run, "stage", "busy_s")]
+    newest = [float(each[-1]) for each in busy if len(each) and each[-1] > 0]
+    names, tasks = planned_tasks(party.ranks, party.engine, strategy, num_rows, newest)
+    if not tasks:
+        return
+    is_measured = len(newest) == len(party.ranks)
+    unit = "" if is_measured else "forward passes"
+
+    def draw(width: int) -> Picture:
+        return stages(names, tasks, title="Stages", unit=unit, width=width)
+
+    lengths = (
+        "each stage's pieces of work together as long as it has computed in the newest step"
+        if is_measured
+        else "in forward passes of one stage, all stages equal"
+    )
+    note = (
+        f"The planned order of one step, {lengths}; a backward pass takes twice as long as a "
+        "forward one, and no time passes between stages."
+    )
+    if is_measured and (measured := _measured_bubble(run)):
+        note += f" With all waiting, the bubble of that step was {measured[1][-1]:.0%}."
+    yield Panel("stages", "Stages in one step", draw, note)
+
+
+def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
+    """Return what the stages did when in one step."""
+    names, tasks = measured_tasks(measured)
+    shares = dict(zip(*(_measured_bubble(run) or ((), ())), strict=True))
+    idle = None if measured.is_whole else shares.get(measured.step)
+
+    def draw(width: int) -> Picture:
+        return stages(names, tasks, title="Stages", idle=idle, width=width)
+
+    note = (
+        f"Measured in step {measured.step}, the last one of its segment. The bubble is the time in "
+        "which a worker did not compute, from the first to the last work on a micro-batch."
+    )
+    if measured.error_s:
+        note += (
+            " Workers of several machines have clocks of their own; how far these are apart "
+            "follows from what the workers have received from each other, to "
+            f"± {duration(measured.error_s)}."
+        )
+    if not measured.is_whole:
+        note += " Not all micro-batches are shown; others were worked on where nothing is drawn."
+    return Panel("stages", "Stages in one step", draw, note)
+
+
+def _bubble(run: ReportedRun) -> Iterator[Panel]:
+    """Yield the share of each step that was not computed in, as it was measured."""
+    measured = _measured_bubble(run)
+    if measured is None:
+        return
+    line = Line("bubble", measured[0], [100 * share for share in measured[1]])
+    draw = partial(curve, [line], title="Bubble, in %", height=204)
+    note = (
+        "Measured: the share of a step, as long as that of the slowest worker, in which the "
+        "workers did not compute."
+    )
+    yield Panel("bubble", "Bubble, in %", by_width(draw), note)
+
+
+def _measured_bubble(run: ReportedRun) -> tuple[list[int], list[float]] | None:
+    """Return steps and their bubble, if it was measured."""
+    if not isinstance(run.history, History):
+        return None
+    steps, shares = run.history.bubble()
+    return (steps.tolist(), shares.tolist()) if len(steps) else None
+
+
+def _memory(run: ReportedRun) -> Iterator[Panel]:
+    lines = [
+        Line(each.name, each.step, [value / MEGABYTE for value in each.last])
+        for name, series in _parts(run, "stage", "memory_bytes")
+        if len((each := recorded_line(name, series)).step)
+    ]
+    if lines:
+        draw = partial(curve, lines, title="Memory of the stages, in MB", height=218)
+        note = "Of the process of the worker that a stage is on, on a GPU of its tensors."
+        yield Panel("stage-memory", "Memory of the stages, in MB", by_width(draw), note)
+
+
+def node_panels(run: ReportedRun) -> list[Panel]:
+    """Return the loss of each node that gossips, of the first ones."""
+    return list(_of_parts(run, "node", "train.loss", ("node-loss", "Loss of the nodes"), ""))
+
+
+def replica_panels(run: ReportedRun) -> list[Panel]:
+    """Return how far each replica that takes local steps moves between two joins, and its loss, of
+    the first ones."""
+    options = run.strategy.get("options") or {}
+    count, overlap = options.get("fragments") or 1, options.get("overlap_steps") or 0
+    note = (
+        "The 2-norm of what a replica has moved away from what all have in common, at each step "
+        "after which this is summed."
+    )
+    if count > 1:
+        note += (
+            f" Each value is over one of {count} parts of the parameters, in turn; after the last "
+            "step of a training over all."
+        )
+    if overlap:
+        note += f" The outer step with it is made {overlap} steps later."
+    drift, loss = ("replica-drift", "Drift of the replicas"), ("replica-loss", "Loss of replicas")
+    return [
+        *_of_parts(run, "replica", "train.drift", drift, note),
+        *_of_parts(run, "replica", "train.loss", loss, ""),
+    ]
+
+
+def _of_parts(
+    run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
+) -> Iterator[Panel]:
+    """Yield the picture of a series that each node or replica has. named: its name and title."""
+    found = _parts(run, kind, series_name)
+    lines = [recorded_line(name, series) for name, series in found if len(series.step)]
+    if not lines:
+        return
+
+    def draw(width: int, *, log: bool = False) -> Picture:
+        return curve(lines, title=named[1], width=width, height=240, log=log)
+
+    count = run.strategy["num_replicas"]
+    first = f"Of the first {len(lines)} of {count} {kind}s." if count > len(lines) else ""
+    logarithmic = partial(draw, log=True)
+    yield Panel(*named, draw, " ".join(filter(None, (note, first))), logarithmic)
+
+
+def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, SeriesLike]]:
+    """Return a series of each part that has it, by its name."""
+    return [
+        (f"{kind} {number}", series)
+        for number in range(MAX_PARTS)
+        if (series := run.history.get(f"{kind}/{number}:{name}")) is not None
+    ]
+
+
+# ---- stage plan ----
+#
+# The work of a pipeline on the micro-batches of a step, as it was measured or as it is planned.
+
+MAX_TASKS: Final = 4096
+_TAKES: Final = {
+    TaskKind.FORWARD: 1.0,
+    TaskKind.BACKWARD: 2.0,
+    TaskKind.INPUT: 1.0,
+    TaskKind.WEIGHT: 1.0,
+}
+"""A backward pass computes two gradients."""
+
+
+def measured_tasks(measured: MeasuredStep) -> tuple[list[str], list[Task]]:
+    """Return the lanes of a step that was measured, named by their stages, and what was done in
+    each when, waiting included; in seconds."""
+    places = {stage: lane for lane, its in enumerate(measured.lanes.values()) for stage in its}
+    tasks: list[Task] = []
+    for stage, actions in measured.actions.items():
+        for each in actions:
+            begin, lane = each.begin_s, places[stage]
+            tasks.append(Task(lane, begin, each.end_s, each.kind, each.micro_batch))
+            if each.wait_s > 0.0:
+                since = max(begin - each.wait_s, 0.0)
+                tasks.append(Task(lane, since, begin, "wait", each.micro_batch))
+    return [_name(its) for its in measured.lanes.values()], tasks
+
+
+def planned_tasks(
+    ranks: Sequence[int],
+    engine: str,
+    strategy: Mapping[str, Any],
+    num_rows: int,
+    busy_s: Sequence[float] = (),
+) -> tuple[list[str], list[Task]]:
+    """Return the lanes of one replica, named by their stages, and what is done in each when;
+    nothing where that is not known.
+
+    ranks: of each stage in the newest membership. engine: the newest one, which names the schedule.
+    strategy: of one replica. num_rows: of its part of a batch. busy_s: how long each stage has
+    computed in a step; times are then in seconds, and otherwise in forward passes of stages that
+    are equal. A backward pass takes twice as long as a forward one, hops take no time.
+    """
+    size = (strategy.get("communication") or {}).get("micro_batch_size")
+    if not ranks or not size or not num_rows:
+        return [], []
+    count = math.ceil(num_rows / size)
+    if count * len(ranks) * 2 > MAX_TASKS:
+        return [], []
+    named = next((word for word in engine.split() if word in SCHEDULES), "1f1b")
+    return [_lane(ranks, rank) for rank in range(max(ranks) + 1)], _played(
+        choose(named, ranks, count),
+        [each / (3 * count) for each in busy_s]
+        if len(busy_s) == len(ranks)
+        else [1.0] * len(ranks),
+    )
+
+
+def _lane(ranks: Sequence[int], rank: int) -> str:
+    """Return what a rank has: "stage 1", or "stages 0, 2" where it takes turns at several."""
+    return _name([stage for stage, its_rank in enumerate(ranks) if its_rank == rank])
+
+
+def _name(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:
+    """Return when each action begins and ends, each as early as it can. lengths: of a forward pass,
+    by stage."""
+    needs = [(stage - 1,) if stage else () for stage in range(len(lengths))]
+    needed_by = consumers(needs)
+    done: dict[Action, float] = {}
+    tasks: list[Task] = []
+    free, places = [0.0] * len(schedule), [0] * len(schedule)
+    while any(places[rank] < len(actions) for rank, actions in enumerate(schedule)):
+        before = len(tasks)
+        for rank, actions in enumerate(schedule):
+            for action in actions[places[rank] :]:
+                wanted = required(action, needs, needed_by)
+                if not all(any(each in done for each in group) for group in wanted):
+                    break
+                ready = [done[each] for group in wanted for each in group if each in done]
+                start = max([free[rank], *ready])
+                free[rank] = done[action] = start + _TAKES[action.kind] * lengths[action.stage]
+                kind = action.kind.name.lower()
+                tasks.append(Task(rank, start, free[rank], kind, action.micro_batch))
+                places[rank] += 1
+        if len(tasks) == before:  # no schedule of ours waits for ever
+            return []
+    return tasks

@@ -1,0 +1,245 @@
+"""The asynchronous client: submit a job, follow the run, fetch what it made.
+
+    async with AsyncClient("host:7070") as client:
+        run = await client.submit("job.yaml")
+        async for item in run.watch(): ...
+        await run.result()
+
+Owns what each call means to a caller. Reconnecting is in retrying_calls.py, the tensor streams in
+downloads.py and uploads.py; nothing here imports torch.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import grpc
+
+from stratagem.client.course import views
+from stratagem.client.course.views import RefusedWorker, RunsChange, RunStatus, Worker
+from stratagem.client.report.comparison import Comparison, check_compared
+from stratagem.client.report.notebook import ListedRuns, ListedWorkers
+from stratagem.client.sdk import uploads
+from stratagem.client.sdk.connection import Connection
+from stratagem.client.sdk.downloads import BackupDone, back_up
+from stratagem.client.sdk.resume import resolve_initial
+from stratagem.client.sdk.run import AsyncRun
+from stratagem.client.sdk.torch_process import Job, import_folders, parse_job, resolve_parallelism
+from stratagem.client.sdk.uploads import InlineData, resolve_code
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    UnavailableError,
+    WrongStateError,
+)
+from stratagem.common.base.ids import RunId, check_run_id, new_run_id
+from stratagem.common.identity.tls import TlsFiles
+from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job.files import read_overrides
+from stratagem.common.observe import tracing
+from stratagem.common.rpc.channel import Proof
+from stratagem.common.schema.json import JSON
+from stratagem.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    pass
+
+DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
+ADDRESS_VARIABLE: Final = "STRATAGEM_COORDINATOR"
+"""Names the coordinator of whoever names none, here and on the command line."""
+WORKERS_AT_ONCE: Final = 500
+"""Workers that are asked for by one call."""
+PATIENCE_S: Final = 60.0
+
+
+class AsyncClient:
+    """A client of one coordinator; use as an async context manager."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        patience_s: float = PATIENCE_S,
+        tls: TlsFiles | None = None,
+        token_file: str | PathLike[str] | None = None,
+    ) -> None:
+        """address: HOST:PORT, or several of which one leads, separated by commas; unless given,
+        STRATAGEM_COORDINATOR, and without that DEFAULT_ADDRESS.
+
+        patience_s: how long a call waits for a coordinator that was there and went away.
+
+        tls: how the coordinator is known, and this client; plaintext unless given. token_file: a
+        token of `stratagem token create`, for a coordinator's --token-listen. Both are read again
+        when the files change. Raises InvalidInputError when one cannot be used.
+        """
+        if address is None:
+            address = os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
+        self.address = address
+        self._proof = Proof(tls, token_file)
+        self._patience_s = patience_s
+        self._open_connection: Connection | None = None
+        tracing.adopt()
+
+    async def __aenter__(self) -> Self:
+        self._open_connection = Connection(self.address, self._patience_s, self._proof)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; closing it again does nothing."""
+        connection, self._open_connection = self._open_connection, None
+        if connection is not None:
+            await connection.close()
+
+    @property
+    def _connection(self) -> Connection:
+        if self._open_connection is None:
+            raise UnavailableError("this client is closed; use it inside its `with` block")
+        return self._open_connection
+
+    async def submit(
+        self,
+        job: Job,
+        run_id: str | None = None,
+        *,
+        data: InlineData | None = None,
+        import_path: Sequence[Path] = (),
+    ) -> AsyncRun:
+        """Start a run. The same run_id with the same job starts nothing twice.
+
+        data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
+        and take the place of the job's `data`. A run or a file that the job begins from is turned
+        into the digest of a state. With execution.parallelism the strategy is chosen
+        here, for the workers that are registered now; the run's `note` says why, and what becomes
+        of the schedule of a training that is resumed with another length.
+        import_path: of the user's modules, where the model has to be built for that; unless given,
+        this folder and that of the job file.
+        """
+        connection = self._connection
+        packed = None if data is None else uploads.pack(data)
+        spec = parse_job(job, None if packed is None else packed.digest)
+        chosen = new_run_id(spec.name) if run_id is None else check_run_id(run_id)
+        if packed is not None:
+            await uploads.upload(connection, packed)
+        spec, note = await resolve_initial(connection, spec)
+        spec = await resolve_code(connection, spec)
+        if spec.execution.parallelism != "None":
+            # The run has a real strategy from the start; replays need not know how it came about.
+            folders, workers = import_path or import_folders(job), await self.workers()
+            spec, reason = await asyncio.to_thread(resolve_parallelism, spec, workers, folders)
+            note = "; ".join(filter(None, (f"strategy: {reason}", note)))
+        request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json(), note=note)
+        with tracing.span("submit", run_id=chosen):
+            response = await connection.call(connection.stub.SubmitRun, request)
+        return AsyncRun(connection, RunId(response.run_id), note, created=response.created)
+
+    async def resume_as(
+        self,
+        run_id: str,
+        overrides: Iterable[str],
+        *,
+        from_segment: int | None = None,
+        new_run_id: str | None = None,
+    ) -> AsyncRun:
+        """Start a new run that goes on from a commit of another one, with other settings.
+
+        It begins with the optimizer, the schedule and the step of that commit. overrides: such as
+        "epochs=20"; InvalidInputError names those that cannot change. from_segment: the commit,
+        the newest one unless given; the run must have ended then.
+        """
+        status = await (await self.get(run_id)).status()
+        which = "final" if from_segment is None else str(from_segment)
+        kept = ", ".join(str(commit.segment) for commit in status.commits)
+        if not kept:
+            raise WrongStateError(
+                f"run {run_id} has committed nothing yet, so no other run can go on from it"
+            )
+        if from_segment is None and not status.phase.is_final:
+            raise WrongStateError(
+                f"run {run_id} still trains ({status.phase}, step {status.step}): stop it first "
+                f"(`stratagem stop {run_id}`, run.cancel()), or say from which of its commits the "
+                f"new run goes on (--from, from_segment=): {kept}"
+            )
+        if status.commit(which) is None:
+            text = f"segment {from_segment} is no kept commit of run {run_id!r}; kept are {kept}"
+            raise InvalidInputError(text)
+        initial: dict[str, JSON] = {"run": run_id, "which": which, "resume": True}
+        values = {"initial": initial, **read_overrides(overrides)}
+        job = with_fields(JobSpec.parse(dict(status.job)), values)
+        return await self.submit(job, new_run_id)
+
+    async def get(self, run_id: str) -> AsyncRun:
+        """An existing run; NotFoundError when there is none of this id."""
+        run = self.handle(run_id)
+        await run.status()
+        return run
+
+    def handle(self, run_id: str) -> AsyncRun:
+        """A handle on a run of this id; nobody is asked whether there is one."""
+        return AsyncRun(self._connection, check_run_id(run_id))
+
+    async def runs(self) -> tuple[RunStatus, ...]:
+        """Return all runs, newest first."""
+        connection = self._connection
+        statuses: list[RunStatus] = []
+        request = pb.ListRunsRequest()
+        while True:
+            response = await connection.call(connection.stub.ListRuns, request)
+            statuses += [views.run_status(run) for run in response.runs]
+            if not response.next_page_token:
+                return ListedRuns(statuses)
+            request.page_token = response.next_page_token
+
+    async def compare(self, runs: Sequence[str | RunStatus | AsyncRun]) -> Comparison:
+        """Return 2 to 8 runs beside each other: their newest metrics, the fields in which their
+        jobs differ, and curves with a line for each. runs: their ids, or anything with one."""
+        run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
+        check_compared(run_ids)
+        shown = [await (await self.get(each)).shown() for each in run_ids]
+        return Comparison.of(shown)
+
+    async def watch_runs(self) -> AsyncIterator[RunsChange]:
+        """All runs in brief, newest first, and then those that change, at most twice a second.
+
+        Goes on until the caller leaves it; after a cut it begins again with all runs.
+        """
+        connection, begins = self._connection, True
+
+        def open_stream() -> grpc.aio.UnaryStreamCall[pb.WatchRunsRequest, pb.WatchRunsResponse]:
+            nonlocal begins
+            begins = True
+            return connection.stub.WatchRuns(pb.WatchRunsRequest())
+
+        async for message in connection.follow(open_stream):
+            is_first, begins = begins, False
+            yield views.runs_change(message, is_first=is_first)
+
+    async def back_up(self, folder: Path) -> BackupDone:
+        """Copy the journal and all states of this moment into a folder; into that of an earlier
+        backup, what is new. Needs the scope admin."""
+        return await back_up(self._connection, folder)
+
+    async def workers(self) -> tuple[Worker, ...]:
+        """All registered workers, alive or not."""
+        connection = self._connection
+        workers: list[Worker] = []
+        request = pb.ListWorkersRequest(page_size=WORKERS_AT_ONCE)
+        while True:
+            response = await connection.call(connection.stub.ListWorkers, request)
+            workers += map(views.worker, response.workers)
+            if not response.next_page_token:
+                return ListedWorkers(workers)
+            request.page_token = response.next_page_token
+
+    async def refused_workers(self) -> tuple[RefusedWorker, ...]:
+        """Return the workers that have asked to be registered lately and were refused, by name.
+
+        A coordinator of an earlier version tells of none.
+        """
+        request, connection = pb.ListWorkersRequest(page_size=1), self._connection
+        response = await connection.call(connection.stub.ListWorkers, request)
+        return tuple(map(views.refused_worker, response.refused))

@@ -1,0 +1,441 @@
+"""Calls to a coordinator that may be away for a while, or to several of which one leads.
+
+Owns the one rule of reconnecting: the first call of a client fails at once when none answers, so
+that a wrong address is seen; after that a restarting coordinator is waited for with jittered
+backoff, and so is the next leader where one only stands by. Errors leave this module as the tree of
+common.errors, never as gRPC's.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
+from weakref import WeakSet
+
+import grpc
+
+from stratagem.common.base.errors import (
+    InProgressError,
+    InvalidInputError,
+    StandbyError,
+    StratagemError,
+    UnauthenticatedError,
+    UnavailableError,
+    WrongStateError,
+)
+from stratagem.common.base.retry import Backoff
+from stratagem.common.process.process import tune_malloc
+from stratagem.common.rpc.channel import (
+    PLAINTEXT,
+    CoordinatorChannel,
+    Coordinators,
+    Proof,
+    open_channel,
+    split_addresses,
+)
+from stratagem.common.rpc.probe import identity_problem
+from stratagem.common.rpc.status_codes import from_rpc_error, name_of, shown
+from stratagem.common.rpc.streams import has_begun
+from stratagem.common.rpc.tensor_transfer import Retry
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+if TYPE_CHECKING:
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+# ---- outage notice ----
+#
+# Says once that calls wait for a coordinator: why, and for what.
+
+TOLD_AFTER_S: Final = 1.0
+"""A coordinator that is back by then has only been restarted, or another one leads."""
+
+
+_NO_ANSWERS: Final = frozenset(
+    (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+)
+"""What gRPC itself says where nobody answers."""
+
+
+@dataclass(slots=True)
+class ToldOutage:
+    """What all calls over a connection share, so that they do not each tell of one outage."""
+
+    is_told: bool = False
+    """That nobody answers; until a coordinator answers any of them."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Why calls are refused for now that have lasted, with how many are for that reason, of which
+    the first one has told it. What a coordinator answers to others does not end that."""
+    num_answers: int = 0
+    """Of a coordinator to any of them."""
+
+    def end(self) -> None:
+        """Note that a coordinator has answered."""
+        self.is_told = False
+        self.num_answers += 1
+
+
+@dataclass(slots=True)
+class OutageNotice:
+    """Of one call or stream: a context, from its begin to its end."""
+
+    address: str
+    outage: ToldOutage
+    _since_s: float | None = field(default=None, init=False)
+    _is_told: bool = field(default=False, init=False)
+    """That nobody answers."""
+    _reasons: set[str] = field(default_factory=set, init=False)
+    """Why this call was refused so far."""
+    _met_after: int | None = field(default=None, init=False)
+    """How many answers there were when the error came that is looked at."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end_refusal()
+
+    def answered(self) -> None:
+        """Note that a coordinator has answered this call."""
+        self._since_s, self._is_told = None, False
+        self.outage.end()
+        self._end_refusal()
+
+    def met(self) -> None:
+        """Note that an error has come, before it is found out what it means: by then a coordinator
+        may have answered others, and their outage is over."""
+        self._met_after = self.outage.num_answers
+
+    def ended(self, error: grpc.RpcError) -> None:
+        """Note the error that ends this call, which may be an answer."""
+        if name_of(error) or error.code() not in _NO_ANSWERS:
+            self.answered()
+
+    def failed(self, error: grpc.RpcError, waits: str) -> None:
+        """Note an error after which the call is made again; one that has lasted is told once, and
+        so is each reason of a refusal.
+
+        waits: until when, such as "for up to 60 s".
+        """
+        name = name_of(error)
+        if name and name != StandbyError.__name__:  # who stands by answers for nobody else
+            self.outage.end()
+        if self._since_s is None:
+            self._since_s = time.monotonic()
+        is_over = not name and self._met_after not in (None, self.outage.num_answers)
+        has_lasted = time.monotonic() - self._since_s >= TOLD_AFTER_S and not is_over
+        if has_lasted and self._is_first(self._told(error), is_refusal=bool(name)):
+            log.warning("%s; trying again %s", self._told(error), waits)
+
+    def _is_first(self, told: str, *, is_refusal: bool) -> bool:
+        """Return whether nobody has told it yet, this call nor another one; from now on one has."""
+        if not is_refusal:
+            if self._is_told:  # of an outage that may be over for others
+                return False
+            was_told = self.outage.is_told
+            self._is_told = self.outage.is_told = True
+            return not was_told
+        if told in self._reasons:
+            return False
+        self._reasons.add(told)
+        self.outage.refused[told] += 1
+        return self.outage.refused[told] == 1
+
+    def _end_refusal(self) -> None:
+        self.outage.refused -= Counter(self._reasons)  # and none is left of those that are 0
+        self._reasons.clear()
+
+    def _told(self, error: grpc.RpcError) -> str:
+        details = shown(error.details() or "") or error.code().name
+        if name_of(error):
+            return f"the coordinator at {self.address} cannot do it now: {details}"
+        why = "connection refused" if "Connection refused" in details else details
+        return f"no coordinator answers at {self.address}: {why}"
+
+
+# ---- retrying calls ----
+
+CALL_TIMEOUT_S: Final = 30.0
+ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
+"""Where another coordinator can be asked instead of one that is frozen."""
+SILENT_S: Final = 2.0
+"""A stream without news is nothing unusual, but then each coordinator of several is asked."""
+STARTING_S: Final = 15.0
+"""How long an address may take to answer that takes connections and closes them, as Docker's does
+for a container that does not listen yet, or whose coordinator has no lead yet."""
+_CLOSED: Final = ("Socket closed", "Connection reset by peer")
+MIN_PAUSE_S: Final = 0.05
+MAX_PAUSE_S: Final = 2.0
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+log = logging.getLogger("stratagem.client")
+
+
+class Connection:
+    """A channel to one coordinator, which notes whether a coordinator has answered on it."""
+
+    def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
+        """address: host:port, or several with commas, of which one leads.
+
+        patience_s: how long a single call waits for a coordinator that has gone away.
+        proof: what the coordinator is shown, and how it is known.
+        """
+        note_open(self)
+        log.debug(
+            tune_malloc()
+        )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
+        self.address = address
+        self._proof = proof
+        self._patience_s = patience_s
+        try:
+            self._coordinators = Coordinators(split_addresses(address))
+        except ValueError as error:
+            raise InvalidInputError.at("coordinator", str(error)) from None
+        self._channel = CoordinatorChannel(self._coordinators, partial(open_channel, proof=proof))
+        self._has_answered = False
+        self._num_unanswered = 0
+        self._outage = ToldOutage()
+        several = self._coordinators.are_several
+        self._timeout_s = ONE_OF_SEVERAL_TIMEOUT_S if several else CALL_TIMEOUT_S
+        self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
+
+    async def close(self) -> None:
+        if is_lost():
+            return  # the channel belongs to the process of which this one is a fork
+        note_closed(self)
+        await self._channel.close()
+
+    async def call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        """Make one unary call; every call of the service may be repeated."""
+        check_fork()
+        backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
+        began_s = time.monotonic()
+        with OutageNotice(self.address, self._outage) as notice:
+            while True:
+                asked = self._coordinators.present
+                try:
+                    response = await method(request, timeout=self._timeout_s)
+                except grpc.aio.AioRpcError as error:
+                    notice.met()
+                    wait_s = await self._wait_s(error, asked)
+                    if _is_at_work(error):  # an answer, from which on its patience counts
+                        self._has_answered, began_s = True, time.monotonic()
+                        backoff.reset()
+                    if time.monotonic() >= began_s + wait_s:
+                        notice.ended(error)
+                        raise self.translated(error) from None
+                    waits = "until it can" if wait_s == math.inf else f"for up to {wait_s:g} s"
+                    notice.failed(error, waits)
+                    await backoff.pause()
+                else:
+                    self._has_answered = True
+                    notice.answered()
+                    return response
+
+    async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
+        """Return for how long from its begin on a call that met this error is made again."""
+        await self._raise_identity_problem(error, asked)
+        if _is_at_work(error):
+            return math.inf  # it will say how it ends
+        if self.may_retry(error, asked):
+            return self._patience_s
+        return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
+
+    async def greet(self) -> None:
+        """Make one cheap call, which distinguishes a wrong address from a coordinator that goes
+        away later."""
+        if not self._has_answered:
+            await self.call(self.stub.ListWorkers, pb.ListWorkersRequest(page_size=1))
+
+    async def follow(
+        self, open_stream: Callable[[], grpc.aio.UnaryStreamCall[Request, Response]]
+    ) -> AsyncIterator[Response]:
+        """The messages of a stream, which is opened again when it is cut.
+
+        open_stream is called for every attempt and knows from where to continue.
+        """
+        check_fork()
+        backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
+        with OutageNotice(self.address, self._outage) as notice:
+            while True:
+                asked = self._coordinators.present
+                stream = open_stream()
+                begin = asyncio.create_task(self._note_begin(stream, backoff, notice))
+                try:
+                    async for message in self._messages(stream):
+                        self._has_answered = True
+                        backoff.reset()
+                        notice.answered()
+                        yield message
+                    return
+                except grpc.aio.AioRpcError as error:
+                    notice.met()
+                    await self._raise_identity_problem(error, asked)
+                    if not self.may_retry(error, asked):
+                        notice.ended(error)
+                        raise self.translated(error) from None
+                    log.info("coordinator at %s is away: %s", asked, error.details())
+                    notice.failed(error, "until one does")
+                finally:
+                    begin.cancel()
+                    stream.cancel()
+                await backoff.pause()
+
+    async def _note_begin(
+        self,
+        stream: grpc.aio.UnaryStreamCall[Request, Response],
+        backoff: Backoff,
+        notice: OutageNotice,
+    ) -> None:
+        """Note that a coordinator follows, before there is news; an earlier one does not say so."""
+        with suppress(grpc.aio.AioRpcError):
+            if has_begun(await stream.initial_metadata()):
+                self._has_answered = True
+                backoff.reset()
+                notice.answered()
+
+    async def _messages(
+        self, stream: grpc.aio.UnaryStreamCall[Request, Response]
+    ) -> AsyncIterator[Response]:
+        """Yield the messages of a stream. If there are several coordinators, a silent one is called
+        now and then to see that it still answers, so that a frozen one is found out and the next
+        one is tried."""
+        if not self._coordinators.are_several:
+            async for message in stream:
+                yield message
+            return
+        while True:
+            reading = asyncio.ensure_future(stream.read())
+            try:
+                while not (await asyncio.wait([reading], timeout=SILENT_S))[0]:
+                    await self.stub.ListWorkers(
+                        pb.ListWorkersRequest(page_size=1), timeout=SILENT_S
+                    )
+                answer = await reading
+            finally:
+                reading.cancel()
+            if answer is grpc.aio.EOF:
+                return
+            yield cast("Response", answer)
+
+    @property
+    def stream_retry(self) -> Retry:
+        """Return the retry policy of the tensor streams, which repeat by themselves; call greet()
+        first."""
+        num_pauses = math.ceil(self._patience_s / MAX_PAUSE_S)
+        return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
+
+    def may_retry(self, error: grpc.aio.AioRpcError, asked: str) -> bool:
+        """The coordinator is restarting or gone, and was there before; or another one may lead."""
+        code = error.code()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._coordinators.are_several:
+            self._coordinators.move_on(asked)  # it is frozen
+            return True
+        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            # The latter is the last word of a process that ends; our own cancelling is no error.
+            return False
+        if self._coordinators.are_several and name_of(error) == StandbyError.__name__:
+            self._has_answered = True  # there is a cluster, and soon a leader
+        self._num_unanswered += 1
+        return self._has_answered or self._num_unanswered < len(self._coordinators.addresses)
+
+    async def _raise_identity_problem(self, error: grpc.aio.AioRpcError, asked: str) -> None:
+        """Raise the error that says why one side rejects the other's identity, or a proxy the
+        address: waiting does not help. A proxy that is away is waited for as a coordinator is."""
+        if name_of(error):
+            return
+        problem = await identity_problem(error, asked, self._proof, lasting=True)
+        if problem:
+            raise UnauthenticatedError(problem) from None
+        if self._has_answered or self._coordinators.are_several:
+            return
+        problem = await identity_problem(error, asked, self._proof)
+        if problem:
+            raise UnavailableError(problem) from None
+
+    def translated(self, error: grpc.aio.AioRpcError) -> StratagemError:
+        is_away = error.code() is grpc.StatusCode.UNAVAILABLE and not name_of(error)
+        if is_away and not self._has_answered:
+            details = error.details() or ""
+            refused = "Connection refused" in details
+            reason = "connection refused" if refused else details
+            return UnavailableError(f"no coordinator answers at {self.address}: {reason}")
+        return from_rpc_error(error)
+
+
+def _is_at_work(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether a coordinator is there, and does what it is asked for."""
+    return name_of(error) == InProgressError.__name__
+
+
+def _is_starting(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether a server that is still starting closed the connection or has no leader yet."""
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    reason = from_rpc_error(error)
+    if isinstance(reason, StandbyError):
+        return not reason.leader  # one that leads elsewhere is for the caller to know
+    return any(phrase in (error.details() or "") for phrase in _CLOSED)
+
+
+# ---- fork safety ----
+#
+# Forks of a process in which a client is open: gRPC's threads are not in them, so every call there
+# would never end. They get an error at once, and disturb nothing of the process they come from.
+
+_open: Final[WeakSet[object]] = WeakSet()
+"""Connections of this process."""
+_parent: int | None = None
+"""The process of which this one is a fork, if connections were open in it."""
+
+
+def note_open(connection: object) -> None:
+    """A connection of this process begins. Raises WrongStateError in a fork that can have none."""
+    check_fork()
+    _open.add(connection)
+
+
+def note_closed(connection: object) -> None:
+    _open.discard(connection)
+
+
+def is_lost() -> bool:
+    """Return whether this process is a fork of one in which a client was open."""
+    return _parent is not None
+
+
+def check_fork() -> None:
+    """Raises WrongStateError where is_lost."""
+    if is_lost():
+        raise WrongStateError(
+            f"this process is a fork of process {_parent}, in which a client of Stratagem was open,"
+            " and gRPC does not work in such a fork: fork before a client is opened, or start "
+            "processes with multiprocessing's spawn or forkserver"
+        )
+
+
+def _in_child() -> None:
+    global _parent
+    if _open:
+        _parent = os.getppid()
+        _open.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,1 +1,0 @@
-"""Models as files for other programs: what is where in them."""

@@ -1,0 +1,262 @@
+"""Turns what a job begins from, an earlier run or a file, into the digest of a stored state.
+
+Done before the job is submitted, so that the run says for good what it began from.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from stratagem.client.course import views
+from stratagem.client.course.views import Commit, RunStatus
+from stratagem.client.sdk.connection import Connection
+from stratagem.client.sdk.uploads import send
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, Violation
+from stratagem.common.base.ids import Digest
+from stratagem.common.job import InitialSpec, JobSpec
+from stratagem.common.job.fields import plateau_metric, stop_metric
+from stratagem.common.job.schedules import ScheduleSpec
+from stratagem.common.schema.json import JSON, frozen
+from stratagem.common.tensors.files import blob_digest, from_file, read_header
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.v1 import coordinator_pb2 as pb
+
+# ---- initial source ----
+
+_FINAL: Final = "final"
+
+
+async def resolve_initial(connection: Connection, job: JobSpec) -> tuple[JobSpec, str]:
+    """Return the job with `initial` as a digest, and what its author should know about that.
+
+    Raises NotFoundError for a run, a state or a file that is not there, InvalidInputError for a
+    file that is no safetensors file.
+    """
+    initial, note = job.initial, ""
+    if initial is None or initial.digest is not None:
+        return job, note
+    if initial.run is not None:
+        spec, note = await _of_run(connection, job, initial.run, initial.which or _FINAL)
+    else:
+        assert initial.file is not None  # exactly one of the three is set
+        spec = InitialSpec(digest=await _upload(connection, Path(initial.file)))
+    # Read anew: what concerns several sections is checked with what has been found.
+    return JobSpec.parse({**job.document(), "initial": spec.document()}), note
+
+
+async def _of_run(
+    connection: Connection, job: JobSpec, run_id: str, which: str
+) -> tuple[InitialSpec, str]:
+    response = await connection.call(connection.stub.GetRun, pb.GetRunRequest(run_id=run_id))
+    status = views.run_status(response.run)
+    commit = status.commit(which)
+    if commit is None:
+        kept = ", ".join(str(stored.segment) for stored in status.commits) or "nothing"
+        text = f"initial.which: run {run_id} has no state {which!r}; kept is {kept}"
+        raise NotFoundError(text)
+    digest = Digest(commit.digest)
+    if job.initial is not None and job.initial.resume:
+        check_resumed_job(status.job, job)
+        check_steps_left(status, commit, job)
+        spec = InitialSpec(
+            digest=digest,
+            resume=True,
+            step=commit.step,
+            metrics=counted(commit.metrics, JobSpec.parse(status.job), job) or None,
+            average=Digest(commit.average) if commit.average else None,
+        )
+        return spec, schedule_note(status, commit, job)
+    return InitialSpec(digest=digest, trained_with=frozen(commit.hyperparameters) or None), ""
+
+
+async def _upload(connection: Connection, path: Path) -> Digest:
+    try:
+        manifest, data_start = read_header(path)
+    except OSError as error:
+        raise InvalidInputError.at("initial.file", f"{path}: {error.strerror}") from error
+    content = from_file(path, data_start, manifest.total_bytes)
+    digest = await asyncio.to_thread(lambda: blob_digest(manifest, content(0)))
+    await send(connection, replace(manifest, purpose=Purpose.DATA, digest=digest), content)
+    return digest
+
+
+# ---- resumed job ----
+#
+# Checks that a job can go on from a commit of another run with its optimizer and its step.
+#
+# What the state was trained with has to stay: the model, the data and their order, what decides the
+# bits of a step. What only says how the training goes on may be another.
+
+MAY_CHANGE: Final = (
+    *("name", "initial", "epochs", "steps", "strategy.rounds"),
+    *("optimizer", "evaluation", "checkpoint", "callbacks"),
+    *("retention", "recording", "placement_timeout_s"),
+    *("strategy.options.partition_state", "strategy.options.mirror"),
+    *("strategy.options.min_replicas", "strategy.options.upload_every"),
+)
+"""Fields that may differ, with all below them, unless they are in MUST_STAY."""
+MUST_STAY: Final = {
+    "optimizer.name": "the state holds what that optimizer keeps for each parameter",
+    "optimizer.entrypoint": "the state holds what that optimizer keeps for each parameter",
+    "model": "the state is that of this model",
+    "data": "the step of the run is a place in these data",
+    "batch_size": "the step of the run is a place in the data, counted in batches of this size",
+    "seed": "the order of the rows and all random numbers follow from it",
+    "strategy.type": "another strategy makes other steps",
+    "strategy.num_replicas": "the shards of a batch decide the bits of a step",
+    "strategy": "it decides the bits of the steps",
+}
+_MAPPINGS: Final = ("strategy.options",)
+"""Which may be absent, when all in them has its default."""
+_COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
+_OVER_ALL: Final = ("linear", "cosine", "polynomial", "onecycle")
+"""Curves that end with the training, unless they have a length of their own."""
+_OTHERS: Final = "it decides the bits of the steps"
+
+
+def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
+    """Raise InvalidInputError for every field that the job must have in common with the job of the
+    run that it resumes, and has not."""
+    before = JobSpec.parse(earlier)
+    changed = _changed(before.document(), job.document())
+    violations = [each for each in map(_violation, changed) if each is not None]
+    if _optimizers_of_groups(before) != _optimizers_of_groups(job):
+        text = f"must stay as it was in the run: {MUST_STAY['optimizer.name']}"
+        violations.append(Violation("optimizer.groups", text))
+    if violations:
+        raise InvalidInputError(violations=violations)
+
+
+def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
+    """Raise InvalidInputError for epochs that end no later than the commit that the job goes on
+    from.
+
+    status: of the earlier run, whose epochs say how many steps one has. Where that one counted
+    steps, the worker says it, which knows how many rows there are.
+    """
+    earlier = JobSpec.parse(dict(status.job)).epochs
+    if job.steps is not None or not job.epochs or not earlier or not status.num_steps:
+        return
+    total = job.epochs * (status.num_steps // earlier)
+    if total <= commit.step:
+        text = (
+            f"{job.epochs} is a training of {total} steps, and the state that is resumed has "
+            f"{commit.step} already; give it more"
+        )
+        raise InvalidInputError.at("epochs", text)
+
+
+def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
+    """Return what becomes of the learning rate where its schedule reads the length of the training,
+    which is another one than in the earlier run; "" where nothing does.
+
+    status: of the earlier run. A schedule that is another one, too, was chosen with open eyes.
+    """
+    earlier = JobSpec.parse(dict(status.job))
+    changes = [
+        f"{name} {now} in place of {before or 'none'}"
+        for name, before, now in (
+            ("epochs", earlier.epochs, job.epochs),
+            ("steps", earlier.steps, job.steps),
+        )
+        if now and now != before
+    ]
+    schedules = {path: each.schedule for path, each in earlier.optimizers().items()}
+    kept = {
+        path: each.schedule
+        for path, each in job.optimizers().items()
+        if each.schedule is not None and each.schedule == schedules.get(path)
+    }
+    reading = {path: name for path, each in kept.items() if (name := _ends_with_all(each))}
+    if not changes or not reading:
+        return ""
+    length = status.num_steps or "N"  # its own number of steps is not known before it begins
+    which = ", ".join(f"{path}.schedule ({name})" for path, name in reading.items())
+    keep = " and ".join(
+        f"{'the last part of ' * (kept[path].name == 'chain')}{path}.schedule" for path in reading
+    )
+    return (
+        f"schedule: {which} is spread over the whole training, and that has "
+        f"{' and '.join(changes)}: the learning rate goes on at step {commit.step} of the new "
+        f"curve, not where the old one stood; steps: {length} in {keep} keeps the old curve, which "
+        "stays at its end"
+    )
+
+
+def _ends_with_all(schedule: ScheduleSpec) -> str:
+    """Return the name of the curve that ends with the training; "" for none."""
+    if schedule.name == "chain" and schedule.parts:
+        return _ends_with_all(schedule.parts[-1])
+    return schedule.name or "" if schedule.name in _OVER_ALL and schedule.steps is None else ""
+
+
+def _optimizers_of_groups(job: JobSpec) -> list[object]:
+    """Return which parameters have an optimizer of their own, and of which kind."""
+    return [
+        (group.match, group.max_dims, group.optimizer.label)
+        for optimizer in job.optimizers().values()
+        for group in optimizer.groups or ()
+        if group.optimizer is not None
+    ]
+
+
+def counted(metrics: Mapping[str, float], earlier: JobSpec, job: JobSpec) -> dict[str, float]:
+    """Return the metrics of a commit that the new run counts on: of a metric that it follows as the
+    earlier one did, and the steps that were left out."""
+    dropped = {
+        f"{prefix}{name}"
+        for prefix, of_job in (("stop.", _stops_by), ("plateau.", _falls_by))
+        if of_job(earlier) != of_job(job)
+        for name in ("best", "evaluations_without_improvement")
+    }
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith(_COUNTED) and name not in dropped and math.isfinite(value)
+    }
+
+
+def _stops_by(job: JobSpec) -> tuple[str, str] | None:
+    evaluation = job.evaluation
+    if evaluation is None or evaluation.stop is None:
+        return None
+    followed = stop_metric(evaluation, evaluation.stop)
+    return followed.name, followed.mode
+
+
+def _falls_by(job: JobSpec) -> tuple[str, str] | None:
+    if job.evaluation is None or job.optimizer is None or job.optimizer.plateau is None:
+        return None
+    followed = plateau_metric(job.evaluation, job.optimizer.plateau)
+    return followed.name, followed.mode
+
+
+def _changed(
+    before: Mapping[str, JSON], after: Mapping[str, JSON], path: str = ""
+) -> Iterator[str]:
+    """Yield the paths at which two documents differ; of a list, that of the whole list."""
+    for key in [*before, *(key for key in after if key not in before)]:
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        inner = f"{path}{key}"
+        if inner in _MAPPINGS:
+            old, new = old or {}, new or {}
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changed(old, new, f"{inner}.")
+        else:
+            yield inner
+
+
+def _violation(path: str) -> Violation | None:
+    """Return what is wrong with a change; the rule of the longest beginning of its path counts."""
+    parts = path.split(".")
+    for prefix in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
+        if prefix in MAY_CHANGE:
+            return None
+        if prefix in MUST_STAY:
+            return Violation(path, f"must stay as it was in the run: {MUST_STAY[prefix]}")
+    return Violation(path, f"must stay as it was in the run: {_OTHERS}")

@@ -1,0 +1,377 @@
+"""One run, asynchronously: how it stands, what has happened, what it made.
+
+Reconnecting is in sdk/connection.py, the tensor streams in downloads.py; nothing here
+imports torch.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, cast
+
+import grpc
+
+from stratagem.client.course import views
+from stratagem.client.course.client_sums import FederatedClient
+from stratagem.client.course.members import MemberInterval
+from stratagem.client.course.members import members as course_members
+from stratagem.client.course.population import Population
+from stratagem.client.course.population import population as course_population
+from stratagem.client.course.rounds import Round
+from stratagem.client.course.rounds import clients as course_clients
+from stratagem.client.course.rounds import rounds as course_rounds
+from stratagem.client.course.views import Event, LogLine, Phase, Progress, RunStatus
+from stratagem.client.history.step_history import History
+from stratagem.client.report.notebook import ListedEvents
+from stratagem.client.report.pages import page
+from stratagem.client.report.run import ReportedRun, recorded, time_text
+from stratagem.client.sdk import downloads
+from stratagem.client.sdk.connection import Connection
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    RunFailedError,
+    UserCodeError,
+)
+from stratagem.common.base.ids import RunId
+from stratagem.common.base.units import size_bytes
+from stratagem.common.job import JobSpec
+from stratagem.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+
+ASKING_S: Final = 5.0
+"""How long a coordinator that may be away is asked for an answer that nobody waits for."""
+
+
+class AsyncRun:
+    """A handle on one run of one coordinator. Holds no state of the run itself."""
+
+    def __init__(
+        self, connection: Connection, run_id: RunId, note: str = "", *, created: bool = False
+    ) -> None:
+        self.run_id = run_id
+        self.note = note
+        """Of a run that was submitted here: why its parallelism became its strategy, and what
+        becomes of the schedule where the training has another length than that which it resumes."""
+        self.created = created
+        """Whether submitting has started it; False where it was there before."""
+        self._connection = connection
+
+    async def status(self) -> RunStatus:
+        connection = self._connection
+        request = pb.GetRunRequest(run_id=self.run_id)
+        return views.run_status((await connection.call(connection.stub.GetRun, request)).run)
+
+    async def metrics(self) -> Mapping[str, float]:
+        """The latest metrics, such as {"test.accuracy": 0.97, "train.loss": 0.08}."""
+        return (await self.status()).metrics
+
+    async def watch(
+        self,
+        from_index: int = 0,
+        *,
+        kinds: Iterable[str] = (),
+        limit: int | None = None,
+        newest_first: bool = False,
+        follow: bool | None = None,
+        before_index: int | None = None,
+    ) -> AsyncGenerator[Event | Progress]:
+        """Events from an index on, each once, and progress between them, until the run has ended.
+
+        Survives a coordinator that restarts: goes on after the last event that was seen.
+        kinds: only events of these, such as ["SegmentFinished"]. limit: end after so many events.
+        newest_first: from the newest event, or from before_index, back to from_index; not to be
+        followed. follow: False ends with the events so far, without progress. before_index: only
+        events before this one; not to be followed.
+        """
+        request = pb.WatchRunRequest(
+            run_id=self.run_id,
+            from_index=from_index,
+            kinds=tuple(kinds),
+            newest_first=newest_first,
+            follow=follow,
+            before_index=before_index or 0,
+            several=True,
+        )
+        has_end = follow is False or newest_first or before_index is not None
+        if (limit is not None and limit < 1) or before_index == 0:
+            return
+        num_left, phase, is_over = limit, cast("Phase | None", None), False
+        while phase is None or not phase.is_final:
+            request.limit = num_left or 0
+            # The request says at every (re)connection from where to continue.
+            stream = self._connection.follow(lambda: self._connection.stub.WatchRun(request))
+            async for message in stream:
+                if message.WhichOneof("message") == "progress":
+                    yield views.progress(message.progress)
+                    continue
+                for each in (message.event, *message.more):
+                    event = views.event(each)
+                    phase = event.phase
+                    if newest_first:
+                        request.before_index = event.index
+                        num_left = 0 if event.index == 0 else num_left
+                    else:
+                        request.from_index = event.index + 1
+                    if num_left is not None:
+                        num_left = max(num_left - 1, 0)
+                        request.limit = num_left
+                    yield event
+                    if num_left == 0:
+                        return
+            if has_end or is_over:
+                return
+            if phase is None or not phase.is_final:  # ended early, or there was nothing to say
+                # What happened since the stream ended is asked for once more.
+                is_over = (await self.status()).phase.is_final
+
+    async def rounds(self, party: str = "") -> tuple[Round, ...]:
+        """The rounds of a federation so far; party: of one inside another strategy."""
+        return course_rounds(await self.events(), party)
+
+    async def clients(self, party: str = "") -> tuple[FederatedClient, ...]:
+        """The clients of a federation over its rounds so far; party: as for `rounds`."""
+        return course_clients(await self.events(), party)
+
+    async def members(self) -> tuple[MemberInterval, ...]:
+        """When each worker was a member of the run, and why it was one no longer."""
+        return course_members(await self.events())
+
+    async def population(self) -> Population:
+        """The generations of a population so far: scores, lineages, and the schedule of each."""
+        return course_population(await self.events(), (await self.status()).job)
+
+    async def events(self) -> tuple[Event, ...]:
+        """All events so far."""
+        return ListedEvents([event async for page in self.past() for event in page])
+
+    async def past(
+        self, from_index: int = 0, *, before_index: int | None = None
+    ) -> AsyncGenerator[list[Event]]:
+        """Events so far, from an index on, as many at a time as come in one message.
+
+        before_index: only events before this one.
+        """
+        if before_index == 0:
+            return
+        request = pb.WatchRunRequest(
+            run_id=self.run_id,
+            from_index=from_index,
+            follow=False,
+            before_index=before_index or 0,
+            several=True,
+        )
+        # The request says at every (re)connection from where to continue.
+        stream = self._connection.follow(lambda: self._connection.stub.WatchRun(request))
+        async for message in stream:
+            if not message.HasField("event"):
+                continue
+            events = [views.event(each) for each in (message.event, *message.more)]
+            request.from_index = events[-1].index + 1
+            yield events
+
+    async def shown(self, max_rows: int = 2048) -> ReportedRun:
+        """Return all that pictures of the run are made of; max_rows: of each curve."""
+        status, events = await self.status(), await self.events()
+        history = await self.history(*recorded(status.job), max_rows=max_rows)
+        return await asyncio.to_thread(ReportedRun.of, status, events, history)
+
+    async def report(self, path: str | PathLike[str]) -> Path:
+        """Write the run as it is now as one page of HTML, without scripts: curves, a panel by
+        strategy, its events and its job."""
+        run = await self.shown()
+        text = await asyncio.to_thread(page, run, time_text(time.time()))
+        written = Path(path)
+        await asyncio.to_thread(written.write_text, text, encoding="utf-8")
+        return written
+
+    async def history(
+        self,
+        series: str | Sequence[str] = (),
+        parties: str | Sequence[str] = (),
+        *,
+        from_step: int = 1,
+        to_step: int | None = None,
+        max_rows: int | None = None,
+    ) -> History:
+        """Return what was recorded of each step: loss, gradient norm, learning rates, what the
+        user's code has logged, and, observed, times.
+
+        series, parties: names, or beginnings of names that end in "*". Without series all of them,
+        without parties those of the whole run. max_rows: of each series; the rows then stand for
+        more steps each. Complete while the run goes on, with the steps of the segment in flight.
+        """
+        request = pb.GetHistoryRequest(
+            run_id=self.run_id,
+            series=[series] if isinstance(series, str) else series,
+            parties=[parties] if isinstance(parties, str) else parties,
+            from_step=from_step,
+            to_step=to_step or 0,
+            max_rows=max_rows or 0,
+        )
+        blocks: list[pb.HistoryBlock] = []
+
+        def open_stream() -> grpc.aio.UnaryStreamCall[pb.GetHistoryRequest, pb.GetHistoryResponse]:
+            blocks.clear()  # after a cut all of it is sent again
+            return self._connection.stub.GetHistory(request)
+
+        async for response in self._connection.follow(open_stream):
+            blocks.append(response.block)
+        return History.of(blocks)
+
+    async def wait(self, timeout_s: float | None = None) -> RunStatus:
+        """Wait for the end of the run, whatever that is, and return its last status.
+
+        timeout_s: raise TimeoutError when it has not ended after so long; None waits without a
+        limit, 0 asks once, and waits a few seconds for the answer. The run goes on either way.
+        """
+        if timeout_s is not None and not timeout_s >= 0:
+            raise InvalidInputError.at("timeout_s", f"{timeout_s} is not 0 or more, nor None")
+        status: RunStatus | None = None
+        limit = asyncio.timeout(None if timeout_s is None else timeout_s or ASKING_S)
+        try:
+            async with limit:
+                status = await self.status()
+                while not status.phase.is_final and timeout_s != 0:
+                    async for _ in self.watch(status.event_index):
+                        pass
+                    status = await self.status()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        if status is not None and status.phase.is_final:
+            return status
+        last = "nobody has answered"
+        if status is not None:
+            last = ": ".join(filter(None, (status.phase.lower(), status.reason)))
+        within = f" within {timeout_s:g} s" if timeout_s else ""
+        raise TimeoutError(f"run {self.run_id} has not ended{within}; {last}")
+
+    async def result(self, timeout_s: float | None = None) -> RunStatus:
+        """Wait for the end of the run.
+
+        Raises UserCodeError with the words of the user's exception, or RunFailedError with the
+        reason when the run failed otherwise or was cancelled. timeout_s: see `wait`.
+        """
+        status = await self.wait(timeout_s)
+        if status.phase is Phase.COMPLETED:
+            return status
+        if status.error is not None:
+            error = status.error
+            raise UserCodeError(
+                error.type, error.message, error.traceback, error.worker_id, error.activity
+            )
+        raise RunFailedError(f"run {self.run_id} {status.phase.lower()}: {status.reason}")
+
+    async def cancel(self) -> None:
+        """Stop the run; its last commit stays and can be resumed. Idempotent."""
+        request = pb.CancelRunRequest(run_id=self.run_id)
+        await self._connection.call(self._connection.stub.CancelRun, request)
+
+    async def resume(self, from_segment: int | None = None) -> None:
+        """Go on from the last commit of a run that was cancelled or has failed.
+
+        from_segment: go on from this one of the commits that are kept; what followed it happens
+        anew.
+        """
+        request = pb.ResumeRunRequest(run_id=self.run_id, from_segment=from_segment)
+        await self._connection.call(self._connection.stub.ResumeRun, request)
+
+    async def delete(self) -> None:
+        """Forget an ended run and its states."""
+        request = pb.DeleteRunRequest(run_id=self.run_id)
+        await self._connection.call(self._connection.stub.DeleteRun, request)
+
+    async def pin(self, pinned: bool = True) -> None:
+        """Keep the run, whatever the retention limits say, until it is unpinned: pin(False)."""
+        request = pb.PinRunRequest(run_id=self.run_id, pinned=pinned)
+        await self._connection.call(self._connection.stub.PinRun, request)
+
+    async def logs(
+        self, *, follow: bool = False, worker: str = "", from_line: int = 0
+    ) -> AsyncIterator[LogLine]:
+        """Lines of the run's log, of one worker if named; with follow, until the run ends.
+
+        from_line: number of the first line; a negative one counts from the end of the log.
+        """
+        request = pb.TailLogsRequest(
+            run_id=self.run_id, follow=follow, worker_id=worker, from_line=from_line
+        )
+        earlier, current = set[LogLine](), set[LogLine]()
+
+        def open_stream() -> grpc.aio.UnaryStreamCall[pb.TailLogsRequest, pb.TailLogsResponse]:
+            # After a cut the log is sent from its start again: what was shown is left out.
+            earlier.update(current)
+            return self._connection.stub.TailLogs(request)
+
+        async for message in self._connection.follow(open_stream):
+            line = views.log_line(message)
+            shown = replace(line, line=0)  # another coordinator has a log of its own
+            if shown not in earlier:
+                current.add(shown)
+                yield line
+
+    async def download(
+        self,
+        path: str | PathLike[str],
+        which: str = "final",
+        *,
+        plain: bool = False,
+        shard_size: str | None = None,
+    ) -> Path:
+        """Write a committed state as a safetensors file, whole or not at all.
+
+        plain: only the model, under all names of its state_dict(), for any reader of safetensors.
+        Otherwise the state as it is: the optimizer's tensors, too, and tied ones once.
+        which: "final" (the newest one while the run lives), "best", or the number of a segment;
+        "average", the model of averaged parameters in the final state of a run that keeps them,
+        which is always plain; or "predictions", of a run that keeps them.
+        shard_size: such as "5GB". The plain model as a new folder of files of that much data each,
+        with model.safetensors.index.json; tensors are never cut.
+        """
+        if shard_size is not None:
+            size = size_bytes(shard_size, "shard_size")
+            return await downloads.to_folder(self._connection, self.run_id, which, Path(path), size)
+        return await downloads.to_file(
+            self._connection, self.run_id, which, Path(path), plain=plain
+        )
+
+    async def export(
+        self,
+        path: str | PathLike[str],
+        to: Literal["hf", "torch-export", "onnx"],
+        which: str = "final",
+        *,
+        shard_size: str = "5GB",
+        import_path: Sequence[Path] = (),
+    ) -> downloads.ExportedModel:
+        """Write the model in the form of another program; nothing may be there yet.
+
+        The model is built on this machine, from the user's code, which needs torch: import_path
+        names the folders of its modules, this folder unless given. hf: a folder for
+        from_pretrained, in shards of shard_size. torch-export, onnx: a file, whose outputs are
+        compared with the model's; all sizes but the number of rows are those of the data.
+        """
+        job = JobSpec.parse(dict((await self.status()).job))
+        asked = {"to": to, "shard_size": shard_size}
+        return await downloads.exported(
+            self._connection, self.run_id, which, job, Path(path), import_path, **asked
+        )
+
+    async def download_profile(self, path: str | PathLike[str]) -> Path:
+        """Write what the workers recorded, one trace of all, for Perfetto or chrome://tracing.
+
+        NotFoundError when nothing was recorded: see execution.profiling.
+        """
+        return await downloads.profile_to_file(self._connection, self.run_id, Path(path))
+
+    async def state_dict(self, which: str = "final") -> "dict[str, torch.Tensor]":
+        """The model of a committed state as torch tensors, for `model.load_state_dict`."""
+        from stratagem.client.sdk.torch_states import to_state_dict
+
+        return await to_state_dict(self._connection, self.run_id, which)

@@ -1,0 +1,233 @@
+"""What a sink is: something that takes the rows and facts of a run, and remembers how far it is.
+
+A package offers one under its entry point in the group `stratagem.sinks`, a callable that is given
+the text behind the name: the class `TensorBoardSink` is called with "DIR" for "tensorboard:DIR".
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol
+
+from stratagem.client.course.views import Event, numbers, party_of
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.history.columns import Columns
+from stratagem.common.schema.json import not_one_of
+
+# ---- contract ----
+
+GROUP: Final = "stratagem.sinks"
+
+
+@dataclass(frozen=True, slots=True)
+class SinkRun:
+    """The run whose rows a sink takes."""
+
+    run_id: str
+    name: str
+    strategy: str
+    submitted_at_s: float
+    job: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows of one series, in order of step."""
+
+    party: str
+    """Whose steps they are; "" is the whole run."""
+    series: str
+    stride: int
+    """The steps that a row stands for, at most."""
+    observed: bool
+    """Depends on clocks and machines: two runs of one job differ in it."""
+    columns: Columns
+
+    @property
+    def name(self) -> str:
+        """Return the name of the series among those of all parties."""
+        return f"{self.party}/{self.series}" if self.party else self.series
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How much of a run a sink has."""
+
+    event_index: int = -1
+    """The last event."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """The last step, by name of series."""
+    size: int = 0
+    """Of a sink that is a file: its bytes."""
+
+
+class Sink(Protocol):
+    """Called from one thread. Any exception is told to the user, and the sink is opened again."""
+
+    def open(self, run: SinkRun) -> Cursor:
+        """Return how much of the run is there, and drop what is behind that.
+
+        Raises InvalidInputError where the target is no place for the run.
+        """
+        ...
+
+    def restart(self) -> Cursor:
+        """Drop what can be dropped, as the run has gone back to an earlier step.
+
+        Returns what stays.
+        """
+        ...
+
+    def rows(self, block: RowBlock) -> None:
+        """Take rows: of a series each step comes once, and in order."""
+        ...
+
+    def fact(self, event: Event) -> None:
+        """Take an event; each comes once, and in order."""
+        ...
+
+    def keep(self, cursor: Cursor) -> None:
+        """Make all durable that has come, then the cursor that says so."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is open; nothing comes after this."""
+        ...
+
+
+def values_of(event: Event) -> tuple[int, dict[str, float]]:
+    """Return the numbers that an event adds to the steps' own, and their step (or round).
+
+    Those of evaluations, of a federation's rounds, and of the best member of a population.
+    """
+    fact = event.payload
+    if party_of(event):
+        return 0, {}
+    found = numbers(fact.get("metrics"))
+    match event.kind:
+        case "SegmentFinished":  # what is of its training stands in the history of its steps
+            step, kept = (
+                fact["step"],
+                {n: v for n, v in found.items() if not n.startswith("train.")},
+            )
+        case "Evaluated":
+            step, kept = fact["segment"], found
+        case "RoundClosed":
+            step, kept = fact["round_num"], found
+        case "GenerationClosed":
+            step, kept = fact["step"], found
+        case _:
+            step, kept = 0, {}
+    return int(step), kept
+
+
+# ---- cursor file ----
+#
+# The file beside a target that says how much of a run is in it.
+
+
+def cursor_path(target: Path, run_id: str) -> Path:
+    """Return where the cursor of a run is, beside the file or folder that it is written to."""
+    return target.with_name(f".stratagem-{run_id}-{target.name}.json")
+
+
+def read_cursor(path: Path) -> Cursor | None:
+    """Return the cursor; None where there is none that can be read."""
+    try:
+        kept = json.loads(path.read_text())
+        steps = {str(name): int(step) for name, step in kept["steps"].items()}
+        return Cursor(int(kept["event_index"]), steps, int(kept["size"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_cursor(path: Path, cursor: Cursor) -> None:
+    """Replace the cursor, whole or not at all."""
+    text = json.dumps(
+        {"event_index": cursor.event_index, "steps": dict(cursor.steps), "size": cursor.size}
+    )
+    beside = path.with_name(f"{path.name}.new")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+# ---- growing file ----
+#
+# A file that only grows, and is cut back to what its cursor says when it is opened again.
+
+
+class GrowingFile:
+    """The target of one run. What is in the file and not behind its cursor is whole."""
+
+    def __init__(self, path: Path, run: SinkRun, begin: bytes = b"") -> None:
+        """begin: what every file begins with. Raises InvalidInputError for a file of others."""
+        self._path, self._begin = path, begin
+        self._cursor_path = cursor_path(path, run.run_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.cursor = read_cursor(self._cursor_path) or Cursor()
+        size = path.stat().st_size if path.exists() else 0
+        if size and not self._cursor_path.exists():
+            text = f"{str(path)!r} exists and is not of run {run.run_id}; name another file"
+            raise InvalidInputError.at("target", text)
+        if size < self.cursor.size:  # somebody has cut or removed it: all is written anew
+            self.cursor = Cursor()
+        write_cursor(self._cursor_path, self.cursor)
+        self._file: BinaryIO = path.open("ab")
+        self._file.truncate(self.cursor.size)
+        if not self.cursor.size:
+            self.write(begin)
+
+    def restart(self) -> Cursor:
+        """Begin anew; returns the cursor of an empty file."""
+        self.cursor = Cursor()
+        write_cursor(self._cursor_path, self.cursor)
+        self._file.truncate(0)
+        self.write(self._begin)
+        return self.cursor
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+
+    def keep(self, cursor: Cursor) -> None:
+        """Flush, then keep the cursor with the size that the file has now."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = os.fstat(self._file.fileno()).st_size
+        self.cursor = Cursor(cursor.event_index, cursor.steps, size)
+        write_cursor(self._cursor_path, self.cursor)
+
+    def close(self) -> None:
+        """What is not behind the cursor yet is cut when the file is opened again."""
+        self._file.close()
+
+
+# ---- registry ----
+#
+# Finds the sink that a text such as "csv:metrics.csv" names.
+
+
+def sink_names() -> list[str]:
+    """Return the names of all sinks that are installed."""
+    return sorted(point.name for point in entry_points(group=GROUP))
+
+
+def sink_of(text: str) -> Sink:
+    """Return the sink that NAME:TARGET names. Raises InvalidInputError where there is none."""
+    name, _, target = text.partition(":")
+    found = entry_points(group=GROUP, name=name)
+    if not found:
+        raise InvalidInputError.at("sink", not_one_of(name, sink_names()))
+    if not target:
+        raise InvalidInputError.at("sink", f"{text!r} names no target; write {name}:TARGET")
+    try:
+        sink: Sink = next(iter(found)).load()(target)
+    except ImportError as error:
+        text = f"{name} needs a package that is not installed: {error}"
+        raise InvalidInputError.at("sink", text) from None
+    return sink

@@ -1,0 +1,187 @@
+"""What is known of a run that is followed: the newest of each thing that its items have told.
+
+Pure: folds the items of `watch`, in order; has neither clock nor terminal.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from stratagem.client.course.rounds import RoundsFolding
+from stratagem.client.course.views import Event, Phase, Progress, RunStatus, number, numbers
+
+MOST_ROUNDS: Final = 8
+"""So many are kept: an update that is late counts in one of the next."""
+TRAINING: Final = "train."
+"""Metrics under this are of a step; of a finished segment they are left to its history."""
+
+
+@dataclass(slots=True)
+class Generations:
+    """The generations of a population so far."""
+
+    num_closed: int = 0
+    scored: set[str] = field(default_factory=set)
+    """Members that have committed a state in the open generation, by path."""
+    best: float | None = None
+    best_member: int | None = None
+    num_copied: int = 0
+    """Members that have copied another one at the end of the last generation."""
+
+
+@dataclass(slots=True)
+class FollowedRun:
+    """A run as its items have shown it so far."""
+
+    run_id: str
+    name: str = ""
+    strategy: str = ""
+    """By the name that people see; it says what the run counts."""
+    scored_by: str = ""
+    """The metric that decides which state is best, such as "test.accuracy"."""
+    phase: Phase = Phase.PENDING
+    sentence: str = ""
+    """Why the run is in this phase, or what it waits for."""
+    is_waiting: bool = False
+    step: int = 0
+    num_steps: int = 0
+    committed: int = 0
+    """Steps that the newest commit has."""
+    segment: int = 0
+    num_segments: int = 0
+    loss: float | None = None
+    """Of the newest step that its progress has told."""
+    mean_loss: float | None = None
+    """Over the steps of the newest segment that has finished."""
+    latest: Progress | None = None
+    """The newest progress of the open segment."""
+    is_private: bool = False
+    """Its clients say no loss: it would be a number about each of them."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the newest evaluation."""
+    evaluated: int = 0
+    """The segment or round of that evaluation."""
+    rounds: RoundsFolding = field(default_factory=lambda: RoundsFolding(most=MOST_ROUNDS))
+    """Of a federation."""
+    has_news: bool = False
+    """An evaluation has come between the end of the last round and that of the one before."""
+    generations: Generations = field(default_factory=Generations)
+    num_members: int = 0
+    """Of a population."""
+    _told: int = 0
+    """Which evaluation was the newest one as the last round was closed."""
+
+    @classmethod
+    def of(cls, status: RunStatus) -> "FollowedRun":
+        """Return a run of which only its status is known, before its items are folded."""
+        evaluation = status.job.get("evaluation") or {}
+        best = evaluation.get("best") or ""
+        return cls(
+            run_id=status.run_id,
+            name=status.name,
+            strategy=status.strategy,
+            scored_by=f"{evaluation.get('split')}.{best}" if best else "",
+            num_steps=status.num_steps,
+            num_segments=status.num_segments,
+            committed=max((each.step for each in status.commits if each.member is None), default=0),
+        )
+
+    @property
+    def is_federated(self) -> bool:
+        return self.strategy.startswith("Federated")
+
+    @property
+    def is_population(self) -> bool:
+        return self.strategy.startswith("PopulationBased")
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether there is something to count."""
+        return bool(self.step or self.segment or self.rounds.number or self.generations.scored)
+
+    def update(self, item: Event | Progress) -> None:
+        """Fold one item."""
+        match item:
+            case Progress() if item.reason:
+                self.sentence, self.is_waiting, self.latest = item.reason, True, None
+            case Progress():
+                self._progress(item)
+            case Event():
+                self.phase, self.sentence, self.is_waiting = item.phase, item.sentence, False
+                self.rounds.fold(item)
+                self._event(item.kind, item.payload)
+
+    def _progress(self, item: Progress) -> None:
+        self.is_waiting, self.latest = False, item
+        self.step, self.num_steps = item.step, item.num_steps
+        # What closes a round or a generation is told before the state of it is committed.
+        is_ahead = self.is_federated or self.is_population
+        self.segment = max(self.segment, item.segment) if is_ahead else item.segment
+        self.num_segments = item.num_segments
+        if item.step:
+            self.loss = item.loss
+
+    def _event(self, kind: str, payload: Mapping[str, Any]) -> None:
+        if payload.get("party"):
+            if kind == "SegmentCommitted" and "/" not in payload["party"]:
+                self.generations.scored.add(payload["party"])
+            return
+        if fold := _FOLDS.get(kind):
+            fold(self, payload)
+        if kind in ("SegmentFinished", "SegmentCommitted", "Evaluated"):
+            found = evaluations_in(payload)
+            if found:
+                self.metrics, self.evaluated = {**self.metrics, **found}, payload["segment"]
+
+    def _accounted(self, payload: Mapping[str, Any]) -> None:
+        self.is_private = True
+
+    def _population(self, payload: Mapping[str, Any]) -> None:
+        self.num_members = len(payload["params"])
+
+    def _finished(self, payload: Mapping[str, Any]) -> None:
+        self.segment, self.step = payload["segment"], payload["step"]
+        self.mean_loss = number(payload["loss"]) if payload["step"] else None
+
+    def _committed(self, payload: Mapping[str, Any]) -> None:
+        self.committed = payload["step"]
+
+    def _resumed(self, payload: Mapping[str, Any]) -> None:
+        self.latest = None
+        if payload.get("from_segment") is not None:
+            self.segment, self.step = payload["from_segment"], payload.get("step", 0)
+            self.committed = self.step
+            self.generations = Generations()
+
+    def _closed(self, payload: Mapping[str, Any]) -> None:
+        self.segment = payload["round_num"]
+        self.has_news, self._told = self.evaluated > self._told, self.evaluated
+
+    def _generation(self, payload: Mapping[str, Any]) -> None:
+        best = payload["best"]
+        score = payload["metrics"].get(self.scored_by, payload["scores"][best])
+        score = None if score is None else number(score)
+        self.segment = payload["generation"]
+        self.generations = Generations(
+            num_closed=payload["generation"],
+            best=score,
+            best_member=best,
+            num_copied=len(payload.get("copied", ())),
+        )
+
+
+_FOLDS: Final[Mapping[str, Callable[[FollowedRun, Mapping[str, Any]], None]]] = {
+    "RunResumed": FollowedRun._resumed,
+    "SegmentFinished": FollowedRun._finished,
+    "SegmentCommitted": FollowedRun._committed,
+    "RoundAccounted": FollowedRun._accounted,
+    "RoundClosed": FollowedRun._closed,
+    "PopulationFormed": FollowedRun._population,
+    "GenerationClosed": FollowedRun._generation,
+}
+
+
+def evaluations_in(payload: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an evaluation that a fact holds."""
+    found = numbers(payload.get("metrics"))
+    return {name: value for name, value in found.items() if not name.startswith(TRAINING)}

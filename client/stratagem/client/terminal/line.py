@@ -1,0 +1,496 @@
+"""The one line about a run, as long as the terminal is wide.
+
+Pure. Fields are left out from the right until the line fits; name, bar, count, loss and the time
+left stay longest.
+"""
+
+import io
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Self
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
+from rich.text import Text
+
+from stratagem.client.course.client_sums import ClientState
+from stratagem.client.course.members import failure_text
+from stratagem.client.course.views import ENDS, Event, Phase, Progress
+from stratagem.client.terminal.followed import FollowedRun, evaluations_in
+from stratagem.client.terminal.tables import bar_text, duration_text, few, more_text, number_text
+from stratagem.common.base.text import printable, values_text
+from stratagem.common.job.fields import range_of, without_spreads
+
+# ---- run line ----
+
+SEPARATOR: Final = "  "
+MAX_BAR_CELLS: Final = 12
+MIN_BAR_CELLS: Final = 4
+MIN_NAME_CELLS: Final = 6
+QUIET_PHASES: Final = ("", "TRAINING")
+"""Phases of a strategy that go without saying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A part of the line."""
+
+    text: str
+    stays: bool = False
+    """It is left out only where the others are left out already."""
+    style: str = ""
+
+
+def live_line(run: FollowedRun, width: int) -> Text:
+    """Return the line about a run with its bar, in at most this many cells."""
+    title = printable(run.name or run.run_id, is_line=True)
+    fields = [Field(title, stays=True, style="bold"), *_fields(run)]
+    done = fraction(run)
+    if done is None or not _is_counting(run):
+        return _joined(_fitted(fields, width), width)
+    percent = f" {_percent(done):>4}"
+    # The name gives way to its shortest before the bar does; both give way to what is counted.
+    for cells, name_cells in (
+        (MAX_BAR_CELLS, None),
+        (MIN_BAR_CELLS, None),
+        (MIN_BAR_CELLS, MIN_NAME_CELLS),
+        (0, MIN_NAME_CELLS),
+    ):
+        bar = Field(f"{bar_text(done, cells)}{percent}".strip(), stays=True, style="cyan")
+        name = Field(_shortened(fields[0].text, name_cells), stays=True, style="bold")
+        found = _fitted([name, bar, *fields[1:]], width)
+        if _cells(found) <= width:
+            return _joined(found, width)
+    while len(found) > 2 and _cells(found) > width:
+        found = found[:-1]
+    return _joined(found if _cells(found) <= width else found[1:], width)
+
+
+def plain_line(run: FollowedRun) -> str:
+    """Return the line about a run where there is no terminal: whole, with the run's id."""
+    done = fraction(run) if _is_counting(run) else None
+    parts = [run.run_id, "" if done is None else _percent(done)]
+    return SEPARATOR.join([*filter(None, parts), *(field.text for field in _fields(run))])
+
+
+def fraction(run: FollowedRun) -> float | None:
+    """Return how much of the run is done, from 0 to 1; None where it is not known."""
+    if run.is_federated or run.is_population:
+        done, amount = run.segment, run.num_segments
+    elif run.num_steps:
+        done, amount = run.step, run.num_steps
+    else:
+        done, amount = run.segment, run.num_segments
+    return min(done / amount, 1.0) if amount else None
+
+
+def count_text(run: FollowedRun) -> str:
+    """Return what a run counts: "round 7/30", "generation 5/20" or "step 143/212"."""
+    if run.is_federated:
+        return _of("round", run.rounds.number or run.segment, run.num_segments)
+    if run.is_population:
+        return _of("generation", run.generations.num_closed or run.segment, run.num_segments)
+    if run.num_steps or run.step:
+        return _of("step", run.step, run.num_steps)
+    return _of("segment", run.segment, run.num_segments)
+
+
+def epoch_text(latest: Progress | None) -> str:
+    """Return which pass over the rows the run is in, and how many it makes: "epoch 4/5"."""
+    if latest is None or latest.epoch <= 0 or not latest.step:
+        return ""
+    total = latest.epoch * latest.num_steps / latest.step
+    return f"epoch {_passes(latest.epoch)}/{_passes(total)}"
+
+
+def clients_text(run: FollowedRun) -> str:
+    """Return what has become of the clients of the round: "31 of 40 done, 2 late, 1 rejected"."""
+    newest = run.rounds.newest
+    own = [each for each in newest.clients if not each.staleness] if newest else []
+    if not newest or not own:
+        return ""
+    num_by_state = Counter(each.state for each in own)
+    late = num_by_state[ClientState.LATE]
+    if run.latest is not None and newest.is_open:  # of earlier rounds, and they train on
+        late = run.latest.num_clients_late
+    num_excused = num_by_state[ClientState.EXCUSED]
+    parts = [f"{num_by_state[ClientState.DONE]} of {len(own) - num_excused} done"]
+    num_rejected = num_by_state[ClientState.REJECTED]
+    for number, word in ((late, "late"), (num_rejected, "rejected"), (num_excused, "excused")):
+        if number:
+            parts.append(f"{number} {word}")
+    return ", ".join(parts)
+
+
+def best_text(run: FollowedRun) -> str:
+    """Return the score of the best member of a population: "best 0.94 (member 3)"."""
+    generations = run.generations
+    if generations.best_member is None:
+        return ""
+    score = "invalid" if generations.best is None else number_text(generations.best)
+    return f"best {score} (member {generations.best_member})"
+
+
+def loss_of(run: FollowedRun) -> float | None:
+    """Return the newest loss of the whole run; of a population there is none.
+
+    Of a federation that of its newest round; of an open one that has none yet that of the round
+    before. Clients of a private one say none.
+    """
+    if run.is_population or run.is_private:
+        return None
+    if not run.is_federated:
+        return run.loss
+    newest = run.rounds.newest
+    if newest is None:
+        return None
+    if newest.loss_so_far is not None or not newest.is_open:
+        return newest.loss_so_far
+    closed = (each.loss_so_far for each in reversed(run.rounds.rounds) if not each.is_open)
+    return next(closed, None)
+
+
+def evaluation_texts(run: FollowedRun, among: Container[str] | None = None) -> list[str]:
+    """Return the numbers of the newest evaluation, the one that decides first; and what is spent of
+    a privacy budget. Of many, MAX_METRICS and how many more there are.
+
+    among: of these metrics alone, unless None.
+    """
+    known = without_spreads(run.metrics)
+    names = sorted(known, key=lambda name: (name != run.scored_by, name))
+    names = [name for name in names if among is None or name in among]
+    texts = []
+    for name in few(names):
+        ends = range_of(run.metrics, name)
+        over = "" if ends is None else f" ({number_text(ends[0])} to {number_text(ends[1])})"
+        texts.append(f"{name} {number_text(known[name])}{over}")
+    return [*texts, more_text(names)] if more_text(names) else texts
+
+
+def _is_counting(run: FollowedRun) -> bool:
+    return run.phase is Phase.RUNNING and not run.is_waiting and run.has_begun
+
+
+def _fields(run: FollowedRun) -> Iterator[Field]:
+    if not _is_counting(run):
+        yield Field(run.phase, stays=True)
+        if run.sentence:
+            yield Field(printable(run.sentence, is_line=True), stays=True)
+        return
+    if epoch := epoch_text(run.latest):
+        yield Field(epoch)
+    yield Field(count_text(run), stays=True)
+    if run.is_federated and (clients := clients_text(run)):
+        yield Field(clients)
+    if run.is_population:
+        yield from _of_population(run)
+    latest = run.latest
+    yield from map(Field, _phases(run))
+    loss = loss_of(run)
+    if loss is not None:
+        yield Field(f"loss {number_text(loss)}", stays=True)
+    if latest is not None:
+        yield from _of_speed(latest)
+        yield from _of_time(latest)
+    if not run.is_population:  # its members' scores are shown already
+        yield from (Field(printable(each, is_line=True)) for each in evaluation_texts(run))
+    of_step = {} if latest is None else latest.metrics
+    for name in few(sorted(of_step)):
+        yield Field(printable(f"{name} {number_text(of_step[name])}", is_line=True))
+    if more := more_text(sorted(of_step)):
+        yield Field(more)
+
+
+def _phases(run: FollowedRun) -> Iterator[str]:
+    """Yield what the strategy and the training are at, where it does not go without saying."""
+    latest, newest = run.latest, run.rounds.newest
+    if latest is None or (newest is not None and newest.is_open and latest.segment < run.segment):
+        return  # it is of the round before
+    for phase in (latest.strategy_phase, latest.training_phase):
+        if phase not in QUIET_PHASES:
+            yield phase.lower()
+
+
+def _of_speed(latest: Progress) -> Iterator[Field]:
+    if latest.lr:
+        yield Field(f"lr {latest.lr:.3g}")
+    if latest.rows_per_s:
+        yield Field(f"{latest.rows_per_s:,.0f} rows/s")
+    if latest.bubble is not None:
+        yield Field(f"bubble {latest.bubble:.0%}")
+    if latest.num_skipped_steps:
+        yield Field(f"{latest.num_skipped_steps} steps skipped", style="yellow")
+
+
+def _of_time(latest: Progress) -> Iterator[Field]:
+    if latest.eta_s is not None:
+        at_most = "at most " if latest.may_end_early else ""
+        yield Field(f"{at_most}{duration_text(latest.eta_s)} left", stays=True)
+
+
+def _of_population(run: FollowedRun) -> Iterator[Field]:
+    if best := best_text(run):
+        yield Field(best, stays=True)
+    if run.generations.num_copied:
+        yield Field(f"{run.generations.num_copied} copied")
+    if run.generations.scored:
+        yield Field(f"{len(run.generations.scored)} of {run.num_members} members trained")
+
+
+def _percent(done: float) -> str:
+    """Return a share in whole percent, of which only all is "100%"."""
+    return f"{math.floor(round(done * 100, 6))}%"  # a product may be a last bit too small
+
+
+def _passes(epochs: float) -> int:
+    return math.ceil(round(epochs, 6))  # a quotient may be a last bit too large
+
+
+def _of(word: str, number: int, amount: int) -> str:
+    return f"{word} {number}/{amount}" if amount else f"{word} {number}"
+
+
+def _fitted(fields: Sequence[Field], width: int) -> list[Field]:
+    """Return the fields that fit: the last ones that need not stay are left out first."""
+    kept = list(fields)
+    for field in reversed(fields):
+        if _cells(kept) <= width:
+            break
+        if not field.stays:
+            kept.remove(field)
+    return kept
+
+
+def _cells(fields: Sequence[Field]) -> int:
+    return cell_len(SEPARATOR.join(field.text for field in fields))
+
+
+def _shortened(text: str, cells: int | None) -> str:
+    if cells is None or cell_len(text) <= cells:
+        return text
+    return set_cell_size(text, cells - 1).rstrip() + "…"
+
+
+def _joined(fields: Sequence[Field], width: int) -> Text:
+    line = Text(SEPARATOR).join(Text(field.text, style=field.style) for field in fields)
+    line.truncate(width, overflow="ellipsis")
+    line.no_wrap = True
+    return line
+
+
+# ---- redrawn line ----
+#
+# A line at the bottom of a terminal that is drawn again and again, with other output above it.
+#
+# Owns how it is erased. A terminal that becomes narrower folds the line that is there into several;
+# all of them are erased, as many as the cells that were drawn need at the new width.
+
+INTERVAL_S: Final = 0.1
+"""The line is drawn at most this often; a new width is seen as fast."""
+
+
+class RedrawnLine:
+    """Shows what `line(width)` returns, from entering to leaving the context.
+
+    Thread-safe. What is written to stderr meanwhile stands above it, where that is a terminal.
+    """
+
+    def __init__(self, console: Console, line: Callable[[int], Text]) -> None:
+        self._console, self._line = console, line
+        self._lock = threading.RLock()
+        self._is_stale = True
+        self._cells = self._width = 0
+        """What is on the screen now."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_drawing, name="line", daemon=True)
+        self._stderr = sys.stderr
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Draw the line again soon; not while what it is made of changes."""
+        with self._lock:
+            yield
+            self._is_stale = True
+
+    def say(self, text: Text) -> None:
+        """Print above the line."""
+        with self._lock, self._console:
+            self._erase()
+            self._console.print(text, soft_wrap=True)
+            self._draw()
+
+    def erase(self) -> None:
+        """Leave nothing of the line."""
+        with self._lock, self._console:
+            self._erase()
+
+    def __enter__(self) -> Self:
+        if self._stderr.isatty():
+            sys.stderr = _Above(self)
+        self.redraw()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if isinstance(sys.stderr, _Above):
+            sys.stderr.flush()
+            sys.stderr = self._stderr
+        self.erase()
+
+    def _keep_drawing(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            if self._is_stale or self._console.width != self._width:
+                self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the line as it is now, in the place of the one that is there."""
+        with self._lock, self._console:
+            self._erase()
+            self._draw()
+
+    def _draw(self) -> None:
+        self._is_stale, self._width = False, self._console.width
+        # A line of the full width would leave the cursor where terminals differ.
+        line = self._line(self._width - 1)
+        self._console.print(line, end="", soft_wrap=True)
+        self._cells = line.cell_len
+
+    def _erase(self) -> None:
+        num_lines = max(1, -(-self._cells // self._console.width))
+        whole_line = (ControlType.ERASE_IN_LINE, 2)
+        above = [(ControlType.CURSOR_UP, 1), whole_line] * (num_lines - 1)
+        self._console.control(Control(ControlType.CARRIAGE_RETURN, whole_line, *above))
+        self._cells = 0
+
+
+class _Above(io.TextIOBase):
+    """A stderr whose lines stand above a line."""
+
+    def __init__(self, line: RedrawnLine) -> None:
+        self._line, self._rest = line, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for each in lines:
+            self._line.say(Text(each))
+        return len(text)
+
+    def flush(self) -> None:
+        """Print what has no end of line yet."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self._line.say(Text(rest))
+
+    def isatty(self) -> bool:
+        return True
+
+
+# ---- milestones ----
+#
+# Which items of a run are worth a line of their own, and what it says.
+#
+# Pure. One line per segment, round, generation and phase; what goes wrong is always said.
+
+TROUBLE: Final = frozenset({"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"})
+ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})
+"""Facts about the whole run whose sentence says all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """A line about what has just happened."""
+
+    text: str
+    is_urgent: bool = False
+    """It is printed at once, also where lines are rare."""
+
+
+def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milestone | None:
+    """Return the line that an item is worth, if any.
+
+    before: the phase of the run before the item; run: as it is with it.
+    """
+    if not isinstance(item, Event):
+        return None
+    if item.kind in ENDS:
+        text = item.sentence if item.phase is Phase.COMPLETED else _reached(run, item)
+        return Milestone(SEPARATOR.join(filter(None, (item.phase, text))), is_urgent=True)
+    if item.kind in TROUBLE:
+        return Milestone(f"{item.phase}{SEPARATOR}{item.sentence}", is_urgent=True)
+    if item.phase is not before and (item.phase is Phase.RECOVERING or before is Phase.RECOVERING):
+        return Milestone(f"{item.phase}{SEPARATOR}{item.sentence}", is_urgent=True)
+    if item.payload.get("party"):
+        return None
+    match item.kind:
+        case "SegmentFinished":
+            return _line(_segment(run, item))
+        case "RoundClosed":
+            return _line(_round(run))
+        case "GenerationClosed":
+            return _line(_generation(run, item))
+        case "Evaluated" if not run.is_federated:  # a round's stands in the next line
+            return Milestone(item.sentence)
+        case "MembersFormed":
+            is_first = item.payload.get("membership") == 1
+            return Milestone(item.sentence, is_urgent=not is_first)
+        case kind if kind in ONCE or (item.phase is not before and not item.phase.is_final):
+            is_unusual = bool(item.payload.get("warning") or item.payload.get("conversion"))
+            return Milestone(item.sentence, is_urgent=is_unusual)
+        case _:
+            return None
+
+
+def _reached(run: FollowedRun, end: Event) -> str:
+    """Return how far a run has come that has ended before its end."""
+    counts_steps = not (run.is_federated or run.is_population)
+    if end.kind == "RunFailed" and run.has_begun and counts_steps:
+        activity = (end.payload.get("error") or {}).get("activity") or ""
+        return failure_text(run.committed, activity, run.step, run.num_steps)
+    return f"at {count_text(run)}" if run.has_begun else ""
+
+
+def _line(parts: Iterator[str]) -> Milestone:
+    return Milestone(SEPARATOR.join(part for part in parts if part))
+
+
+def _segment(run: FollowedRun, event: Event) -> Iterator[str]:
+    segment, of = event.payload["segment"], f"/{run.num_segments}" if run.num_segments else ""
+    yield f"segment {segment}{of}"
+    if run.step:
+        yield count_text(run)
+    if run.mean_loss is not None:
+        yield f"mean loss {number_text(run.mean_loss)}"
+    yield from evaluation_texts(run, evaluations_in(event.payload))
+    seconds, num_rows = event.payload.get("seconds"), event.payload.get("num_rows")
+    if seconds and num_rows and run.step:
+        yield f"{num_rows / seconds:,.0f} rows/s"
+    if again := event.payload.get("num_redone_steps"):
+        yield f"{again} steps done again"
+
+
+def _round(run: FollowedRun) -> Iterator[str]:
+    yield count_text(run)
+    yield clients_text(run)
+    loss = loss_of(run)
+    yield "" if loss is None else f"loss {number_text(loss)}"
+    if run.has_news:
+        texts = evaluation_texts(run)
+        yield from texts[:-1]
+        yield f"{texts[-1]} (after round {run.evaluated})"
+
+
+def _generation(run: FollowedRun, event: Event) -> Iterator[str]:
+    yield count_text(run)
+    yield best_text(run)
+    yield values_text(event.payload.get("params") or {})
+    copied = run.generations.num_copied
+    yield f"{copied} copied" if copied else ""
