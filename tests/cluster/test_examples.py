@@ -14,8 +14,8 @@ from stratagem.common.job import JobSpec, load_job
 from stratagem.common.observe.findings import Level
 from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated, PopulationBased
-from stratagem.tools.check.job_check import check_job
-from stratagem.tools.planning.job_site import Site
+from stratagem.tools.check.check import check_job
+from stratagem.tools.memory.play import Site
 from stratagem.worker.data.sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import train

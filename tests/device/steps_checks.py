@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.tools.planning.measured_step import measure_training
-from stratagem.tools.planning.memory_estimate import estimate_memory
-from stratagem.tools.planning.step_memory import text_of
+from stratagem.tools.memory.estimate import estimate_memory, text_of
+from stratagem.tools.memory.strategies import measure_training
 from stratagem.worker.engine import Trainer, build_trainer
 from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.user_code.entrypoints import EntryPoints

@@ -49,7 +49,7 @@ MAY_READ: Mapping[str, str] = {
     "worker/plans/execution.py": LOG_LINES,
     "worker/plans/history.py": "when a step of a client was done, as an observed series",
     "worker/plans/history.py": "when a step was done, as an observed series",
-    "tools/doctor/__main__.py": f"compares clocks, and says which one is wrong; {EXPIRY}",
+    "tools/doctor.py": f"compares clocks, and says which one is wrong; {EXPIRY}",
     "worker/service/service.py": "compares clocks, and says which one is wrong",
     "worker/session/context.py": LOG_LINES,
 }

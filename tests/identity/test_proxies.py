@@ -22,7 +22,7 @@ from stratagem.common.observe.findings import Level
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.probe import check_proxy, explain, proxy_for
 from stratagem.common.rpc.signed_objects import SignedObjects
-from stratagem.tools.doctor.__main__ import examine
+from stratagem.tools.doctor import examine
 from stratagem.worker.process.settings import from_command_line
 from tests import connect_proxy
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, train

@@ -15,9 +15,9 @@ from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.observe.findings import Level
-from stratagem.tools.check.job_check import check_job
-from stratagem.tools.planning.job_site import Site
-from stratagem.tools.planning.memory_estimate import estimate_memory
+from stratagem.tools.check.check import check_job
+from stratagem.tools.memory.estimate import estimate_memory
+from stratagem.tools.memory.play import Site
 from stratagem.worker.data.sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import assert_same_bits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.tools.questions.__main__ import answer
+from stratagem.tools.questions import answer
 from tests.jobs import ALLOW, job, user_data
 from tests.userland import data
 

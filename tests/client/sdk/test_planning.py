@@ -10,8 +10,8 @@ from stratagem.client.sdk import torch_process
 from stratagem.client.sdk import torch_process as planning
 from stratagem.common.base.errors import StratagemError, UnavailableError, UserCodeError
 from stratagem.common.job import load_job
-from stratagem.tools.questions.__main__ import _told as told
-from stratagem.tools.questions.__main__ import answer
+from stratagem.tools.questions import _told as told
+from stratagem.tools.questions import answer
 from tests.client.cli.command_line import invoke
 from tests.jobs import job
 from tests.repository import ROOT

@@ -19,8 +19,8 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.common.observe.findings import Finding, Level
-from stratagem.tools.check.job_check import check_job
-from stratagem.tools.questions.__main__ import answer
+from stratagem.tools.check.check import check_job
+from stratagem.tools.questions import answer
 from stratagem.worker.plans.build import _begin_from
 from tests.client.cli.command_line import invoke
 from tests.jobs import LOSSES, NOT_TRAINED, document, job, user_data, user_model

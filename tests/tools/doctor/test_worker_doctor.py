@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls import Role
 from stratagem.common.observe.findings import Finding, Level
-from stratagem.tools.doctor.__main__ import _advertising, examine
-from stratagem.tools.doctor.worker_findings import local_findings
+from stratagem.tools.doctor import _advertising, examine, local_findings
 from stratagem.v1 import types_pb2
 from stratagem.worker.process.settings import WorkerSettings
 from tests.jobs import ALLOW

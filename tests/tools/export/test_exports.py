@@ -12,8 +12,8 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError
 from stratagem.common.job import JobSpec, load_job
-from stratagem.tools.export import exported_program
-from stratagem.tools.questions.__main__ import answer
+from stratagem.tools.export import export as exported_program
+from stratagem.tools.questions import answer
 from stratagem.worker.models.build import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job

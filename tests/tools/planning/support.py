@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.tools.planning.job_site import Site
-from stratagem.tools.planning.memory_estimate import estimate_memory
-from stratagem.tools.planning.step_memory import StepMemory
+from stratagem.tools.memory.estimate import StepMemory, estimate_memory
+from stratagem.tools.memory.play import Site
 from stratagem.worker.data.sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job

@@ -10,11 +10,15 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.common.tensors.local_files import MAX_COPY_BYTES
-from stratagem.tools.planning.codec_memory import codec_memory
-from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
-from stratagem.tools.planning.measured_step import measure_training
-from stratagem.tools.planning.received_states import num_copied, num_received
-from stratagem.tools.planning.step_memory import text_of
+from stratagem.tools.memory.estimate import text_of
+from stratagem.tools.memory.stages import num_copied, num_received
+from stratagem.tools.memory.strategies import (
+    codec_memory,
+    coded_copies,
+    measure_training,
+    num_known,
+    plain_copies,
+)
 from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer
 from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.exchange.buckets import GradientBuckets

@@ -15,8 +15,7 @@ from stratagem.common.strategy import (
     Pipeline,
     WorkerIdTarget,
 )
-from stratagem.tools.planning.recommend_settings import recommend
-from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, balanced, resolve
+from stratagem.tools.memory.recommend import CandidateWorker, Fleet, balanced, recommend, resolve
 from tests.tools.planning.support import SITE, estimate, kind_job
 
 GB = 10**9

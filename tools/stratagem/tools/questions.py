@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -24,25 +25,45 @@ from stratagem.common.job import JobSpec
 from stratagem.common.observe.findings import Finding
 from stratagem.common.process.cpu_threads import default_threads
 from stratagem.common.schema.json import not_one_of
-from stratagem.tools.check.job_check import check_job
-from stratagem.tools.export.exported_program import (
+from stratagem.tools.check.check import check_job
+from stratagem.tools.export.export import (
+    example_inputs,
     sizes_of,
+    trained_model,
     without_cache,
+    write_hf_folder,
     write_onnx,
     write_program,
 )
-from stratagem.tools.export.hf_folder import write_hf_folder
-from stratagem.tools.export.trained_model import example_inputs, trained_model
-from stratagem.tools.planning.job_site import Site
-from stratagem.tools.planning.memory_estimate import estimate_memory
-from stratagem.tools.planning.recommend_settings import recommend
-from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, alone, resolve
-from stratagem.tools.planning.step_memory import StepMemory, text_of
-from stratagem.tools.questions.present_place import place_of_thread
+from stratagem.tools.memory.estimate import StepMemory, estimate_memory, text_of
+from stratagem.tools.memory.play import Site
+from stratagem.tools.memory.recommend import CandidateWorker, Fleet, alone, recommend, resolve
 from stratagem.worker.data.sources import DataSources
-from stratagem.worker.host.stalls import per_thread
-from stratagem.worker.user_code.bundles import CodeStore
+from stratagem.worker.host.stalls import StackFrame, cause_of, per_thread
+from stratagem.worker.user_code.bundles import CodeStore, plain_path
 from stratagem.worker.user_code.entrypoints import EntryPoints
+
+# ---- present place ----
+#
+# Where a thread is, in words, for the process that waits for it.
+
+
+def place_of_thread(ident: int) -> str:
+    """Return where a thread is: the innermost line of the user's code; "" where it has ended."""
+    frame = sys._current_frames().get(ident)
+    stack = [
+        StackFrame(
+            str(each.f_globals.get("__name__", "")),
+            plain_path(each.f_code.co_filename),
+            line,
+            each.f_code.co_name,
+        )
+        for each, line in traceback.walk_stack(frame)
+    ]
+    return cause_of(stack, ()).place if frame is not None else ""
+
+
+# ---- main ----
 
 DEVICES: Final = ("cpu", "cuda")
 

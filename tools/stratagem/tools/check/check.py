@@ -1,34 +1,30 @@
-"""Tries a job as workers would use it, a little of each part: code, model, data, a step, metrics.
-
-Every check that can be made is made, whatever the others have found. Must not know the network.
-"""
+"""Collects what the checks of a job find; what one of them raises becomes findings of it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import nn
 
-from stratagem.common.base.errors import InvalidInputError, StratagemError
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points_by_field
-from stratagem.common.observe.findings import Finding
+from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.strategy import Federated, partitions_state
 from stratagem.common.tensors.files import read_header
-from stratagem.tools.check.check_report import CheckReport
-from stratagem.tools.check.local_steps import local_steps
 from stratagem.tools.check.tried_step import (
     TriedStep,
     head_of,
+    local_steps,
     spread_over,
     try_divided_steps,
     try_evaluation,
     try_rows_twice,
     try_step,
 )
-from stratagem.tools.planning.job_site import Site
+from stratagem.tools.memory.play import Site
 from stratagem.worker.data.checks import check_same_rows, described_rows
 from stratagem.worker.data.datasets import Dataset, Gather, training_split
 from stratagem.worker.data.order import BatchOrder, epoch_rows_of
@@ -41,6 +37,78 @@ from stratagem.worker.models.build import build_model, build_shapes
 from stratagem.worker.models.tensors import converted_dtype, rows_dtype
 from stratagem.worker.plans.build import check_built, check_supported
 from stratagem.worker.user_code.call_notes import text_of
+
+# ---- check report ----
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The findings about one job, in the order of the checks."""
+
+    say: Callable[[Finding], None] = lambda _: None
+    """Is given each finding as soon as it is there."""
+    findings: list[Finding] = field(default_factory=list)
+
+    def ok(self, check: str, about: str, found: str) -> None:
+        """Add that something is as it should be."""
+        self._add(Finding(check, about, Level.OK, found))
+
+    def warn(self, check: str, about: str, found: str, advice: str = "") -> None:
+        """Add what need not be wrong, or could not be checked."""
+        self._add(Finding(check, about, Level.WARN, found, advice))
+
+    def fail(self, check: str, about: str, found: str, advice: str = "") -> None:
+        """Add a fault, for which the job would be refused or fail. Several checks may come upon the
+        same one: only the first says it."""
+        said = {(known.about, known.found) for known in self.findings if known.level is Level.FAIL}
+        if (about, found) not in said:
+            self._add(Finding(check, about, Level.FAIL, found, advice))
+
+    def _add(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        self.say(finding)
+
+    def has_failed(self, text: str) -> bool:
+        """Return whether a text tells a fault that has been added."""
+        return any(each.level is Level.FAIL and each.found in text for each in self.findings)
+
+    def attempt(self, check: str, about: str, action: Callable[[], T]) -> T | None:
+        """Return what the action returns; None where it raises, whose faults are then added.
+
+        about: the field that the check is about, where the error names none.
+        """
+        try:
+            return action()
+        except UserCodeError as error:
+            self.fail(check, about, f"{error.type}: {error.message}", _place_of(error))
+        except InvalidInputError as error:
+            for violation in error.violations:
+                self.fail(check, violation.field or about, violation.message)
+            if not error.violations:
+                self.fail(check, about, str(error))
+        except StratagemError as error:
+            self.fail(check, about, str(error))
+        except RuntimeError as error:  # of torch, which our code has called
+            self.fail(check, about, f"{type(error).__name__}: {error}")
+        return None
+
+
+def _place_of(error: UserCodeError) -> str:
+    """Return what was done, and the frames of the traceback, whose last words are the message."""
+    lines = error.traceback.rstrip().splitlines()
+    while lines and not lines[-1].startswith("  "):
+        del lines[-1]
+    frames = [line for line in lines if not line.startswith("Traceback")]
+    return "\n".join([f"{error.activity}, at" if frames else error.activity, *frames])
+
+
+# ---- job check ----
+#
+# Tries a job as workers would use it, a little of each part: code, model, data, a step, metrics.
+#
+# Every check that can be made is made, whatever the others have found. Must not know the network.
 
 _DIVIDED: Final = "strategy.options.partition_state"
 _NUM_ROWS: Final = 2

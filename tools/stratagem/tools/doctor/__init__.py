@@ -1,1 +1,0 @@
-"""`stratagem doctor` on a worker: what is wrong with its settings, its machine, its neighbours."""

@@ -1,1 +1,0 @@
-"""The process that answers a question about a job: memory, settings, faults."""
