@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import atexit, ctypes, sys, threading
-from stratagem.common.process.process import end
+from stratagem.common.process.process_exit import end
 
 file, closed = open("left-open", "w"), open("closed", "w")
 file.write("in the file\\n")

@@ -59,8 +59,8 @@ def test_channels_listeners_and_credentials_are_made_in_one_place_each() -> None
         r"aio\.(?:in)?secure_channel\(": {"channel.py"},
         r"grpc\.(?:in)?secure_channel\(": {"health_probe.py"},
         r"add_(?:in)?secure_port": {"server.py"},
-        r"ssl_channel_credentials": {"grpc_credentials.py"},
-        r"ssl_server_credentials": {"grpc_credentials.py"},
+        r"ssl_channel_credentials": {"tls.py"},
+        r"ssl_server_credentials": {"tls.py"},
         r"aio\.server\(": {"server.py"},
     }
     roots = [ROOT / part for part in ("client", "common", "coordinator", "worker", "tools")]

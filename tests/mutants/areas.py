@@ -7,6 +7,12 @@ WORKER = "worker/stratagem/worker/"
 COMMON = "common/stratagem/common/"
 
 
+JOURNAL = (
+    *("database", "fact_log", "journal", "lead", "postgres", "schema", "snapshot", "sqlite"),
+    "step_history",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Area:
     """A part of the product."""
@@ -46,12 +52,14 @@ AREAS = {
         is_strict=False,
     ),
     "data order": Area(
-        (WORKER + "data/order/", COMMON + "numerics/"),
+        (WORKER + "data/order.py", COMMON + "numerics/"),
         ("tests/worker/data", "tests/common/test_shards.py", "tests/worker/engine"),
         is_strict=False,
     ),
     "journal": Area(
-        (COORDINATOR + "store/journal/",), ("tests/coordinator/store",), is_strict=False
+        tuple(f"{COORDINATOR}store/{name}.py" for name in JOURNAL),
+        ("tests/coordinator/store",),
+        is_strict=False,
     ),
     "tensors": Area(
         (COMMON + "tensors/",),

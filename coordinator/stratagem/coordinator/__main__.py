@@ -3,7 +3,7 @@
 import gc
 import signal
 
-from stratagem.common.process.process import leave_on
+from stratagem.common.process.process_exit import leave_on
 
 if __name__ == "__main__":
     leave_on(signal.SIGTERM)

@@ -137,12 +137,12 @@ def test_another_local_cluster_is_named_with_its_address(tmp_path: Path) -> None
 UP = f"""
 import sys
 from functools import partial
-from stratagem.client.cli import server_commands
-from stratagem.common.process import preloaded_programs
+from stratagem.client.cli import servers
+from stratagem.common.process import template
 from stratagem.program.__main__ import main
 
-preloaded_programs.PRELOADED = ()
-server_commands.LocalCluster = partial(server_commands.LocalCluster, programs={PROGRAMS})
+template.PRELOADED = ()
+servers.LocalCluster = partial(servers.LocalCluster, programs={PROGRAMS})
 sys.argv[1:1] = ["up", "--workers", "1", "--listen", "127.0.0.1:0"]
 main()
 """

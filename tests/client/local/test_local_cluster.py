@@ -244,8 +244,8 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
 import signal, sys
 from pathlib import Path
 from stratagem.client.local.cluster import LocalCluster
-from stratagem.common.process import preloaded_programs
-preloaded_programs.PRELOADED = ()
+from stratagem.common.process import template
+template.PRELOADED = ()
 programs = {PROGRAMS!r}
 cluster = LocalCluster(workers=1, data_dir=Path({str(tmp_path)!r}), programs=programs).start()
 print(*[view.pid for view in cluster.processes.values()], flush=True)

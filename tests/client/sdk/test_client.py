@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -261,8 +262,9 @@ def test_a_container_that_does_not_listen_yet_is_waited_for(
         init(tmp_path / "certs", workers=[], clients=["me"], hosts=[])
     tls = Authority(tmp_path / "certs").files("client-me") if with_tls else None
     monkeypatch.setattr(connection, "TOLD_AFTER_S", 0.0)
-    times_s = [connection.STARTING_S, 0.0, 0.0]  # at the second failure, the first, the begin
-    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=times_s.pop))
+    # The begin, the first failure, and its notice; late from then on.
+    times_s = chain([0.0, 0.0, 0.0], repeat(connection.STARTING_S))
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: next(times_s)))
 
     def close_all() -> None:
         with suppress(OSError):

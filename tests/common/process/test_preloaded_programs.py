@@ -130,7 +130,7 @@ def test_nothing_outlives_the_process_that_started_it(tmp_path: Path) -> None:
     argv = program(tmp_path, WAIT)
     script = f"""
 import os, signal, sys
-from stratagem.common.process import preloaded_programs as preloaded
+from stratagem.common.process import template as preloaded
 preloaded.PRELOADED = ("wave",)
 with open({str(tmp_path / "log")!r}, "ab") as log:
     process = preloaded.start({argv!r}, os.environ, log, with_input=False)

@@ -129,7 +129,7 @@ def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
 def test_a_full_disk_loses_nothing_that_was_acknowledged(path: Path) -> None:
     code = """
 from stratagem.common.base.errors import UnavailableError
-from stratagem.coordinator.store.journal import sqlite
+from stratagem.coordinator.store import sqlite
 from stratagem.coordinator.store.journal import Journal, Record
 from stratagem.coordinator.store.lead import Holder
 sqlite._PATIENCE_S = 0.0

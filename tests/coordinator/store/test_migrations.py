@@ -110,7 +110,7 @@ def test_a_journal_of_a_newer_version_is_refused_and_left_as_it_is(place: str, c
 
 
 def test_the_wheel_holds_the_migrations() -> None:
-    versions = "stratagem/coordinator/store/journal/migrations/versions"
+    versions = "stratagem/coordinator/store/migrations/versions"
     files = WheelBuilder(str(ROOT)).recurse_included_files()
     packed = {file.distribution_path for file in files}
     assert {f"{versions}/{each.name}" for each in (FOLDER / "versions").glob("*.py")} <= packed

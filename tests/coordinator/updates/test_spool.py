@@ -332,8 +332,8 @@ def test_a_crash_at_the_rename_accepts_all_or_nothing(
 def test_a_crash_between_checkpoints_goes_on_at_the_last_one(tmp_path: Path) -> None:
     (tmp_path / "coordinator.spool.after_checkpoint").write_text("1")
     code = (
-        "from stratagem.coordinator.updates import spool_upload\n"
-        "spool_upload.CHECKPOINT_BYTES = 100\n"
+        "from stratagem.coordinator.updates import upload\n"
+        "upload.CHECKPOINT_BYTES = 100\n"
         + PREAMBLE
         + "for start in range(len(DATA)):\n    writer.write(DATA[start:start + 1])"
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
-from stratagem.worker.federated.client_trainer import ClientRunner, run_client_round
+from stratagem.worker.federated.client_trainer import ClientRunner
 from stratagem.worker.models.build import build_model
 from stratagem.worker.numerics.randomness import KeyedRandomness
 from tests.every_pair import every_value
@@ -57,7 +57,7 @@ def test_a_round_done_again_gives_the_same_update() -> None:
     first = runner.run(base, 1, 3, 2)
     runner.run(base, 0, 3, 2)
     assert_same_bits(dict(runner.run(base, 1, 3, 2).tensors), dict(first.tensors))
-    again = run_client_round(spec, ALLOWED, base, 1, 3, 2, CPU)
+    again = ClientRunner(spec, ALLOWED, CPU).run(base, 1, 3, 2)
     assert_same_bits(dict(again.tensors), dict(first.tensors))
     assert (again.num_samples, again.num_steps, again.loss) == (17, 2, first.loss)
     other_round = runner.run(base, 1, 3, 3)
@@ -68,7 +68,7 @@ def test_client_without_rows_is_refused_by_name() -> None:
     spec = federated(data=user_data("empty_for_client_1"))
     base, _ = trainer_of(spec).copy_state()
     with pytest.raises(InvalidInputError, match="client 1 of 3 has no rows"):
-        run_client_round(spec, ALLOWED, base, 1, 3, 1, CPU)
+        ClientRunner(spec, ALLOWED, CPU).run(base, 1, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_non_finite_loss_of_a_client(options: dict[str, Any], rates: str) -> Non
     base, _ = trainer_of(spec).copy_state()
     told = f"non-finite loss; lower {re.escape(rates)}, or look at the data "
     with pytest.raises(UserCodeError, match=told) as caught:
-        run_client_round(spec, ALLOWED, base, 2, 3, 1, CPU)
+        ClientRunner(spec, ALLOWED, CPU).run(base, 2, 3, 1)
     assert caught.value.activity == "round 1, client 2, step 3"
 
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.common.process.process import MISTAKEN, PREEMPTED
+from stratagem.common.process.process_exit import MISTAKEN, PREEMPTED
 from stratagem.common.rpc.channel import open_channel
 from stratagem.worker.process.main import REPEAT_S, Stop
 from tests.jobs import user_model

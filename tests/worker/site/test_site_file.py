@@ -7,7 +7,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.code.bundle import make_keys
-from stratagem.common.process.process import MISTAKEN
+from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.worker.process import main as worker_main
 from stratagem.worker.site.file import read_site
 from tests.repository import ROOT

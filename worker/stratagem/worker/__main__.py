@@ -6,7 +6,8 @@ import signal
 import sys
 
 from stratagem.common.process.cpu_threads import wait_passively
-from stratagem.common.process.process import PREEMPTED, end, leave_on, tune_malloc
+from stratagem.common.process.process import tune_malloc
+from stratagem.common.process.process_exit import PREEMPTED, end, leave_on
 
 # Before anything large is allocated, and so before torch is imported.
 _MALLOC, _WAITING = tune_malloc(), wait_passively()

@@ -14,7 +14,7 @@ import yaml
 from stratagem.client.launch.workers import WorkerLaunch, answer_of, check_program
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import check_worker_id
-from stratagem.common.process.process import PREEMPTED
+from stratagem.common.process.process_exit import PREEMPTED
 
 # ---- kubernetes pod ----
 #

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.client.launch.workers import WorkerLaunch, answer_of, check_program
-from stratagem.common.process.process import PREEMPTED
+from stratagem.common.process.process_exit import PREEMPTED
 
 _WHERE: Final = "where Ray's are"
 

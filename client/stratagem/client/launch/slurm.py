@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.client.launch.workers import WorkerLaunch, answer_of, check_options, check_program
-from stratagem.common.process.process import PREEMPTED
+from stratagem.common.process.process_exit import PREEMPTED
 
 GRACE_S: Final = 60
 """Before a job's time ends Slurm sends the signal this long ahead."""

@@ -29,7 +29,7 @@ from typing import IO, Any, Final, Protocol, TypeAlias
 
 from stratagem.common.process.cpu_threads import wait_passively
 from stratagem.common.process.parent_guard import PR_SET_PDEATHSIG, guarded
-from stratagem.common.process.process import end
+from stratagem.common.process.process_exit import end
 
 # ---- preloaded programs ----
 

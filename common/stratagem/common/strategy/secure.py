@@ -13,7 +13,7 @@ from pydantic import Field, PlainValidator
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.schema.document import DocumentValue, Positive
 from stratagem.common.schema.rules import differing, rule
-from stratagem.common.secure.masks import Quantisation
+from stratagem.common.secure.quantisation import Quantisation
 from stratagem.common.secure.sharing import AUTO, MIN_CLIENTS
 
 MAX_SECURE_CLIENTS: Final = 10_000

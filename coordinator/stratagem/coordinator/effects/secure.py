@@ -19,7 +19,8 @@ from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.secure.masks import MaskedLayout, Quantisation, Words, apply_mask
+from stratagem.common.secure.masks import MaskedLayout, apply_mask
+from stratagem.common.secure.quantisation import Quantisation, Words
 from stratagem.common.secure.secrets import (
     KEY_BYTES,
     SEALED_BYTES,

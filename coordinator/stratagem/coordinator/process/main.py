@@ -18,7 +18,8 @@ from stratagem.common.base.text import dialled_host, split_address
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import setup_logging
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
-from stratagem.common.process.process import MISTAKEN, told, tune_malloc
+from stratagem.common.process.process import told, tune_malloc
+from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
 from stratagem.coordinator.app.app import App

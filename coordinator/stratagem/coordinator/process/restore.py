@@ -21,7 +21,8 @@ from stratagem.common.base.errors import (
     StratagemError,
 )
 from stratagem.common.base.ids import Digest, check_digest
-from stratagem.common.process.process import MISTAKEN, temporary_folder, told
+from stratagem.common.process.process import temporary_folder, told
+from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.common.tensors.files import from_file, read_header
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.runtime.settings import Settings

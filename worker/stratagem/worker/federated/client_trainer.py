@@ -449,19 +449,6 @@ def _no_rows(client: int, num_clients: int) -> InvalidInputError:
     return InvalidInputError.at("data.train", f"client {client} of {num_clients} has no rows")
 
 
-def run_client_round(
-    job: JobSpec,
-    entrypoints: EntryPoints,
-    base: Mapping[str, Tensor],
-    client: int,
-    num_clients: int,
-    round_num: int,
-    device: torch.device,
-) -> ClientRound:
-    """One round with nothing kept; `ClientRunner` is for many."""
-    return ClientRunner(job, entrypoints, device).run(base, client, num_clients, round_num)
-
-
 # ---- loss before ----
 #
 # The mean loss of a state over the training rows of one client, before it trains them.

@@ -31,7 +31,8 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json import JSON
-from stratagem.common.secure.masks import MASKED, Floats, MaskedLayout, Quantisation, apply_mask
+from stratagem.common.secure.masks import MASKED, MaskedLayout, apply_mask
+from stratagem.common.secure.quantisation import Floats, Quantisation
 from stratagem.common.secure.secrets import (
     KEY_BYTES,
     SEALED_BYTES,

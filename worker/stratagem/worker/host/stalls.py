@@ -23,18 +23,18 @@ MAX_NAMED: Final = 3
 """Members that are named one by one."""
 
 _OURS: Final = "stratagem.worker."
-_WAITING: Final = ("exchange.", "mesh.", "party.", "session.plan_control", "pipeline.store_trans")
+_WAITING: Final = ("exchange.", "mesh.", "party.", "session.control", "pipeline.store")
 """Modules that the torch thread stays in only to wait for others."""
 _AWAITED: Final = (
-    ("party.live_state", "the state of {others}"),
+    ("party.state", "the state of {others}"),
     ("party.", "{others} to join"),
-    ("exchange.parameter_server.", "the coordinator to add up a step"),
+    ("exchange.parameter_server", "the coordinator to add up a step"),
     ("exchange.", "{others} in the exchange of a step"),
     ("pipeline.", "{others} in a step of the pipeline"),
     ("session.context", "a state or data from the coordinator"),
 )
 _COMPILERS: Final = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "triton.compiler")
-_READERS: Final = "data.reader."
+_READERS: Final = "data.reader"
 _INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 
 

@@ -31,7 +31,8 @@ from stratagem.common.base.files import whole_file
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import identify, setup_logging
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
-from stratagem.common.process.process import MISTAKEN, PREEMPTED, told
+from stratagem.common.process.process import told
+from stratagem.common.process.process_exit import MISTAKEN, PREEMPTED
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import (
     CoordinatorChannel,

@@ -1,0 +1,79 @@
+"""Changes of a model as whole numbers, whose sum is exact in any order.
+
+    q = rint(clip(Δ, -c, c) · s) · weight,     s = (2^(bits-1) - 1) / c,     modulo 2^32 or 2^64
+
+The modulus is 2^32 where the sum of all clients fits, else 2^64: with n clients of weights up to W
+the sum lies within ±n·W·(2^(bits-1) - 1). Negative numbers are two's complements. Behind the
+elements comes one more, the weight itself. Pure functions over numpy arrays.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stratagem.common.base.errors import InvalidInputError
+
+Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
+"""uint32 or uint64: addition and subtraction are modulo 2^32 or 2^64."""
+Floats: TypeAlias = NDArray[np.float64]
+
+_NARROW: Final = 1 << 31
+_WIDE: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """The rule of a round. clip: the largest change of an element, either way. bits: of a
+    quantised change, with its sign. num_clients: that may be in the sum. max_weight: of a
+    client."""
+
+    clip: float
+    bits: int
+    num_clients: int
+    max_weight: int = 1
+
+    def __post_init__(self) -> None:
+        if self.largest_sum >= _WIDE:
+            text = f"{self.num_clients} clients of weight {self.max_weight} with {self.bits} bits"
+            raise InvalidInputError(f"the sum of {text} does not fit into 64 bits")
+
+    @property
+    def largest(self) -> int:
+        """The largest quantised change."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def largest_sum(self) -> int:
+        return self.num_clients * self.max_weight * self.largest
+
+    @property
+    def scale(self) -> float:
+        return self.largest / self.clip
+
+    @property
+    def word(self) -> np.dtype[Any]:
+        """The type of the elements of an update."""
+        return np.dtype("<u4" if self.largest_sum < _NARROW else "<u8")
+
+    def quantise(self, changes: Floats, weight: int, out: Words) -> None:
+        """Fill `out` with the quantised changes. changes: float64, finite; they are overwritten."""
+        np.clip(changes, -self.clip, self.clip, out=changes)
+        changes *= self.scale
+        np.rint(changes, out=changes)
+        whole = changes.astype(np.int64)
+        whole *= weight
+        out[:] = whole.view(np.uint64).astype(self.word)
+
+    def mean(self, total: Words, sum_of_weights: int) -> Floats:
+        """Return the mean change of an unmasked sum, in float64. Raises ValueError where the sum is
+        beyond what so many clients can give: then it is none of honest clients, or still masked."""
+        signed = total.view(f"<i{self.word.itemsize}")
+        if signed.size:
+            largest = max(int(signed.max()), -int(signed.min()))
+            if largest > sum_of_weights * self.largest:
+                raise ValueError("the sum is beyond the range of quantised changes")
+        mean: Floats = signed.astype(np.float64)
+        mean /= self.scale * sum_of_weights
+        return mean
