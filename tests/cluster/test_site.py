@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.base.errors import UserCodeError
-from stratagem.common.code.bundle import digest_of, make_keys, sign
+from stratagem.common.code.bundle import digest_of
+from stratagem.common.code.signatures import make_keys, sign
 from stratagem.common.identity.audit import check_lines
 from stratagem.common.job import CodeSpec, JobSpec, load_job
 from stratagem.common.strategy import Federated

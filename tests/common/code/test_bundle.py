@@ -11,18 +11,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError, LimitError
-from stratagem.common.code.bundle import (
-    MAX_BYTES,
-    MAX_FILES,
-    digest_of,
-    is_signed,
-    make_keys,
-    manifest_of,
-    pack,
-    read_public_keys,
-    sign,
-    unpack,
-)
+from stratagem.common.code.bundle import MAX_BYTES, MAX_FILES, digest_of, manifest_of, pack, unpack
+from stratagem.common.code.signatures import is_signed, make_keys, read_public_keys, sign
 
 pytestmark = pytest.mark.core
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.code.bundle import make_keys, sign
+from stratagem.common.code.signatures import make_keys, sign
 from stratagem.worker.site.decision import FitsRule, Offer, Refused, decide
 from tests.worker.site.jobs import ANY, DIGEST, NIGHTS, PEERS, offered, site_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.code.bundle import make_keys
+from stratagem.common.code.signatures import make_keys
 from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.worker.process import main as worker_main
 from stratagem.worker.site.file import read_site

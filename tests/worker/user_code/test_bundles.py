@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, UserCodeError
-from stratagem.common.code.bundle import digest_of, make_keys, pack, sign
+from stratagem.common.code.bundle import digest_of, pack
+from stratagem.common.code.signatures import make_keys, sign
 from stratagem.common.job import CodeSpec
 from stratagem.worker.user_code import bundles as bundle_import
 from stratagem.worker.user_code.bundles import CodePolicy, CodeStore

@@ -37,8 +37,9 @@ from stratagem.client.terminal.completion import sink_forms
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.base.units import size_bytes
-from stratagem.common.code.bundle import digest_of, make_keys
-from stratagem.common.code.bundle import sign as signature_of
+from stratagem.common.code.bundle import digest_of
+from stratagem.common.code.signatures import make_keys
+from stratagem.common.code.signatures import sign as signature_of
 from stratagem.common.job import CodeSpec, load_job
 from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof

@@ -13,22 +13,9 @@ import unicodedata
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-    load_pem_public_key,
-)
-
 from stratagem.common.base.errors import InvalidInputError, LimitError, StratagemError
-from stratagem.common.base.files import check_private, create_private
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
@@ -182,74 +169,3 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
         raise _refused(entry.filename, "is no plain file: links and others are not allowed")
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
         raise _refused(entry.filename, "is compressed, which is not allowed")
-
-
-# ---- signatures ----
-#
-# Signatures of code bundles: Ed25519 over the digest of a bundle, by whoever has looked at it.
-#
-# A worker that asks for signatures has a file with the public keys that it trusts, in PEM form, one
-# after another.
-
-_PREFIX: Final = b"stratagem code v1\n"
-"""Makes what is signed for this purpose different from what is signed for any other."""
-_PEM_END: Final = "-----END PUBLIC KEY-----"
-
-
-def make_keys(private: Path, public: Path) -> None:
-    """Write a new pair of keys; the private one is readable by its owner alone. Raises
-    InvalidInputError where one of the files is there already or cannot be written."""
-    key = Ed25519PrivateKey.generate()
-    for path in (private, public):
-        if path.exists():
-            raise InvalidInputError(f"{path}: is there already; name another file")
-    try:
-        with create_private(private) as file:
-            file.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        public.write_bytes(
-            key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        )
-    except OSError as error:
-        raise InvalidInputError(f"{error.filename}: {error.strerror}") from None
-
-
-def sign(digest: str, private: Path) -> str:
-    """The signature of a digest, as hex digits. Raises InvalidInputError for a file that is no
-    private Ed25519 key, or that others may read."""
-    check_private("--key", private)
-    try:
-        key = load_pem_private_key(private.read_bytes(), password=None)
-    except OSError as error:
-        raise InvalidInputError.at("--key", f"{private}: {error.strerror}") from None
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError.at("--key", f"{private}: {error}") from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise InvalidInputError.at("--key", f"{private}: is no Ed25519 key; see `code keygen`")
-    return key.sign(_PREFIX + digest.encode()).hex()
-
-
-def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
-    """The keys of a file; InvalidInputError where it has none, or others than Ed25519."""
-    try:
-        blocks = path.read_text().split(_PEM_END)
-        keys = [load_pem_public_key(f"{block}{_PEM_END}".encode()) for block in blocks[:-1]]
-    except OSError as error:
-        raise InvalidInputError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidInputError(f"{path}: {error}") from None
-    trusted = tuple(key for key in keys if isinstance(key, Ed25519PublicKey))
-    if len(trusted) < len(keys) or not keys:
-        text = "holds other keys than those of `stratagem code keygen`" if keys else "holds no key"
-        raise InvalidInputError(f"{path}: {text}")
-    return trusted
-
-
-def is_signed(digest: str, signature: str, keys: tuple[Ed25519PublicKey, ...]) -> bool:
-    """Return whether one of the keys has made this signature of this digest."""
-    for key in keys:
-        try:
-            key.verify(bytes.fromhex(signature), _PREFIX + digest.encode())
-        except InvalidSignature:
-            continue
-        return True
-    return False

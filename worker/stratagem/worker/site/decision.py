@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 from zoneinfo import ZoneInfo
 
-from stratagem.common.code.bundle import is_signed
+from stratagem.common.code.signatures import is_signed
 from stratagem.common.job import JobSpec
 from stratagem.common.job.derived import entry_points_by_field
 from stratagem.common.secure.sharing import is_complete, shares_needed

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import AfterValidator, PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError, Violation
-from stratagem.common.code.bundle import read_public_keys
+from stratagem.common.code.signatures import read_public_keys
 from stratagem.common.identity.tls import certificates_in
 from stratagem.common.job.sections import check_tensor_file
 from stratagem.common.schema.document import (

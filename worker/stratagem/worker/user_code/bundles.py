@@ -24,14 +24,8 @@ from typing import Final
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, StratagemError
 from stratagem.common.base.files import WatchedFiles
-from stratagem.common.code.bundle import (
-    MAX_FILES,
-    digest_of,
-    is_signed,
-    pack,
-    read_public_keys,
-    unpack,
-)
+from stratagem.common.code.bundle import MAX_FILES, digest_of, pack, unpack
+from stratagem.common.code.signatures import is_signed, read_public_keys
 from stratagem.common.job import CodeSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.process.process import remove_tree, temporary_folder
