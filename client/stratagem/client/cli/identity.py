@@ -18,34 +18,43 @@ from stratagem.common.identity.callers import Scope, add_token, new_token, read_
 from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN, Role
 
 certs = typer.Typer(help="Certificates for development.", no_args_is_help=True)
-token = typer.Typer(help="Tokens by which people are known.", no_args_is_help=True)
+token = typer.Typer(help="Tokens that identify people.", no_args_is_help=True)
 
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 WorkersOption = Annotated[
-    list[str] | None, typer.Option("--worker", metavar="NAME", help="A worker; repeatable.")
+    list[str] | None, typer.Option("--worker", metavar="NAME", help="Name of a worker; repeatable.")
 ]
 PoolsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--pool", metavar="NAME", help="Workers that share a certificate, by --pool; repeatable."
+        "--pool",
+        metavar="NAME",
+        help="Name of a pool (the workers' --pool), whose workers share one certificate; "
+        "repeatable.",
     ),
 ]
 ClientsOption = Annotated[
-    list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--client", metavar="NAME", help="Name of a client, such as a person; repeatable."
+    ),
 ]
-FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="New folder for the certificates.")
+]
 DaysOption = Annotated[
     int | None,
     typer.Option(
         "--days",
         metavar="N",
         min=1,
-        help="How long certificates are valid: 90 unless set, and no longer than their authority.",
+        help="Validity of the certificates in days: 90 by default, and at most that of their "
+        "authority.",
     ),
 ]
 MadeArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="One that `certs init` has made.")
+    Path, typer.Argument(metavar="DIR", help="Folder that `certs init` has made.")
 ]
 TokensFileOption = Annotated[
     Path, typer.Option("--tokens-file", metavar="FILE", help="The coordinator's --tokens-file.")
@@ -69,16 +78,18 @@ def init_certs(
     trust_domain: Annotated[
         str,
         typer.Option(
-            "--trust-domain", metavar="WORD", help="Distinguishes one deployment from another."
+            "--trust-domain",
+            metavar="WORD",
+            help="Name that distinguishes this deployment from others.",
         ),
     ] = DEFAULT_TRUST_DOMAIN,
     days: DaysOption = None,
 ) -> None:
-    """Make an authority, and certificates that it signs.
+    """Create a certificate authority and certificates.
 
-    The authority is valid for ten years. A coordinator, workers and clients: each gets
-    DIR/NAME.crt and DIR/NAME.key, next to DIR/ca.crt. For development: a reader of DIR/ca.key
-    can make more of them. Nothing is overwritten.
+    The authority is valid for ten years, and signs the certificates. The coordinator, each worker
+    and each client get DIR/NAME.crt and DIR/NAME.key, next to DIR/ca.crt. For development: whoever
+    can read DIR/ca.key can issue more certificates. Nothing is overwritten.
     """
     from stratagem.common.identity.certificates import init
 
@@ -102,15 +113,15 @@ def issue_certs(
     pool: PoolsOption = None,
     client: ClientsOption = None,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Replace certificates and keys that are there.")
+        bool, typer.Option("--renew", help="Replace existing certificates and keys.")
     ] = False,
     days: DaysOption = None,
 ) -> None:
-    """Sign for more workers and clients, or renew certificates.
+    """Issue or renew certificates of workers and clients.
 
-    The authority is that in DIR. With --renew and no names all certificates are renewed,
-    for the names that stand in it. Processes that run take the new files in. No certificate
-    outlives its authority: more days are refused.
+    The authority in DIR signs them. With --renew and no names, all certificates in DIR are renewed,
+    for the same names. Running processes pick up the new files. No certificate outlives its
+    authority: a larger number of days is refused.
     """
     from stratagem.common.identity.certificates import issue
 
@@ -128,11 +139,12 @@ def issue_certs(
 
 @certs.command("renew-authority")
 def renew_authority_certs(folder: MadeArgument) -> None:
-    """Make a new authority next to the old one.
+    """Create a new authority next to the old one.
 
-    DIR/ca.crt holds both from then on, and the new one signs. Distribute that file, then renew
-    (`certs issue DIR --renew`) and distribute the new files: certificates of either
-    authority count meanwhile, and nothing needs a restart. In the end `certs retire-authority DIR`.
+    From then on DIR/ca.crt holds both, and the new one signs. Distribute that file, then renew the
+    certificates (`certs issue DIR --renew`) and distribute the new files: meanwhile certificates of
+    either authority are accepted, and nothing needs a restart. Finally run
+    `certs retire-authority DIR`.
     """
     from stratagem.common.identity.certificates import renew_authority
 
@@ -142,10 +154,11 @@ def renew_authority_certs(folder: MadeArgument) -> None:
 
 @certs.command("retire-authority")
 def retire_authority_certs(folder: MadeArgument) -> None:
-    """Drop the authority that signs no more.
+    """Remove the authority that no longer signs.
 
-    From DIR/ca.crt, which is to be distributed: what the old authority has signed counts no
-    more where that file is used. Refused while a certificate in DIR is one of those.
+    It is removed from DIR/ca.crt, which you then distribute: wherever that file is used,
+    certificates signed by the old authority are no longer accepted. Refused while DIR still holds
+    such a certificate.
     """
     from stratagem.common.identity.certificates import retire_authority
 
@@ -156,10 +169,11 @@ def retire_authority_certs(folder: MadeArgument) -> None:
 @certs.command("show")
 def show_certs(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE", help="Certificates, or folders of them.")
+        list[Path],
+        typer.Argument(metavar="FILE", help="Certificate file, or folder of certificates."),
     ],
 ) -> None:
-    """Print whose certificates these are, and until when."""
+    """Print who certificates belong to, and when they expire."""
     with reporting():
         certificates = [certificate for path in files for certificate in _certificates_in(path)]
         _print_certificates(certificates)
@@ -170,18 +184,23 @@ def revoke_certs(
     holders: Annotated[
         list[str],
         typer.Argument(
-            metavar="ROLE/NAME|FILE", help="As worker/w3 or client/alice, or a certificate."
+            metavar="ROLE/NAME|FILE",
+            help="Holder, such as worker/w3 or client/alice, or a certificate file.",
         ),
     ],
     revoked_file: Annotated[
         Path,
-        typer.Option("--revoked-file", metavar="FILE", help="That of coordinator and workers."),
+        typer.Option(
+            "--revoked-file",
+            metavar="FILE",
+            help="The --revoked-file of the coordinator and the workers.",
+        ),
     ],
 ) -> None:
-    """Let certificates count no more.
+    """Revoke certificates.
 
-    From the next call on, wherever the file is given. A name stands for every certificate of
-    that name, also a later one; a file for itself alone.
+    Takes effect with the next call, wherever the file is in use. A name revokes every certificate
+    of that name, including later ones; a certificate file revokes only that certificate.
     """
     from stratagem.common.identity.callers import add_revoked, fingerprint
 
@@ -196,24 +215,32 @@ def revoke_certs(
 
 @token.command("create")
 def create_token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Stands in the journal.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name of the token's holder, which the journal records."
+        ),
+    ],
     tokens_file: TokensFileOption,
     scopes: Annotated[
         str,
         typer.Option(
             "--scopes",
             metavar="SCOPE[,SCOPE]",
-            help="read, submit, admin; each includes the ones before.",
+            help="read, submit or admin; each includes the ones before it.",
         ),
     ] = Scope.SUBMIT,
     expires: Annotated[
-        str, typer.Option("--expires", metavar="TIME", help="From now: 12h, 30d; or never.")
+        str,
+        typer.Option(
+            "--expires", metavar="TIME", help="Lifetime of the token, such as 12h or 30d, or never."
+        ),
     ] = "90d",
 ) -> None:
-    """Make a token and print it once.
+    """Create a token and print it once.
 
-    The file keeps only its hash, name, scopes and expiry. A coordinator that runs takes it in
-    at once.
+    The file keeps only its hash, name, scopes and expiry. A running coordinator picks it up at
+    once.
     """
     with reporting():
         wanted = [_scope(part) for part in scopes.split(",")]
@@ -238,12 +265,14 @@ def list_tokens(tokens_file: TokensFileOption) -> None:
 
 @token.command("revoke")
 def revoke_token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As it was created.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name with which the token was created.")
+    ],
     tokens_file: TokensFileOption,
 ) -> None:
-    """Remove a token.
+    """Revoke a token.
 
-    A coordinator that runs refuses it from its next call on.
+    A running coordinator refuses it from the next call on.
     """
     with reporting():
         remove_token(tokens_file, name)

@@ -53,7 +53,9 @@ from stratagem.common.schema.json import not_one_of
 
 DeviceOption = Annotated[
     str,
-    typer.Option("--device", metavar="NAME", help="cpu or cuda; what this machine has if not set."),
+    typer.Option(
+        "--device", metavar="NAME", help="cpu or cuda; by default, what this machine has."
+    ),
 ]
 
 
@@ -66,22 +68,28 @@ def estimate(
             "--workers",
             metavar="N",
             min=1,
-            help="How many share the job; as many as it has room for if not set.",
+            help="Number of workers that share the job; by default, as many as the strategy has "
+            "room for.",
         ),
     ] = None,
     inference: Annotated[
-        bool, typer.Option("--inference", help="Only run the model, over one batch.")
+        bool,
+        typer.Option("--inference", help="Estimate inference over one batch instead of training."),
     ] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Do a few real steps here and correct by them.")
+        bool,
+        typer.Option(
+            "--measure",
+            help="Run a few real steps on this machine, and correct the estimate by them.",
+        ),
     ] = False,
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Say how much memory a worker of this job will need.
+    """Estimate how much memory a worker of this job will need.
 
-    The steps are played with tensors that have shapes and no memory, so the model may be larger
-    than this machine. Shapes come from one row of the job's data.
+    The steps are run with tensors that have shapes but no memory, so the model may be larger than
+    this machine's memory. Shapes come from one row of the job's data.
     """
     with reporting():
         memory = estimate_memory(
@@ -102,7 +110,8 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="Of each worker, such as 8GB or 512MiB; with --coordinator what they have.",
+            help="Memory of each worker, such as 8GB or 512MiB; with --coordinator, by default "
+            "what its workers have.",
         ),
     ] = None,
     overrides: SetOption = None,
@@ -112,7 +121,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
             "--workers",
             metavar="N",
             min=1,
-            help="How many; 1 if not set, with --coordinator all there are.",
+            help="Number of workers; by default 1, or with --coordinator all of its workers.",
         ),
     ] = None,
     coordinator: OptionalCoordinatorOption = None,
@@ -120,9 +129,9 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Say with which settings a job fits its workers' memory.
+    """Find settings with which a job fits its workers' memory.
 
-    Exit code: 0 when it fits, 1 when nothing does.
+    Exit code: 0 if it fits, 1 if no settings make it fit.
     """
     with reporting():
         settings = recommend_settings(
@@ -163,18 +172,18 @@ def check(
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Find the faults of a job, all at once, before it is submitted.
+    """Check a job, and report all errors, before it is submitted.
 
-    Tries a little of each part here, in a process of its own: all fields, all entry points, the
-    model with its groups, the data (made twice, and compared), some rows from all over each split,
-    one real step (with partition_state two more, of a worker that keeps a slice), a step from a
-    saved state, the metrics, and how much memory is needed. What other rows or later steps lead
-    into is found by the run alone. Submits nothing.
+    Tries a little of each part on this machine, in a separate process: all fields, all entry
+    points, the model with its groups, the data (created twice and compared), some rows from across
+    each split, one real step (with partition_state two more, as a worker that keeps a slice), a
+    step from a saved state, the metrics, and how much memory is needed. Errors that only other rows
+    or later steps cause are found only by the run itself. Nothing is submitted.
 
-    Each row is printed as it is found, as JSON all together. What takes long is told with its
-    place, at Ctrl-C too.
+    As text, each result is printed as soon as it is found; as JSON, all are printed together. If
+    something takes long, the command prints what it is doing and where, also on Ctrl-C.
 
-    Exit code: 0 without a fault (there may be warnings), else 1.
+    Exit code: 0 if there are no errors (there may be warnings), else 1.
     """
     so_far, console = list[Finding](), make_console()
 
@@ -222,7 +231,7 @@ def export(  # noqa: PLR0913  (each parameter is an option of the command line)
         typer.Option(
             "--to",
             metavar="FORM:TARGET",
-            help="In which form, and where.",
+            help="Form of the export, and where to write it.",
             autocompletion=_forms,
         ),
     ],
@@ -230,31 +239,33 @@ def export(  # noqa: PLR0913  (each parameter is an option of the command line)
     proof: Proof = PLAINTEXT,
     which: WhichOption = "final",
     shard_size: Annotated[
-        str, typer.Option("--shard-size", metavar="SIZE", help="Of hf: the largest file.")
+        str, typer.Option("--shard-size", metavar="SIZE", help="For hf: maximum size of a file.")
     ] = "5GB",
     import_path: Annotated[
         list[Path] | None,
         typer.Option(
-            "--import-path", metavar="DIR", help="Where your modules are; this folder if not set."
+            "--import-path",
+            metavar="DIR",
+            help="Folder with your modules; by default the current folder; repeatable.",
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Of a history: go on until the run ends.")
+        bool, typer.Option("--follow", "-f", help="For a history: keep writing until the run ends.")
     ] = False,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Write a run's model or history for other programs.
+    """Export the model or the history of a run for other programs.
 
-    A model is built on this machine by your code, so both it and torch have to be here, and
-    nothing may be there yet. hf:FOLDER, which from_pretrained loads; tied weights once, config.json
-    of the model. torch-export:FILE, for torch.export.load. onnx:FILE, which needs onnx and
-    onnxscript here. In the last two the number of rows is free; they are run with two, and compared
-    with the model.
+    A model is built on this machine by your code, so both your code and torch must be installed
+    here, and the target must not exist yet. hf:FOLDER is for from_pretrained, with tied weights
+    stored once and the config.json of the model. torch-export:FILE is for torch.export.load.
+    onnx:FILE requires onnx and onnxscript here. In the last two the number of rows is dynamic; the
+    exported model is run with two rows, and compared with the original.
 
-    The history of the steps, with evaluations: csv:FILE, jsonl:FILE, tensorboard:FOLDER,
-    mlflow:URI, wandb:PROJECT. What is there already of the run is completed.
+    A history holds the steps and the evaluations: csv:FILE, jsonl:FILE, tensorboard:FOLDER,
+    mlflow:URI, wandb:PROJECT. An existing history of the run is completed.
 
-    Exit code: 1 also where a history is not written to its end.
+    Exit code: 1 also if a history is not written completely.
     """
     name, _, target = to.partition(":")
     with connected(coordinator, proof) as client:
@@ -308,15 +319,18 @@ code = typer.Typer(help="Code that travels with jobs.", no_args_is_help=True)
 
 SourceArgument = Annotated[
     Path,
-    typer.Argument(metavar="SOURCE", help="A job file, whose `code` is meant, or a folder."),
+    typer.Argument(
+        metavar="SOURCE", help="Job file that names the code under `code`, or a folder of code."
+    ),
 ]
 
 
 @code.command("digest")
 def print_digest(source: SourceArgument = Path()) -> None:
-    """Print the digest of code, as `--allow-code digests:FILE` of a worker lists it.
+    """Print the digest of code.
 
-    It depends on the names and the contents of the files, and on nothing else.
+    Workers with `--allow-code digests:FILE` accept code whose digest is in FILE. A digest depends
+    only on the names and the contents of the files.
     """
     with reporting():
         print(_digest_of(source))
@@ -324,12 +338,12 @@ def print_digest(source: SourceArgument = Path()) -> None:
 
 @code.command("keygen")
 def make_signing_keys(
-    private: Annotated[Path, typer.Argument(metavar="FILE", help="The private key, a new file.")],
+    private: Annotated[Path, typer.Argument(metavar="FILE", help="New file for the private key.")],
 ) -> None:
-    """Make a pair of keys to sign code with: FILE and FILE.pub.
+    """Create a key pair to sign code with: FILE and FILE.pub.
 
-    FILE.pub belongs into the file that a worker's `--allow-code signed:FILE` names; several keys
-    stand there one after another.
+    Add FILE.pub to the file that a worker's `--allow-code signed:FILE` names; that file may hold
+    several keys, one after another.
     """
     with reporting():
         public = private.with_name(f"{private.name}.pub")
@@ -340,7 +354,9 @@ def make_signing_keys(
 
 @code.command("sign")
 def sign(
-    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="Of `code keygen`.")],
+    key: Annotated[
+        Path, typer.Option("--key", metavar="FILE", help="Private key made by `code keygen`.")
+    ],
     source: SourceArgument = Path(),
 ) -> None:
     """Print the signature of code, for `code.signature` of the job."""

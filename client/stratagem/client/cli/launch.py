@@ -33,38 +33,53 @@ from stratagem.common.rpc.channel import PLAINTEXT, Proof, split_addresses
 TAKES_OPTIONS: Final = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 NumOption = Annotated[
-    int, typer.Option("-n", "--workers", metavar="N", min=1, help="How many workers.")
+    int, typer.Option("-n", "--workers", metavar="N", min=1, help="Number of workers.")
 ]
 WorkerOption = Annotated[
     list[str] | None,
     typer.Option(
         "--worker",
         metavar="OPTIONS",
-        help="Options of each worker, as '--threads 4 --tags fast'; repeatable.",
+        help="Options for each worker, such as '--threads 4 --tags fast'; repeatable.",
     ),
 ]
 PrintOption = Annotated[
     bool,
-    typer.Option("--print", help="Only print what would be handed over; submit nothing."),
+    typer.Option("--print", help="Print what would be submitted, and submit nothing."),
 ]
 ServiceOption = Annotated[
     str,
     typer.Option(
-        "--service", metavar="HOST:PORT", help="The coordinator as the workers' pods reach it."
+        "--service",
+        metavar="HOST:PORT",
+        help="Address at which the workers' pods reach the coordinator.",
     ),
 ]
-NamespaceOption = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Of the pods.")]
+NamespaceOption = Annotated[
+    str, typer.Option("--namespace", metavar="NAME", help="Namespace of the pods.")
+]
 ImageOption = Annotated[
     str | None,
     typer.Option(
-        "--image", metavar="IMAGE", show_default="stratagem-worker of this version", help="Theirs."
+        "--image",
+        metavar="IMAGE",
+        show_default="stratagem-worker of this version",
+        help="Container image of the pods.",
     ),
 ]
 PerPodOption = Annotated[
-    int, typer.Option("--per-pod", metavar="K", help="Workers of each pod, as for whole nodes.")
+    int,
+    typer.Option(
+        "--per-pod",
+        metavar="K",
+        help="Number of workers in each pod, for example to use whole nodes.",
+    ),
 ]
 CpusOption = Annotated[
-    int, typer.Option("--cpus", metavar="N", min=1, help="CPUs of each worker: its threads.")
+    int,
+    typer.Option(
+        "--cpus", metavar="N", min=1, help="Number of CPUs, and so of threads, of each worker."
+    ),
 ]
 MemoryOption = Annotated[
     str, typer.Option("--memory", metavar="QUANTITY", help="Memory of each worker.")
@@ -74,26 +89,30 @@ GpusOption = Annotated[
 ]
 QueueOption = Annotated[
     str | None,
-    typer.Option("--queue", metavar="QUEUE", help="Kueue's local queue that starts the pods."),
+    typer.Option("--queue", metavar="QUEUE", help="Kueue LocalQueue that admits the pods."),
 ]
 TlsSecretOption = Annotated[
     str | None,
     typer.Option(
         "--tls-secret",
         metavar="NAME",
-        help="Of the namespace, with ca.crt, pool-POOL.crt and pool-POOL.key.",
+        help="Secret in the namespace with ca.crt, pool-POOL.crt and pool-POOL.key.",
     ),
 ]
 PoolOption = Annotated[
     str | None,
-    typer.Option("--pool", metavar="POOL", help="The pool whose certificate the workers have."),
+    typer.Option("--pool", metavar="POOL", help="Pool whose certificate the workers use."),
 ]
 MetricsOption = Annotated[
     bool, typer.Option("--metrics/--no-metrics", help="Whether the workers serve metrics.")
 ]
 NodeLabelOption = Annotated[
     list[str] | None,
-    typer.Option("--node-label", metavar="KEY=VALUE", help="Of the pods' nodes; repeatable."),
+    typer.Option(
+        "--node-label",
+        metavar="KEY=VALUE",
+        help="Label of the nodes to run the pods on; repeatable.",
+    ),
 ]
 JobNameOption = Annotated[
     str | None,
@@ -101,12 +120,12 @@ JobNameOption = Annotated[
         "--job-name",
         metavar="NAME",
         show_default="the run's id",
-        help="Of the Job, as for a second kind of nodes beside the first.",
+        help="Name of the Job, for example to add workers on a second kind of node.",
     ),
 ]
 
 launch = typer.Typer(
-    help="Submit a job, and let an engine start workers for it.", no_args_is_help=True
+    help="Submit a job, and have an engine start workers for it.", no_args_is_help=True
 )
 
 
@@ -126,12 +145,12 @@ def slurm(  # noqa: PLR0913  (each parameter is an option of the command line)
     worker: WorkerOption = None,
     only_print: PrintOption = False,
 ) -> None:
-    """Submit a job, and a batch job of Slurm with workers for it.
+    """Submit a job, and a Slurm batch job with workers for it.
 
-    The script, RUN.sbatch in this folder, is what sbatch is given: read it, change it, hand it over
-    again. Options after -- are sbatch's, as in `-- --partition=gpu --gpus-per-task=1`. Workers
-    leave when the run has ended; those that are preempted commit, leave, and their job is put back
-    into the queue.
+    The script, RUN.sbatch in this folder, is what is passed to sbatch: you can read it, change it
+    and submit it again. Options after -- are passed to sbatch, as in
+    `-- --partition=gpu --gpus-per-task=1`. Workers exit when the run has ended; preempted ones
+    commit and exit, and their Slurm job is requeued.
     """
     with reporting():
         job, chosen = _job_of(job_path, overrides, run_id)
@@ -172,13 +191,13 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
     job_name: JobNameOption = None,
     only_print: PrintOption = False,
 ) -> None:
-    """Submit a job, and an Indexed Job of Kubernetes with workers for it.
+    """Submit a job, and a Kubernetes Job with workers for it.
 
-    The file, RUN.yaml in this folder, is what kubectl is given: read it, change it, hand it over
-    again. Workers leave when the run has ended; a pod that is preempted or whose node is drained
-    commits, leaves, and comes back. The image has the modules that the job names, under /srv/code,
-    or the job brings its code along. For a second kind of nodes launch the same job again, with
-    --run-id, --job-name and --node-label.
+    The manifest of an Indexed Job, RUN.yaml in this folder, is what is passed to kubectl: you can
+    read it, change it and submit it again. Workers exit when the run has ended; a pod that is
+    preempted, or whose node is drained, commits, exits and comes back. The image must have the
+    modules that the job names, under /srv/code, unless the job brings its code along. For a second
+    kind of node, launch the same job again, with --run-id, --job-name and --node-label.
     """
     with reporting():
         job, chosen = _job_of(job_path, overrides, run_id)
@@ -227,12 +246,12 @@ def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
     gpus: GpusOption = 0,
     only_print: PrintOption = False,
 ) -> None:
-    """Submit a job, and to a cluster of Ray a program that keeps workers for it.
+    """Submit a job, and a Ray job that keeps workers running for it.
 
-    The program, RUN.ray.py in this folder, is what `ray job submit` is given: read it, change it,
-    hand it over again. Options after -- are those of `ray job submit`, as in `--
-    --address=http://head:8265`. Workers leave when the run has ended; those whose node goes come
-    back on another.
+    The program, RUN.ray.py in this folder, is what is passed to `ray job submit`: you can read it,
+    change it and submit it again. Options after -- are passed to `ray job submit`, as in
+    `-- --address=http://head:8265`. Workers exit when the run has ended; workers that lose their
+    node are started again on another.
     """
     with reporting():
         check_options(context.args, "ray job submit")

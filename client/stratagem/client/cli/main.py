@@ -11,11 +11,11 @@ from stratagem.client.cli import run as run_commands
 from stratagem.client.cli.shared import with_proof
 from stratagem.client.terminal import completion
 
-HELP: Final = """Train one PyTorch model on many machines under a strategy that is data.
+HELP: Final = """Train one PyTorch model on many machines, by a strategy that the job file names.
 
 Try it without a server: stratagem run job.yaml --local 2
 
-Exit codes: 0 done, 1 failed, 2 wrong use of a command, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 usage error, 130 interrupted.
 """
 
 app = typer.Typer(

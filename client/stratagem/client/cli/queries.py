@@ -64,19 +64,28 @@ def list_runs(
     ] = None,
     name: Annotated[
         str,
-        typer.Option("--name", metavar="PATTERN", help="Only runs of this name; * is any text."),
+        typer.Option(
+            "--name",
+            metavar="PATTERN",
+            help="Only runs whose name or id matches; * stands for any text.",
+        ),
     ] = "*",
     strategy: Annotated[
         str,
-        typer.Option("--strategy", metavar="BEGIN", help="Only of a strategy that begins so."),
+        typer.Option(
+            "--strategy", metavar="BEGIN", help="Only runs whose strategy name begins with this."
+        ),
     ] = "",
     limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=0, help="At most so many; 0 for all.")
+        int,
+        typer.Option(
+            "--limit", metavar="N", min=0, help="Maximum number of runs to list; 0 for all."
+        ),
     ] = 50,
 ) -> None:
-    """List the runs, newest first: one line per run.
+    """List runs, newest first, one per line.
 
-    A line is cut where a terminal is narrower; a file gets all of it.
+    On a terminal, lines are cut to its width; files and pipes get whole lines.
     """
 
     def is_wanted(run: RunStatus) -> bool:
@@ -108,7 +117,7 @@ def status(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Show a run: phase and why, progress, metrics, commits."""
+    """Show a run: phase and reason, progress, metrics, commits."""
     with connected(coordinator, proof) as client:
         run_status = client.get(run_id).status()
         if form is Format.JSON:
@@ -122,7 +131,7 @@ def workers(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """List the workers: registered, and refused with the reason."""
+    """List registered workers, and refused ones with the reason."""
     with connected(coordinator, proof) as client:
         listed, refused = client.workers(), client.refused_workers()
         if form is Format.JSON:
@@ -137,15 +146,15 @@ def logs(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on as lines come, until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")
     ] = False,
     worker: Annotated[
         str, typer.Option("--worker", metavar="NAME", help="Only lines of this worker.")
     ] = "",
 ) -> None:
-    """Print the events of a run, and what your code has printed.
+    """Print the events of a run, and the output of your code.
 
-    What your code has printed comes from all workers, with their names.
+    The output of your code comes from all workers, with their names.
     """
     with connected(coordinator, proof) as client:
         console, run, is_empty = make_console(), client.get(run_id), True
@@ -162,7 +171,7 @@ def stop(
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
 ) -> None:
-    """Stop a run. Its last commit stays: `stratagem resume RUN` goes on from there."""
+    """Stop a run. Its last commit is kept: `stratagem resume RUN` continues from it."""
     with connected(coordinator, proof) as client:
         handle = client.get(run_id)
         phase = handle.status().phase
@@ -200,7 +209,7 @@ def unpin(
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
 ) -> None:
-    """Let a pinned run be deleted again, and expire."""
+    """Unpin a run, so that it can expire and be deleted again."""
     with connected(coordinator, proof) as client:
         client.get(run_id).pin(False)
         complain(f"run {run_id} is not pinned any more")
@@ -208,15 +217,16 @@ def unpin(
 
 def backup(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A new folder, or that of an earlier backup.")
+        Path,
+        typer.Argument(metavar="FOLDER", help="New folder, or the folder of an earlier backup."),
     ],
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
 ) -> None:
-    """Copy the journal and all states while the coordinator goes on.
+    """Back up the journal and all states of a running coordinator.
 
-    Into the folder of an earlier backup only what is new is copied. Needs the scope admin. Make a
-    coordinator's data of it with `stratagem restore`.
+    If the folder holds an earlier backup, only what is new is copied. Requires the scope admin.
+    `stratagem restore` makes the data of a new coordinator from a backup.
     """
     with connected(coordinator, proof) as client:
         done = client.back_up(folder)
@@ -233,36 +243,45 @@ def download(  # noqa: PLR0913  (each parameter is an option of the command line
     which: WhichOption = "final",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="RUN.safetensors if not named."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="File to write; by default RUN.safetensors."
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", metavar="FILE", help="Write what the workers recorded instead."),
+        typer.Option(
+            "--profile",
+            metavar="FILE",
+            help="Write the trace that the workers recorded to this file instead.",
+        ),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Only the model, under all names of its state_dict().")
+        bool,
+        typer.Option("--plain", help="Write only the model, under all names of its state_dict()."),
     ] = False,
     shard_size: Annotated[
         str | None,
         typer.Option(
             "--shard-size",
             metavar="SIZE",
-            help="The plain model as a folder of files of this much data each, such as 5GB.",
+            help="Write the plain model as a folder of files with up to this much data each, such "
+            "as 5GB.",
         ),
     ] = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Write a committed state of a run as a safetensors file.
 
-    It holds what the run goes on from: the optimizer's state, too, and tied weights once. With
-    --plain it is the model's state_dict(), for any program that reads safetensors.
+    The file holds what the run continues from, including the state of the optimizer; tied weights
+    are stored once. With --plain it holds the model's state_dict(), for any program that reads
+    safetensors.
 
-    With --shard-size that model is a new folder, RUN if not named: files of whole tensors and
-    model.safetensors.index.json, for from_pretrained and torch.distributed.checkpoint. A tensor
-    larger than SIZE has a file of its own.
+    With --shard-size that model is written to a new folder, by default RUN: files of whole tensors
+    and model.safetensors.index.json, for from_pretrained and torch.distributed.checkpoint. A tensor
+    larger than SIZE gets a file of its own.
 
-    With --profile FILE the trace of a run with `execution.profiling: true`, as JSON for
-    ui.perfetto.dev or chrome://tracing: one row for each worker, in one clock.
+    With --profile FILE the trace of a run with `execution.profiling: true` is written, as JSON for
+    ui.perfetto.dev or chrome://tracing, with one row for each worker, all on one clock.
     """
     with connected(coordinator, proof) as client:
         run = client.get(run_id)
@@ -299,16 +318,16 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help="RUN.html if not named, of several runs comparison.html.",
+            help="File to write; by default RUN.html, or comparison.html for several runs.",
         ),
     ] = None,
 ) -> None:
-    """Write a run, or a comparison of up to 8, as one page of HTML.
+    """Write a run, or a comparison of up to 8, as one HTML page.
 
-    That of a run holds curves, a panel for the strategy, the events and the job; an error of your
-    code comes first. That of several holds what they have reached, the fields in which their jobs
-    differ, and curves with a line for each. Neither needs scripts or a network, and both print
-    well. Of a run that goes on they show what has happened so far.
+    The page of one run holds curves, a panel for the strategy, the events and the job; an error in
+    your code comes first. The page of several runs holds their results, the fields in which their
+    jobs differ, and curves with one line per run. Neither page needs scripts or a network, and both
+    print well. For a run that has not ended, a page shows what has happened so far.
     """
     with connected(coordinator, proof) as client:
         if len(run_ids) == 1:
@@ -328,17 +347,20 @@ def population(
     schedule: Annotated[
         Path | None,
         typer.Option(
-            "--schedule", metavar="FILE", help="Write a job that trains the winner again."
+            "--schedule",
+            metavar="FILE",
+            help="Write a job that trains the winner again to this file.",
         ),
     ] = None,
 ) -> None:
     """Show the generations of a population, and its winner.
 
-    The lineage names, generation by generation, the member whose state the winner's comes from; the
-    schedule all hyperparameters that this state was trained with.
+    The lineage names, generation by generation, the member that the winner's state comes from; the
+    schedule lists all hyperparameters that this state was trained with.
 
-    --schedule writes it as a job without a population: `stratagem run FILE` ends with the winner's
-    state, to the bit. A FILE.json is JSON, any other YAML; what is there already is left alone.
+    --schedule writes the schedule as a job without a population: `stratagem run FILE` ends with the
+    winner's state, bit for bit. FILE.json is written as JSON, any other name as YAML; an existing
+    file is not overwritten.
     """
     with connected(coordinator, proof) as client:
         if schedule is not None and schedule.exists():

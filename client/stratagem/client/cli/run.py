@@ -61,17 +61,19 @@ from stratagem.common.rpc.channel import PLAINTEXT, Proof
 LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
 """A worker of a local cluster that was killed is back in a few seconds."""
 
-JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="A YAML, TOML or JSON file.")]
+JobArgument = Annotated[
+    Path, typer.Argument(metavar="JOB", help="Job file, in YAML, TOML or JSON.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="A.B=VALUE",
-        help="Override a field of the job; null: its default; repeatable.",
+        help="Override a field of the job; null sets its default; repeatable.",
     ),
 ]
 DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Print the run id and return; the run goes on.")
+    bool, typer.Option("--detach", help="Print the run id and return; the run continues.")
 ]
 OutputOption = Annotated[
     Path | None,
@@ -79,11 +81,15 @@ OutputOption = Annotated[
 ]
 ReportOption = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FILE", help="Write a page of HTML about the run at its end."),
+    typer.Option(
+        "--report", metavar="FILE", help="Write an HTML page about the run to this file at its end."
+    ),
 ]
 RunIdOption = Annotated[
     str | None,
-    typer.Option("--run-id", metavar="ID", help="Choose the id; made from the name if not given."),
+    typer.Option(
+        "--run-id", metavar="ID", help="Id of the run; by default made from the name of the job."
+    ),
 ]
 
 
@@ -108,16 +114,17 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
 ) -> None:
     """Submit a job and follow its run to the end.
 
-    On a terminal one line shows how far the run is, and a line stays for each segment, round or
-    generation; elsewhere there is a line every 5 s, and one for all that goes wrong. What is logged
-    with --log-to changes neither the run nor the exit code.
+    On a terminal, one line shows the progress of the run, and each segment, round or generation
+    leaves a line; elsewhere a line is printed every 5 s, and one for everything that goes wrong.
+    Logging with --log-to affects neither the run nor the exit code.
 
     With --local N everything runs on this machine, for this command only; workers import your
     modules from this folder and from the folder of the job file. Ctrl-C then stops the run: its
-    last commit stays, and `stratagem resume RUN --local N` goes on from there. No further worker
-    will come, so a run that has none that fit fails after 30 s, unless placement_timeout_s is set.
+    last commit is kept, and `stratagem resume RUN --local N` continues from it. No further workers
+    will join, so a run fails after 30 s if none of the workers is suitable, unless
+    placement_timeout_s is set.
 
-    Against a coordinator Ctrl-C only detaches: the run goes on, and `stratagem attach RUN` shows
+    Against a coordinator Ctrl-C only detaches: the run continues, and `stratagem attach RUN` shows
     it again.
 
     Exit code: 0 completed, 1 failed, 130 interrupted.
@@ -176,9 +183,9 @@ def attach(
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Show a run until it ends. Ctrl-C detaches; the run goes on.
+    """Follow a run until it ends. Ctrl-C detaches; the run continues.
 
-    What has happened before is counted; `stratagem watch RUN` prints it.
+    Earlier events are counted but not printed; `stratagem watch RUN` prints them.
     """
     with connected(coordinator, proof) as client:
         view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
@@ -194,21 +201,25 @@ def watch(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
     from_index: Annotated[
-        int, typer.Option("--from-index", metavar="N", min=0, help="The first event to print.")
+        int,
+        typer.Option("--from-index", metavar="N", min=0, help="Index of the first event to print."),
     ] = 0,
     kind: Annotated[
         list[str] | None,
         typer.Option(
             "--kind",
             metavar="KIND",
-            help="Only events such as SegmentFinished; repeatable.",
+            help="Only events of this kind, such as SegmentFinished; repeatable.",
             autocompletion=event_kinds,
         ),
     ] = None,
     newest: Annotated[
         int | None,
         typer.Option(
-            "--newest", metavar="N", min=1, help="Only the newest N, newest first, and no more."
+            "--newest",
+            metavar="N",
+            min=1,
+            help="Print only the newest N events, newest first, and exit.",
         ),
     ] = None,
 ) -> None:
@@ -241,28 +252,30 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
             "--from",
             metavar="SEGMENT",
             min=0,
-            help="Go on from this commit; later steps are trained again. `status` lists them.",
+            help="Continue from the commit of this segment; later steps are trained again. "
+            "`status` lists the commits.",
         ),
     ] = None,
     overrides: SetOption = None,
     new_run_id: Annotated[
         str | None,
-        typer.Option("--run-id", metavar="ID", help="Choose the id of the new run of --set."),
+        typer.Option("--run-id", metavar="ID", help="Id of the new run that --set creates."),
     ] = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Go on with a run that has ended, or train it for longer.
+    """Continue a run that has ended, or train it for longer.
 
-    It goes on from its last commit, or from the one that --from names, and is followed to its end.
-    A run that has not ended goes on anyway: it is only followed, as by `stratagem attach`.
+    It continues from its last commit, or from the one that --from names, and is followed to its
+    end. A run that has not ended continues anyway: it is only followed, as by `stratagem attach`.
 
-    With --set a new run goes on from that commit, with its optimizer, its schedule and its step:
-    `resume RUN --set epochs=20`. The length of the training, the optimizer's numbers, its schedule
-    and the evaluation may be others; model, data, batch size, seed and strategy stay.
+    With --set a new run continues from that commit, with its optimizer, its schedule and its step:
+    `resume RUN --set epochs=20`. You can change the length of the training, the numeric settings of
+    the optimizer, its schedule and the evaluation; model, data, batch size, seed and strategy stay
+    the same.
 
-    With --local N for a run that was started with --local, in the same folder. Each worker has as
-    many threads as then, so the bits stay, however many workers there are now.
+    Use --local N for a run that was started with --local, in the same folder. Each worker has as
+    many threads as it had then, so results stay bit-identical, whatever the number of workers.
     """
     with reporting():
         if new_run_id is not None and not overrides:

@@ -46,10 +46,13 @@ from stratagem.common.rpc.health_probe import TIMEOUT_S, health_of, is_healthy
 
 def up(  # noqa: PLR0913  (each parameter is an option of the command line)
     workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, help="How many workers.")
+        int, typer.Option("--workers", metavar="N", min=1, help="Number of workers.")
     ] = 2,
     listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the coordinator serves.")
+        str,
+        typer.Option(
+            "--listen", metavar="HOST:PORT", help="Address that the coordinator listens on."
+        ),
     ] = DEFAULT_ADDRESS,
     data_dir: DataDirOption = DATA_DIR,
     allow: Annotated[
@@ -57,7 +60,7 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
         typer.Option(
             "--allow",
             metavar="MODULE:NAME",
-            help="Entry points that jobs may name; all if none is given; repeatable.",
+            help="Entry point that jobs may name; by default all; repeatable.",
         ),
     ] = None,
     import_path: Annotated[
@@ -65,7 +68,7 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
         typer.Option(
             "--import-path",
             metavar="DIR",
-            help="A folder of your modules; this one if none is given; repeatable.",
+            help="Folder with your modules; by default the current folder; repeatable.",
         ),
     ] = None,
     threads: ThreadsOption = None,
@@ -97,47 +100,54 @@ def dashboard(  # noqa: PLR0913  (each parameter is an option of the command lin
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
     listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the page is served.")
+        str,
+        typer.Option("--listen", metavar="HOST:PORT", help="Address that the page is served on."),
     ] = DEFAULT_LISTEN,
     operate: Annotated[
         bool,
-        typer.Option("--operate", help="Buttons stop, resume and delete runs, as you may."),
+        typer.Option(
+            "--operate",
+            help="Add buttons that stop, resume and delete runs, with your permissions.",
+        ),
     ] = False,
     page_token_file: Annotated[
         Path | None,
         typer.Option(
             "--page-token-file",
             metavar="FILE",
-            help="What browsers have to show; unless given, made for this start.",
+            help="File with the token that browsers must present; by default a new one is made at "
+            "each start.",
         ),
     ] = None,
     page_tls_cert: Annotated[
         Path | None,
-        typer.Option("--page-tls-cert", metavar="FILE", help="The certificate of the page."),
+        typer.Option("--page-tls-cert", metavar="FILE", help="TLS certificate of the page."),
     ] = None,
     page_tls_key: Annotated[
-        Path | None, typer.Option("--page-tls-key", metavar="FILE", help="Its key.")
+        Path | None,
+        typer.Option("--page-tls-key", metavar="FILE", help="Private key of --page-tls-cert."),
     ] = None,
     public_url: Annotated[
         str,
         typer.Option(
-            "--public-url", metavar="URL", help="How browsers reach it, where that differs."
+            "--public-url",
+            metavar="URL",
+            help="Public URL of the page, if browsers reach it at another address.",
         ),
     ] = "",
     behind_proxy: Annotated[
         bool,
-        typer.Option("--behind-proxy", help="A proxy in front of it speaks TLS to browsers."),
+        typer.Option("--behind-proxy", help="A proxy in front of the page terminates TLS."),
     ] = False,
 ) -> None:
     """Show runs and workers in the browser, until Ctrl-C or SIGTERM.
 
-    The page is a client like any other, in a process of its own: what it shows is what the
-    coordinator lets you read, and nothing of a run depends on it. It prints the address to open,
-    with a token in it. It only shows, unless --operate is given; then whoever has the token acts
-    as you.
+    The page is a client like any other, in a process of its own: it shows what the coordinator lets
+    you read, and no run depends on it. The command prints the address to open, which contains a
+    token. The page is read-only unless --operate is given; then whoever has the token acts as you.
 
-    On 127.0.0.1 only this machine reaches it. Elsewhere it takes --page-token-file, and
-    --page-tls-cert with --page-tls-key or --behind-proxy.
+    On 127.0.0.1 only this machine can reach the page. Any other address requires --page-token-file,
+    and --page-tls-cert with --page-tls-key or --behind-proxy.
     """
     with reporting():
         server = page_of(
@@ -160,15 +170,20 @@ def dashboard(  # noqa: PLR0913  (each parameter is an option of the command lin
 
 
 def health(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A --health-port.")],
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT", help="Address of the health port, as set by --health-port."
+        ),
+    ],
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0, help="How long to wait for an answer."),
     ] = TIMEOUT_S,
 ) -> None:
-    """Ask the health port of a coordinator or worker.
+    """Query the health port of a coordinator or worker.
 
-    Exit code: 0 if it serves, else 1.
+    Exit code: 0 if it is serving, else 1.
     """
     with reporting():
         try:
@@ -181,7 +196,7 @@ def health(
 
 
 def coordinator(context: typer.Context) -> None:
-    """Run one coordinator process; its options follow.
+    """Run one coordinator process, with the options that follow.
 
     `stratagem coordinator --help` lists them.
     """
@@ -189,7 +204,7 @@ def coordinator(context: typer.Context) -> None:
 
 
 def worker(context: typer.Context) -> None:
-    """Run one worker process; its options follow.
+    """Run one worker process, with the options that follow.
 
     `stratagem worker --help` lists them.
     """
@@ -197,9 +212,10 @@ def worker(context: typer.Context) -> None:
 
 
 def restore(context: typer.Context) -> None:
-    """Make a new coordinator's data of a backup; options follow.
+    """Make the data of a new coordinator from a backup.
 
-    `stratagem restore --help` lists them: those of the coordinator that is started then.
+    `stratagem restore --help` lists the options, including those that the new coordinator will be
+    started with.
     """
     _become("stratagem.coordinator.process.restore", context.args)
 
@@ -237,21 +253,22 @@ def doctor(
         bool,
         typer.Option(
             WORKER_SETTINGS,
-            help="Examine the settings of a worker instead, here: all that follows is what "
-            "`stratagem worker` would be given, besides STRATAGEM_WORKER_* of the environment.",
+            help="Examine the settings of a worker on this machine instead: everything that "
+            "follows is read as options of `stratagem worker`, in addition to STRATAGEM_WORKER_* "
+            "in the environment.",
         ),
     ] = False,
     worker_options: Annotated[
         list[str] | None, typer.Argument(metavar="[WORKER OPTION]...", hidden=True)
     ] = None,
 ) -> None:
-    """Say what is wrong with a cluster, and what to do.
+    """Diagnose a cluster, and say how to fix what is wrong.
 
     Examines this client, the coordinator and all its workers: connection and latency, versions,
-    certificates, clocks, disks, limits, torch, numerics, and whether workers reach each other.
+    certificates, clocks, disks, limits, torch, numerics, and whether workers can reach each other.
     Nothing is changed.
 
-    Exit code: 0 when nothing has failed (there may be warnings), else 1.
+    Exit code: 0 if nothing has failed (there may be warnings), else 1.
     """
     if worker_options and not is_worker:
         raise typer.BadParameter(f"{worker_options[0]} stands for a worker: {WORKER_SETTINGS}")
@@ -291,7 +308,7 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
 #
 # It reads a file on this machine and opens no connection.
 
-audit = typer.Typer(help="The audit that a site keeps.", no_args_is_help=True)
+audit = typer.Typer(help="The audit log that a site keeps.", no_args_is_help=True)
 
 
 @audit.callback()
@@ -301,14 +318,18 @@ def _audit() -> None:
 
 @audit.command("verify")
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The audit, such as audit.jsonl.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Audit log file, such as audit.jsonl.")
+    ],
     head: Annotated[
-        str, typer.Option(metavar="HASH", help="A last hash noted earlier, which must be in it.")
+        str,
+        typer.Option(metavar="HASH", help="Last hash noted earlier, which must be in the file."),
     ] = "",
 ) -> None:
-    """Check that no line of an audit was changed, removed or put in; name the first one that was.
+    """Check that an audit log was not tampered with.
 
-    The last lines can be cut off unseen: note the last hash elsewhere, and give it as --head later.
+    Names the first line that was changed, removed or inserted. Removal of the last lines cannot be
+    detected: note the last hash elsewhere, and pass it as --head later.
     """
     with reporting():
         try:

@@ -59,24 +59,26 @@ CoordinatorOption = Annotated[
         metavar="HOST:PORT[,HOST:PORT]",
         envvar=ADDRESS_VARIABLE,
         show_default=DEFAULT_ADDRESS,
-        help="The coordinator to talk to, or several of which one leads.",
+        help="Address of the coordinator, or of several of which one leads.",
     ),
 ]
 OptionalCoordinatorOption = Annotated[
     str | None,
     typer.Option(
-        "--coordinator", metavar="HOST:PORT", help="Also ask this one, which workers there are."
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Also take the workers of this coordinator into account.",
     ),
 ]
 """Of commands that do their work without a coordinator."""
-FormatOption = Annotated[Format, typer.Option("--format", help="How to print.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 LocalOption = Annotated[
     int | None,
     typer.Option(
         "--local",
         metavar="N",
         min=1,
-        help="Use no server: start a coordinator and N workers for this command.",
+        help="Run without a server: start a coordinator and N workers for this command.",
     ),
 ]
 ThreadsOption = Annotated[
@@ -86,8 +88,8 @@ ThreadsOption = Annotated[
         metavar="T",
         min=1,
         show_default="OMP_NUM_THREADS, else 1",
-        help="Threads of each worker: several for a large model. Runs have the same bits only with "
-        "the same number.",
+        help="Number of threads of each worker; use several for a large model. Results are "
+        "bit-identical only with the same number.",
     ),
 ]
 TagOption = Annotated[
@@ -95,13 +97,15 @@ TagOption = Annotated[
     typer.Option(
         "--tag",
         metavar="[WORKER=]TAG",
-        help="A tag of one local worker (worker-0, worker-1, ...) or of all; repeatable.",
+        help="Tag for one local worker (worker-0, worker-1, ...) or for all; repeatable.",
     ),
 ]
 DataDirOption = Annotated[
     Path,
     typer.Option(
-        "--data-dir", metavar="DIR", help="Where a local cluster keeps journal, states and logs."
+        "--data-dir",
+        metavar="DIR",
+        help="Folder for the journal, states and logs of a local cluster.",
     ),
 ]
 TlsCaOption = Annotated[
@@ -110,18 +114,20 @@ TlsCaOption = Annotated[
         "--tls-ca",
         metavar="FILE",
         envvar="STRATAGEM_TLS_CA",
-        help="Certificates of the authorities that may vouch for the coordinator.",
+        help="CA certificates used to verify the coordinator.",
     ),
 ]
 TlsCertOption = Annotated[
     Path | None,
     typer.Option(
-        "--tls-cert", metavar="FILE", envvar="STRATAGEM_TLS_CERT", help="Your certificate."
+        "--tls-cert", metavar="FILE", envvar="STRATAGEM_TLS_CERT", help="Your client certificate."
     ),
 ]
 TlsKeyOption = Annotated[
     Path | None,
-    typer.Option("--tls-key", metavar="FILE", envvar="STRATAGEM_TLS_KEY", help="Its key."),
+    typer.Option(
+        "--tls-key", metavar="FILE", envvar="STRATAGEM_TLS_KEY", help="Private key of --tls-cert."
+    ),
 ]
 TokenFileOption = Annotated[
     Path | None,
@@ -129,12 +135,12 @@ TokenFileOption = Annotated[
         "--token-file",
         metavar="FILE",
         envvar="STRATAGEM_TOKEN_FILE",
-        help="A token of yours, in place of a certificate.",
+        help="File with your token, which replaces a client certificate.",
     ),
 ]
 WebOption = Annotated[
     bool,
-    typer.Option("--web", help="Also show it on a page in the browser, while this command runs."),
+    typer.Option("--web", help="Also serve the dashboard while this command runs."),
 ]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The id of a run.", autocompletion=run_ids)
@@ -148,8 +154,8 @@ WhichOption = Annotated[
     typer.Option(
         "--which",
         metavar="WHICH",
-        help="final (or the newest so far), best, the number of a segment, average, or "
-        "predictions.",
+        help="State to take: final (or the newest so far), best, the number of a segment, "
+        "average, or predictions.",
     ),
 ]
 LogToOption = Annotated[
@@ -348,10 +354,10 @@ PLAIN_INTERVAL_S: Final = 5.0
 """Where there is no terminal, a line comes at most this often, but for what goes wrong."""
 
 VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print every event of the run, too.")
+    bool, typer.Option("--verbose", "-v", help="Also print every event of the run.")
 ]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print nothing before the run has ended.")
+    bool, typer.Option("--quiet", "-q", help="Print nothing until the run has ended.")
 ]
 
 

@@ -54,7 +54,7 @@ class StratagemError(Exception):
 
 
 class InvalidInputError(StratagemError, ValueError):
-    """Wrong input. `violations` names every wrong field, not just the first one, to an end."""
+    """Invalid input. `violations` names every invalid field, up to 100, not just the first one."""
 
     violations: tuple[Violation, ...]
     readable: object = None
@@ -75,15 +75,16 @@ class OutOfRangeError(InvalidInputError):
 
 
 class UnfitModelError(InvalidInputError):
-    """The job does not fit the model that it names, such as by a pattern that no tensor's name
-    fits. The message is made of the job and of what the model's tensors and layers are called and
-    are; no data have a part in it."""
+    """The job does not fit the model that it names, for example because a pattern matches no
+    tensor's name. The message is made of the job and of the names and properties of the model's
+    tensors and layers; it contains no data."""
 
 
 class LimitError(StratagemError):
-    """A size or a count is over its limit; raised before anything is allocated for it.
+    """A size or a count exceeds its limit; raised before anything is allocated for it.
 
-    `retry_after_s`: when the same request may succeed, where the limit is on what goes on at once.
+    `retry_after_s`: seconds after which the same request may succeed, if the limit is on
+    concurrency.
     """
 
     retry_after_s: float | None
@@ -94,8 +95,8 @@ class LimitError(StratagemError):
 
 
 class DivergedError(StratagemError):
-    """Numbers that a run has computed have left the range of their type: the same run computes them
-    again."""
+    """Numbers that a run has computed exceed the range of their type; the same run would compute
+    the same numbers again."""
 
 
 class IntegrityError(StratagemError):
@@ -111,7 +112,7 @@ class NotFoundError(StratagemError):
 
 
 class SoleCopyLostError(NotFoundError):
-    """What one worker alone had kept of a state is not there any more, or not as it was."""
+    """A part of a state that only one worker had kept is lost, or has changed."""
 
 
 class ConflictError(StratagemError):
@@ -123,25 +124,24 @@ class AlreadyExistsError(ConflictError):
 
 
 class WrongStateError(ConflictError):
-    """The thing is in a state in which this cannot be done; a retry alone does not help."""
+    """The object's present state does not allow this; a retry alone does not help."""
 
 
 class UnauthenticatedError(StratagemError):
-    """One side did not prove to the other who it is; a retry with the same files does not help."""
+    """One side did not prove its identity; a retry with the same files does not help."""
 
 
 class PermissionDeniedError(StratagemError):
-    """The caller's identity is proved, and does not permit this."""
+    """The caller's identity is proved, but does not permit this."""
 
 
 class RefusedBySiteError(StratagemError):
-    """The file of a site does not accept what it was asked for; the same question gets the same
-    answer."""
+    """The file of a site does not allow the request; the same request gets the same answer."""
 
 
 class SiteClosedError(RefusedBySiteError):
-    """The file of a site accepts it at other hours; the message says when these begin.
-    `opens_in_s`: seconds until then, 0 where that is not known."""
+    """The file of a site allows the request only at other hours; the message says when they begin.
+    `opens_in_s`: seconds until then, 0 if that is not known."""
 
     opens_in_s: float
 
@@ -151,7 +151,7 @@ class SiteClosedError(RefusedBySiteError):
 
 
 class BudgetSpentError(RefusedBySiteError):
-    """The privacy budget of the rows that are asked for is spent; the message has the numbers."""
+    """The privacy budget of the requested rows is spent; the message has the numbers."""
 
 
 class KeysLostError(RefusedBySiteError):
@@ -163,7 +163,7 @@ class UnavailableError(StratagemError):
 
 
 class StandbyError(UnavailableError):
-    """The coordinator that was asked does not lead. `leader`: host:port of who does, or ""."""
+    """The called coordinator is not the leader. `leader`: host:port of the leader, or ""."""
 
     leader: str
 
@@ -173,12 +173,13 @@ class StandbyError(UnavailableError):
 
 
 class InProgressError(UnavailableError):
-    """What the call needs is being done, and takes longer than a call may; the same call learns how
-    it ends."""
+    """What the call needs is being done, and takes longer than a call may; repeat the same call to
+    get the outcome."""
 
 
 class UserCodeError(StratagemError):
-    """The user's own code raised. Carries the exception's own words; is never retried."""
+    """The user's own code raised an exception. The error carries its type, message and traceback,
+    and is never retried."""
 
     type: str
     message: str
@@ -205,7 +206,7 @@ class UserCodeError(StratagemError):
 
 
 class RunFailedError(StratagemError):
-    """The run ended as failed; `reason` is the sentence every interface shows."""
+    """The run failed; `reason` is the sentence that every interface shows."""
 
     reason: str
 

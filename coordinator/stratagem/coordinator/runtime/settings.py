@@ -27,59 +27,65 @@ class Settings(BaseSettings):
     )
 
     listen: str = Field(
-        default="127.0.0.1:7070", description="host:port to serve on; port 0 picks one"
+        default="127.0.0.1:7070", description="host:port to listen on; port 0 picks a free one"
     )
     advertise: str = Field(
         default="",
-        description="host:port at which others reach this coordinator; the listen address, or "
-        "this host's name where that is every address",
+        description="host:port at which others reach this coordinator; if unset, the listen "
+        "address, or the host name if that is a wildcard address",
     )
     relay: Literal["on", "off"] = Field(
         default="on",
-        description="whether workers that cannot be dialled may be reached over streams that they "
-        "keep open; see `stratagem worker --tunnel`",
+        description="whether workers that accept no connections may be reached over streams that "
+        "they keep open; see `stratagem worker --tunnel`",
     )
     health_port: int = Field(
-        default=0, ge=0, le=65535, description="port of the health service; 0 picks"
+        default=0, ge=0, le=65535, description="port of the health service; 0 picks a free port"
     )
     metrics_port: int | None = Field(
-        default=None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks"
+        default=None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks a free port"
     )
     metrics_tls: bool = Field(
-        default=True, description="HTTPS for metrics, where there is a certificate"
+        default=True, description="serve metrics over HTTPS if there is a certificate"
     )
     metrics_tls_cert: Path | None = Field(
-        default=None, description="certificate of the metrics; --tls-cert unless set"
+        default=None, description="certificate of the metrics endpoint; --tls-cert if unset"
     )
-    metrics_tls_key: Path | None = Field(default=None, description="the key of --metrics-tls-cert")
+    metrics_tls_key: Path | None = Field(
+        default=None, description="private key of --metrics-tls-cert"
+    )
     metrics_client_ca: Path | None = Field(
-        default=None, description="authorities that the certificates of scrapers need"
+        default=None,
+        description="CA certificates used to verify the client certificates of scrapers",
     )
     metrics_token_file: Path | None = Field(
-        default=None, description="a file with the bearer token that scrapers must send"
+        default=None, description="file with the bearer token that scrapers must send"
     )
     metrics_deployment: str = Field(
         default="",
-        description="label `deployment` of all metrics; the trust domain of --tls-cert unless set, "
-        "which is `stratagem` without one",
+        description="value of the label `deployment` of all metrics; if unset, the trust domain "
+        "of --tls-cert, or `stratagem` without a certificate",
     )
-    data_dir: Path = Field(default=Path(".stratagem"), description="journal, blobs, spool, logs")
+    data_dir: Path = Field(
+        default=Path(".stratagem"),
+        description="folder for the journal, blobs, spooled updates and logs",
+    )
     blob_store: str = Field(
         default="",
-        description="s3://BUCKET/PREFIX for states, data and updates; below the data dir if unset",
+        description="s3://BUCKET/PREFIX for states, data and updates; in the data folder if unset",
     )
     state_path: Literal["direct", "relayed"] = Field(
         default="relayed",
-        description="how states of synchronous runs come into the store: relayed through this "
-        "process as one file each, or direct as leaves that workers write by themselves: in "
-        "DATA-DIR/states those with --state-folder and --data-plane trusted, in a --blob-store all "
-        "but those of sites, by requests that this process signs",
+        description="how states of synchronous runs get into the store: relayed through this "
+        "process, as one file each, or direct, as leaves that workers write themselves: to "
+        "DATA-DIR/states from workers with --state-folder and --data-plane trusted, to a "
+        "--blob-store from all workers without --site, with requests that this process signs",
     )
     blob_cache_bytes: int | None = Field(
         default=None,
         gt=0,
-        description="local copies of what is in an object store; 32 GiB unless set, or half of "
-        "the file system where that is less",
+        description="size of the local cache of an object store; if unset, 32 GiB, or half of the "
+        "file system if that is less",
     )
     journal: str = Field(
         default="",
@@ -87,97 +93,118 @@ class Settings(BaseSettings):
         "default journal.sqlite in the data folder",
     )
     journal_password_file: Path | None = Field(
-        default=None, description="password of the journal's database; or PGPASSFILE"
+        default=None,
+        description="file with the password of the journal's database; alternatively, set "
+        "PGPASSFILE",
     )
     privacy_secret: Path | None = Field(
         default=None,
-        description="a file of 32 random bytes, the same for all coordinators of a journal, from "
-        "which the noise of private runs is drawn; needed with PostgreSQL, else "
-        "privacy-secret in the data folder, made at first use",
+        description="file of 32 random bytes, the same for all coordinators of a journal, from "
+        "which the noise of private runs is drawn; required with PostgreSQL; otherwise, if unset, "
+        "privacy-secret in the data folder, created at first use",
     )
-    ready_file: Path | None = Field(default=None, description="written as JSON once serving")
+    ready_file: Path | None = Field(
+        default=None, description="JSON file that is written once the coordinator is serving"
+    )
     name: str = Field(
         default="", description="this coordinator's name in the lease; default host:pid"
     )
     lease_ttl_s: float = Field(
-        default=10.0, gt=0, description="a silent leader is replaced after this"
+        default=10.0, gt=0, description="time after which a silent leader is replaced"
     )
     heartbeat_interval_s: float = Field(
         default=2.0,
         gt=0,
-        description="how often workers beat; more than 500 of them for each of these seconds beat "
-        "more seldom, up to 10 s apart",
+        description="interval of the workers' heartbeats; it grows, up to 10 s, with more than "
+        "500 workers for each of these seconds",
     )
     worker_ttl_s: float = Field(
         default=10.0,
         gt=0,
-        description="a silent worker is lost after this, and 2.4 s later for each second that "
-        "workers beat more seldom",
+        description="time after which a silent worker is lost; it grows by 2.4 s for each second "
+        "by which the heartbeat interval grows",
     )
     rendezvous_timeout_s: float = Field(
-        default=10.0, gt=0, description="wait for members at a barrier"
+        default=10.0, gt=0, description="longest wait for members at a barrier"
     )
-    max_job_bytes: int = Field(default=2**20, gt=0, description="size of a job's JSON")
-    max_graph_nodes: int = Field(default=5000, gt=0, description="nodes of a job's graph")
-    max_state_bytes: int = Field(default=64 * 2**30, gt=0, description="size of one state")
+    max_job_bytes: int = Field(default=2**20, gt=0, description="maximum size of a job's JSON")
+    max_graph_nodes: int = Field(
+        default=5000, gt=0, description="maximum number of nodes in a job's graph"
+    )
+    max_state_bytes: int = Field(default=64 * 2**30, gt=0, description="maximum size of one state")
     max_spool_bytes: int = Field(
-        default=256 * 2**30, gt=0, description="size of all spooled updates"
+        default=256 * 2**30, gt=0, description="maximum size of all spooled updates"
     )
-    max_active_runs: int = Field(default=1000, gt=0, description="runs that may be active at once")
-    max_state_tensors: int = Field(default=32_768, gt=0, description="tensors of one state")
-    max_workers: int = Field(default=10_000, gt=0, description="workers that may be alive at once")
+    max_active_runs: int = Field(
+        default=1000, gt=0, description="maximum number of runs active at once"
+    )
+    max_state_tensors: int = Field(
+        default=32_768, gt=0, description="maximum number of tensors in one state"
+    )
+    max_workers: int = Field(
+        default=10_000, gt=0, description="maximum number of workers alive at once"
+    )
     forget_workers_after: Span = Field(
         default="7d",
         validate_default=True,
-        description="a lost worker that no active run needs is forgotten after this",
+        description="time after which a lost worker that no active run needs is forgotten",
     )
     keep_runs: int = Field(
         default=10_000,
         ge=0,
-        description="of the runs that have ended, so many are kept; the oldest are deleted",
+        description="number of ended runs to keep; the oldest ones beyond it are deleted",
     )
     keep_runs_for: Span = Field(
-        default="90d", validate_default=True, description="an ended run is deleted after this"
+        default="90d", validate_default=True, description="time after which an ended run is deleted"
     )
     keep_logs_for: Span = Field(
         default="30d",
         validate_default=True,
-        description="log and profile of an ended run are deleted after this, if not with the run",
+        description="time after which the log and profile of an ended run are deleted, if the run "
+        "is not deleted earlier",
     )
-    max_uploads: int = Field(default=16, gt=0, description="data sets that arrive at once")
+    max_uploads: int = Field(
+        default=16, gt=0, description="maximum number of data sets received at once"
+    )
     max_watchers: int = Field(
-        default=1000, gt=0, description="clients that follow a run's events or log"
+        default=1000,
+        gt=0,
+        description="maximum number of clients following the events or log of a run",
     )
     max_watchers_each: int = Field(
-        default=100, gt=0, description="of these, how many one token or certificate may be"
+        default=100,
+        gt=0,
+        description="maximum number of such clients for each token or certificate",
     )
     max_calls: int = Field(
-        default=4096, gt=0, description="calls of clients that may be open at once"
+        default=4096, gt=0, description="maximum number of client calls open at once"
     )
     stream_idle_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="a caller that is silent this long inside a request is given up",
+        description="time after which a request whose caller sends nothing is aborted",
     )
     allow_insecure_network: bool = Field(
-        default=False, description="serve on other than loopback addresses without TLS"
+        default=False, description="serve without TLS on non-loopback addresses"
     )
     tls_ca: Path | None = Field(
-        default=None, description="certificates of the authorities that callers and workers need"
+        default=None, description="CA certificates used to verify callers and workers"
     )
     tls_cert: Path | None = Field(
-        default=None, description="this coordinator's certificate; files are read again on change"
+        default=None,
+        description="this coordinator's certificate; files are reloaded when they change",
     )
-    tls_key: Path | None = Field(default=None, description="the key of --tls-cert")
+    tls_key: Path | None = Field(default=None, description="private key of --tls-cert")
     revoked_file: Path | None = Field(
-        default=None, description="certificates that count no more; see `stratagem certs revoke`"
+        default=None, description="list of revoked certificates; see `stratagem certs revoke`"
     )
     tokens_file: Path | None = Field(
-        default=None, description="who may call with a token; made by `stratagem token create`"
+        default=None,
+        description="file of the tokens that callers may use; made by `stratagem token create`",
     )
     token_listen: str = Field(
         default="",
-        description="host:port for people with tokens, under TLS and without their certificates",
+        description="host:port for people with tokens, over TLS without client certificates",
     )
     reflection: bool = Field(default=False, description="offer gRPC reflection")
     log_level: str = Field(default="info", description="debug, info, warning or error")

@@ -96,86 +96,95 @@ class WorkerSettings(BaseSettings):
     )
 
     coordinator: str = Field(
-        description="HOST:PORT of the coordinator, or of several with commas, of which one leads; "
-        "- reads it from standard input"
+        description="HOST:PORT of the coordinator, or a comma-separated list of several of which "
+        "one leads; - reads it from standard input"
     )
     name: str = Field(
         default_factory=socket.gethostname,
-        description="id of this worker, stable over restarts; this host's name unless set",
+        description="id of this worker, stable across restarts; the host name if unset",
     )
     pool: str = Field(
         "",
         description="group of workers that share one certificate; the worker's id is NAME.POOL",
     )
-    listen: str = Field("127.0.0.1:0", description="HOST:PORT to serve at; port 0 takes a free one")
+    listen: str = Field(
+        "127.0.0.1:0", description="HOST:PORT to listen on; port 0 picks a free one"
+    )
     rendezvous: Launcher | None = Field(
         None,
-        description="the launcher that has started this process among others, whose variables tell "
-        "its place: name, coordinator, address, device and threads unless set; env: whichever has",
+        description="launcher that has started this process along with others; name, coordinator, "
+        "address, device and threads, unless set, are taken from its environment variables; env: "
+        "whichever launcher has set its variables",
     )
     for_run: str = Field(
         "",
-        description="id of the run that this worker is started for: once it has ended the worker "
-        "leaves, with exit status 0; with 2 where no such run is known when it comes",
+        description="id of the run that this worker is started for: once the run has ended, the "
+        "worker exits with status 0; if the run is unknown when the worker joins, it exits with "
+        "status 2",
     )
     ephemeral: bool = Field(
         False,
-        description="the name of this worker does not come back: once lost it is forgotten within "
-        "minutes; so it is with --rendezvous, unless set",
+        description="the name of this worker will not be used again: once lost, it is forgotten "
+        "within minutes; with --rendezvous this is on unless set",
     )
     advertise: str = Field(
         "",
-        description="HOST or HOST:PORT at which others reach this worker; the listen address, or "
-        "this host's name where that is every address",
+        description="HOST or HOST:PORT at which others reach this worker; if unset, the listen "
+        "address, or the host name if that is a wildcard address",
     )
     tunnel: bool = Field(
         False,
         description="make outgoing connections only: the coordinator reaches this worker through "
-        "them, and other workers do not",
+        "them; other workers do not reach it",
     )
     proxy: str = Field(
         "",
-        description="http://[USER:PASSWORD@]HOST:PORT of the proxy to the coordinator; https_proxy "
-        "and no_proxy of the environment unless set",
+        description="http://[USER:PASSWORD@]HOST:PORT of the proxy to the coordinator; if unset, "
+        "https_proxy and no_proxy of the environment apply",
     )
     health_port: int | None = Field(
-        None, ge=0, le=65535, description="port of grpc.health.v1; 0 takes a free one"
+        None,
+        ge=0,
+        le=65535,
+        description="port of the health service (grpc.health.v1); 0 picks a free port",
     )
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="port of Prometheus metrics; 0 takes a free one"
+        None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks a free port"
     )
-    metrics_tls: bool = Field(True, description="HTTPS for metrics, where there is a certificate")
+    metrics_tls: bool = Field(
+        True, description="serve metrics over HTTPS if there is a certificate"
+    )
     metrics_tls_cert: Path | None = Field(
-        None, description="certificate of the metrics; --tls-cert unless set"
+        None, description="certificate of the metrics endpoint; --tls-cert if unset"
     )
-    metrics_tls_key: Path | None = Field(None, description="the key of --metrics-tls-cert")
+    metrics_tls_key: Path | None = Field(None, description="private key of --metrics-tls-cert")
     metrics_client_ca: Path | None = Field(
-        None, description="authorities that the certificates of scrapers need"
+        None, description="CA certificates used to verify the client certificates of scrapers"
     )
     metrics_token_file: Path | None = Field(
-        None, description="a file with the bearer token that scrapers must send"
+        None, description="file with the bearer token that scrapers must send"
     )
     metrics_deployment: str = Field(
         "",
-        description="label `deployment` of all metrics; the trust domain of --tls-cert unless set, "
-        "which is `stratagem` without one",
+        description="value of the label `deployment` of all metrics; if unset, the trust domain "
+        "of --tls-cert, or `stratagem` without a certificate",
     )
-    tags: Strings = Field([], description="labels that strategies select by")
-    allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
+    tags: Strings = Field([], description="labels by which strategies select workers")
+    allow: Strings = Field([], description="entry points that jobs may name, such as 'package.*:*'")
     allow_code: str = Field(
         "none",
-        description="code that jobs may bring along: none, signed:FILE (by one of the public keys "
-        "in it), digests:FILE (listed in it) or any",
+        description="code that jobs may bring along: none, signed:FILE (verified with one of the "
+        "public keys in FILE), digests:FILE (listed in FILE) or any",
     )
     site: Path | None = Field(
         None,
-        description="site.toml, by which this worker decides what it takes part in and what leaves "
-        "it, in place of --allow, --allow-code and --local-data",
+        description="site.toml, which decides what this worker takes part in and what may leave "
+        "it; replaces --allow, --allow-code and --local-data",
     )
     privacy_secret: Path | None = Field(
         None,
-        description="32 random bytes that protect the rows of this worker in jobs with "
-        "privacy.unit row; made in --data-dir unless set",
+        description="file of 32 random bytes that protect the rows of this worker in jobs with "
+        "privacy.unit row; created in --data-dir if unset",
     )
     import_path: Strings = Field([], description="directories of the users' modules")
     data_root: Strings = Field(
@@ -187,117 +196,137 @@ class WorkerSettings(BaseSettings):
     threads: int = Field(
         default_factory=lambda: default_threads(os.environ),
         ge=1,
-        description="torch threads; OMP_NUM_THREADS or MKL_NUM_THREADS of the environment unless "
-        "set, else the cores that this process may use",
+        description="number of torch threads; if unset, OMP_NUM_THREADS or MKL_NUM_THREADS of the "
+        "environment, else the number of cores that this process may use",
     )
     max_readers: int = Field(
         default_factory=available_cores,
         ge=0,
-        description="processes that read rows (data.readers) at once; 0: the computing thread does",
+        description="maximum number of processes that read rows (data.readers) at once; 0: the "
+        "compute thread reads them",
     )
     device: str = Field("cpu", description="cpu or cuda:N")
-    ready_file: Path | None = Field(None, description="written once the worker serves")
+    ready_file: Path | None = Field(
+        None, description="file that is written once the worker is serving"
+    )
     data_dir: Path | None = Field(
         None,
-        description="blobs that exceed the memory limit go here, what clients of federations keep "
-        "to themselves, and what tells the next process how this one has ended",
+        description="folder for blobs that exceed the memory limit, for what federated clients "
+        "keep private, and for the record from which the next process learns how this one ended",
     )
     build_dir: DirectoryPath | None = Field(
         None,
-        description="existing folder on a disk for nameless files that hold a model while it is "
-        "built from its seed, so that it need not fit this worker's memory; in memory unless set",
+        description="existing folder on a disk for unnamed temporary files that hold a model "
+        "while it is built from its seed, so that it need not fit into this worker's memory; "
+        "built in memory if unset",
     )
     state_folder: Path | None = Field(
         None,
-        description="where this worker sees the folder DATA-DIR/states of a coordinator with "
-        "--state-path direct, to write states there and to read them; needs --data-plane trusted, "
-        "and the rights to write there",
+        description="path at which this worker sees the folder DATA-DIR/states of a coordinator "
+        "with --state-path direct, to write states there and to read them; requires --data-plane "
+        "trusted, and write permission",
     )
     signed_states: bool = Field(
         True,
         description="write and read states in the object store of a coordinator with --state-path "
-        "direct, by requests that it signs; a worker of a --site never does; turn it off where the "
-        "store is not reached",
+        "direct, with requests that the coordinator signs; a worker with --site never does; turn "
+        "it off if this worker cannot reach the store",
     )
     open_files: bool = Field(
         True,
-        description="read states from files that a coordinator on this machine has open, and have "
-        "it read those of this worker, in place of a stream; a machine that does not allow it is "
-        "noticed",
+        description="read states from files that a coordinator on this machine has open, and let "
+        "it read those of this worker, instead of streaming them; a machine that does not allow "
+        "this is detected",
     )
     previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
         "",
-        description="from a supervisor: how the process before this one ended, as [PID:]STATUS "
+        description="set by a supervisor: how the previous process ended, as [PID:]STATUS "
         "(negative: a signal) or [PID:]stopped",
     )
     max_blob_memory_bytes: int = Field(
-        MAX_BLOB_MEMORY_BYTES, ge=0, description="states and data of runs held in memory"
+        MAX_BLOB_MEMORY_BYTES,
+        ge=0,
+        description="maximum size of the states and data of runs held in memory",
     )
-    max_state_bytes: int = Field(64 << 30, gt=0, description="size of one state or data set")
-    max_state_tensors: int = Field(32_768, gt=0, description="tensors of one state or data set")
-    max_uploads: int = Field(16, gt=0, description="states and data sets that arrive at once")
+    max_state_bytes: int = Field(
+        64 << 30, gt=0, description="maximum size of one state or data set"
+    )
+    max_state_tensors: int = Field(
+        32_768, gt=0, description="maximum number of tensors in one state or data set"
+    )
+    max_uploads: int = Field(
+        16, gt=0, description="maximum number of states and data sets received at once"
+    )
     max_early_bytes: int = Field(
-        256 << 20, gt=0, description="messages of other members that come before they are awaited"
+        256 << 20,
+        gt=0,
+        description="maximum size of messages from other members that arrive before they are "
+        "expected",
     )
-    max_sessions: int = Field(16_384, gt=0, description="pieces of runs that this worker holds")
-    max_calls: int = Field(4096, gt=0, description="calls that may be open at once")
+    max_sessions: int = Field(
+        16_384, gt=0, description="maximum number of sessions (parts of runs) open on this worker"
+    )
+    max_calls: int = Field(4096, gt=0, description="maximum number of calls open at once")
     stream_idle_timeout_s: float = Field(
-        30.0, gt=0, description="a caller that is silent this long inside a request is given up"
+        30.0, gt=0, description="time after which a request whose caller sends nothing is aborted"
     )
     allow_insecure_network: bool = Field(
-        False, description="serve without TLS on other addresses than loopback"
+        False, description="serve without TLS on non-loopback addresses"
     )
     tls_ca: Path | None = Field(
-        None, description="certificates of the authorities that coordinator and workers need"
+        None, description="CA certificates used to verify the coordinator and other workers"
     )
     tls_cert: Path | None = Field(
-        None, description="this worker's certificate; files are read again on change"
+        None, description="this worker's certificate; files are reloaded when they change"
     )
-    tls_key: Path | None = Field(None, description="the key of --tls-cert")
+    tls_key: Path | None = Field(None, description="private key of --tls-cert")
     revoked_file: Path | None = Field(
-        None, description="certificates that count no more; see `stratagem certs revoke`"
+        None, description="list of revoked certificates; see `stratagem certs revoke`"
     )
     data_plane: Literal["trusted", "tls"] | None = Field(
         None,
-        description="who may read what workers exchange: trusted takes any engine, tls gRPC alone; "
-        "tls where there are certificates",
+        description="protection of the data that workers exchange: trusted allows any engine, tls "
+        "only gRPC; if unset, tls with certificates, else trusted",
     )
     mesh: Literal["auto", "shm", "nccl", "gloo", "grpc"] = Field(
         "auto",
-        description="engine between workers; auto takes the best that all members of a party have",
+        description="engine for the exchange between workers; auto picks the best one that all "
+        "members of a party have",
     )
     activation_store: str = Field(
         "",
-        description="file:///DIR or s3://BUCKET/PREFIX, the same for all workers: for DataStore",
+        description="file:///DIR or s3://BUCKET/PREFIX, used by DataStore; must be the same for "
+        "all workers",
     )
     exchange_timeout_s: float = Field(
-        120.0, gt=0, description="longest wait for another member inside one step"
+        120.0, gt=0, description="longest wait for another member within one step"
     )
     compile_timeout_s: float = Field(
         900.0,
         ge=0,
-        description="added to that in jobs with compiled code: another member may be compiling; "
-        "and to --abort-grace-s while code is compiled, or in the first step of a run that goes on",
+        description="added to --exchange-timeout-s in jobs with compiled code, as another member "
+        "may be compiling; also added to --abort-grace-s while code is compiled, or in the first "
+        "step on this worker of a run that has not ended",
     )
-    drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step at SIGTERM")
+    drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step after SIGTERM")
     stall_report_s: float = Field(
         60.0,
         gt=0,
         le=MAX_STALL_REPORT_S,
-        description="from when on the status of a run says that this worker stays at one thing, "
-        "and at which; nothing is ended for it",
+        description="how long this worker may stay in one operation before the status of the run "
+        "reports it; nothing is aborted",
     )
     abort_grace_s: float = Field(
         30.0,
         gt=0,
-        description="how long a plan that was ended, as its run was, may stay at one thing while "
-        "others wait for it; then this process ends with a status at which supervisors start it "
-        "again",
+        description="how long an aborted plan, for example one whose run was stopped, may stay in "
+        "one operation while others wait for it; then this process exits with a status on which "
+        "supervisors restart it",
     )
     preempt_signal: str = Field(
         "USR1",
-        description="a signal that drains as SIGTERM does: what schedulers send before they end a "
-        "job; empty for none",
+        description="signal that drains this worker as SIGTERM does, for schedulers that send it "
+        "before they end a job; empty for none",
     )
     log_level: str = Field("info", description="debug, info, warning or error")
     log_json: bool = Field(False, description="log JSON lines")
