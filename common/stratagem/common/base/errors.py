@@ -265,8 +265,8 @@ def _words(error: BaseException) -> str:
 
 # ---- Frames ----
 #
-# A task, a call or a plan keeps the exception that has ended it; such an exception is kept
-# without its frames.
+# A task, a call or a plan keeps the exception that has ended it. Its frames are removed, since
+# they may refer to the owner of the exception and thereby form a reference cycle.
 
 E = TypeVar("E", bound=BaseException)
 

@@ -74,7 +74,7 @@ class ScaledBlocks:
         return window
 
 
-# ---- Fp16 and bf16 ----
+# ---- fp16 and bf16 ----
 #
 # fp16 has few exponents, so each tensor is scaled by a power of two, which is exact, until its
 # largest value is just below 2^15. bf16 has the exponents of float32.
@@ -131,7 +131,7 @@ class BrainFloat:
         return window
 
 
-# ---- Int8 ----
+# ---- int8 ----
 #
 # There is one scale per tensor, max|x| / 127, with values from -127 to 127. Rounding is to the
 # nearest, ties to even, or stochastic: floor(x / scale + u), which is unbiased (QSGD,

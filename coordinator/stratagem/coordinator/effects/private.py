@@ -40,15 +40,15 @@ from stratagem.coordinator.updates.upload import SpoolEntry
 
 # ---- Noise ----
 #
-# The noise of one private round: the draw of its clients, and the noise on what they send.
+# The noise of one private round covers the draw of its clients and the values that they send:
 #
 #     sum     = Σ clip(Δ_k) + N(0, sum_noise²), rounded to a grid      (for each element)
 #     mean    = sum / expected number of clients
 #     answers = Σ b_k + N(0, answer_noise²), over that number          (who was within the norm)
 #
-# All noise is derived from the secret, the name of the round and that of the tensor. The name is
-# that of the round's folder in the spool, which no other round has: neither one of another run of
-# the same id, nor the same round after the run has gone back to an earlier commit.
+# All noise is derived from the secret, the name of the round and that of the tensor. The name of
+# the round is that of its folder in the spool, which no other round has: neither one of another
+# run of the same id, nor the same round after the run has gone back to an earlier commit.
 
 FROZEN_KEY: Final = "frozen"
 """Metadata of a state: the names of its frozen parameters, as JSON, in a private run."""

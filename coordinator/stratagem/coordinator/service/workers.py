@@ -56,8 +56,8 @@ async def take_heartbeats(
 
 # ---- Tunnels and registration ----
 #
-# One call carries connections to workers that cannot be dialled. This section also determines
-# which worker registers.
+# One call carries connections to workers that cannot be dialled. This section also checks
+# the names and addresses of the workers that register.
 
 T = TypeVar("T")
 

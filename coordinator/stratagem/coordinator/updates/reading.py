@@ -1,8 +1,5 @@
 """Read accepted updates and stored states as windows of the model's data; every byte that is used
 is checked.
-
-No file stays open between windows, and only one checksum per block grows with the model, since
-there are many clients. The module is independent of rounds.
 """
 
 import io
@@ -35,6 +32,9 @@ from stratagem.coordinator.updates.floats import Raw, Wide, storage, widen
 from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError, check_finite
 
 # ---- Sources ----
+#
+# A source holds no file open, and only its checksum for each block grows with the model, since
+# there are many clients.
 
 _BLOCK_BYTES: Final = 1 << 16
 _READ_BYTES: Final = 16 * _BLOCK_BYTES

@@ -33,7 +33,7 @@ from stratagem.coordinator.updates.reading import Source, StateReader
 
 # ---- Changes ----
 #
-# Whole updates have inner products and lengths of their changes in common.
+# The inner products, lengths and distances of changes are computed over whole updates.
 
 Matrix = NDArray[np.float64]
 

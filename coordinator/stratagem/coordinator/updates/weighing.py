@@ -1,7 +1,5 @@
 """Weigh the changes of clients otherwise than by rows: SCAFFOLD, q-FedAvg and FedNova, window by
 window.
-
-All sums are in client order, in float64, rounded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +23,8 @@ from stratagem.coordinator.updates.robust import Verdict, squared_lengths
 #     x <- Σ x_k / |S|              over the clients of the round, S
 #     c <- c + Σ Δc_k / N           of the tensors `control/...`; N is the number of all clients
 #
-# so c stays the mean of the variates that all clients keep.
+# in client order, in float64, rounded once. So c stays the mean of the tensors that all clients
+# keep.
 
 _WINDOW_ELEMENTS: Final = 1 << 18
 

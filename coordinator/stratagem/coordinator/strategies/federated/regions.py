@@ -220,7 +220,7 @@ STRATEGY = KIND.strategy(check, decide, pending, status)
 
 # ---- Members of regions ----
 #
-# Each region has certain clients, and each client lives on a worker.
+# The job assigns clients to regions; the clients of a region are bound to sites or workers.
 
 
 def inside(job: JobSpec) -> Federated:

@@ -347,7 +347,7 @@ def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> Fede
     return replace(value, attendance=attendance)
 
 
-# ---- Parts ----
+# ---- Helpers ----
 
 
 def _expected(value: FederatedRun) -> Iterator[int]:
