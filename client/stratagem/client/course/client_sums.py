@@ -1,4 +1,4 @@
-"""Add up, round by round, what is known of the clients of a federation."""
+"""Add up the results of the clients of a federation, round by round."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""ParameterServer: the coordinator adds up the gradients that flow through it, and keeps none of
-them.
+"""ParameterServer adds up the gradients that flow through the coordinator, and keeps none of them.
 
 One step covers a fixed set of members: read the same window of bytes from every member, add the
 windows in tree order, and send the sum to all; when all members hold all sums, commit. Where

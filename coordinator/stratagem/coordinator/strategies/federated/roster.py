@@ -1,4 +1,4 @@
-"""Keep open rosters, in which clients join, leave and come back while a federation goes on.
+"""Manage open rosters, in which clients join, leave and come back while a federation goes on.
 
 A client is a worker by its name; its number is the order in which it first joined. Clients join
 when a round opens, or while a round has too few updates. A client that is lost in a round is
