@@ -1,8 +1,6 @@
-"""The client SDK of Stratagem.
-
-`Client` is for scripts and notebooks, `AsyncClient` for asynchronous programs, `LocalCluster`
-starts everything on this machine. `%load_ext stratagem.client` lets cells of a notebook be modules
-of jobs. Imports neither torch nor the server parts.
+"""This package is the client SDK of Stratagem: `Client`, `AsyncClient` and `LocalCluster`, which
+starts everything on this machine; `%load_ext stratagem.client` lets cells of a notebook be modules
+of jobs. It imports neither torch nor the server parts.
 """
 
 from stratagem.client.code.notebook import register as load_ipython_extension

@@ -1,1 +1,1 @@
-"""The command line `stratagem`, on top of the blocking client."""
+"""This package implements the command line `stratagem` on top of the blocking client."""

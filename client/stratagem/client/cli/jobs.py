@@ -1,4 +1,6 @@
-"""The command that looks for faults of a job before it is submitted."""
+"""Define the commands about a job before and after its run: check, memory planning, export, and
+code signatures.
+"""
 
 import json
 from collections.abc import Iterator
@@ -45,11 +47,11 @@ from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.schema.json import not_one_of
 
-# ---- planning commands ----
+# ---- Planning ----
 #
-# Commands that look ahead: how much memory a job will need, and which settings fit.
-#
-# They submit nothing and need no coordinator; the model is built here, in a process of its own.
+# These commands estimate how much memory a job will need, and recommend settings that fit. They
+# submit nothing and need no coordinator; the model is built on this machine, in a process of its
+# own.
 
 DeviceOption = Annotated[
     str,
@@ -161,7 +163,7 @@ def workers_of(coordinator: str | None, proof: Proof) -> tuple[Worker, ...] | No
         return tuple(client.workers())
 
 
-# ---- check command ----
+# ---- Check ----
 
 
 def check(
@@ -210,9 +212,9 @@ def check(
         raise typer.Exit(FAILED)
 
 
-# ---- export command ----
+# ---- Export ----
 #
-# The command that writes a run in the form of another program: its model, or its history.
+# The command writes a run's model or history in the form of another program.
 
 ModelForm = Literal["hf", "torch-export", "onnx"]
 MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
@@ -309,11 +311,10 @@ def _texts(name: str, written: ExportedModel) -> Iterator[str]:
     yield f"takes {takes}: any number of rows; the other sizes are fixed to those of the data"
 
 
-# ---- code commands ----
+# ---- Code ----
 #
-# Commands about code that travels with jobs: its digest, and signatures of it.
-#
-# They read and write files on this machine and open no connection.
+# These commands compute the digest of code that travels with jobs, and sign it. They read and
+# write files on this machine and open no connection.
 
 code = typer.Typer(help="Code that travels with jobs.", no_args_is_help=True)
 

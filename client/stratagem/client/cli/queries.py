@@ -1,4 +1,4 @@
-"""Commands that ask about runs and workers, or give a run one order."""
+"""Define the commands that ask about runs and workers, or give a run one order."""
 
 import json
 import time
@@ -39,7 +39,7 @@ from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.text import counted, values_text
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
-# ---- query commands ----
+# ---- Queries and orders ----
 
 
 @contextmanager
@@ -303,9 +303,9 @@ def _log_text(line: LogLine) -> str:
     return f"{when} {line.worker_id or 'coordinator'} {line.level} {line.text}"
 
 
-# ---- course commands ----
+# ---- Course of a run ----
 #
-# Commands that show the course of a run: its report, and the generations of a population.
+# These commands show the report of a run, and the generations of a population.
 
 
 def report(

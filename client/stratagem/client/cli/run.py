@@ -1,7 +1,7 @@
-"""Commands that follow a run to its end: run, attach, watch, resume.
+"""Define the commands that follow a run to its end: run, attach, watch, resume.
 
-Owns what Ctrl-C means. A run on a cluster that this command started is stopped, and can be resumed;
-a run on someone else's coordinator goes on without us.
+Ctrl-C stops a run on a cluster that the command itself has started, and the run can be resumed; a
+run on another coordinator goes on.
 """
 
 import json
@@ -328,7 +328,7 @@ def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandl
     return handle, before.event_index + 1
 
 
-# ---- following ----
+# ---- Following ----
 
 
 @dataclass(frozen=True, slots=True)

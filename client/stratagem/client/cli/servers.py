@@ -1,4 +1,4 @@
-"""Commands that run servers: a whole local cluster, a page, one coordinator or worker process."""
+"""Define the commands that run servers, diagnose a cluster, or check the audit of a site."""
 
 import asyncio
 import importlib.util
@@ -41,7 +41,10 @@ from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.rpc.health_probe import TIMEOUT_S, health_of, is_healthy
 
-# ---- server commands ----
+# ---- Servers ----
+#
+# The servers are a whole local cluster, the dashboard, and single coordinator or worker
+# processes.
 
 
 def up(  # noqa: PLR0913  (each parameter is an option of the command line)
@@ -228,9 +231,7 @@ def _interrupt(_signum: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-# ---- doctor commands ----
-#
-# The command that looks for what is wrong.
+# ---- Doctor ----
 
 WORKER_SETTINGS: Final = "--worker-settings"
 
@@ -302,11 +303,9 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
     ]
 
 
-# ---- audit command ----
+# ---- Audit ----
 #
-# The command that checks the audit of a site.
-#
-# It reads a file on this machine and opens no connection.
+# The command reads a file on this machine and opens no connection.
 
 audit = typer.Typer(help="The audit log that a site keeps.", no_args_is_help=True)
 

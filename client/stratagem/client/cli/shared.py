@@ -1,4 +1,6 @@
-"""The options that several commands share, each said once."""
+"""This module defines the options that several commands share, the end of a command, and the
+display of a run.
+"""
 
 import inspect
 import logging
@@ -40,7 +42,7 @@ from stratagem.common.observe import tracing
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.schema.json import not_one_of
 
-# ---- options ----
+# ---- Options ----
 
 DATA_DIR: Final = Path(".stratagem")
 
@@ -219,12 +221,12 @@ def with_proof(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-# ---- reporting ----
+# ---- Exit codes and failures ----
 #
-# Ends a command: writes its failure or complaints to stderr and sets the exit code.
+# A command ends by writing its failure or complaints to stderr and setting the exit code.
 #
-# Exit codes: 0 done, 1 failed, 2 wrong use of a command (typer ends so), 130 interrupted. Owns the
-# wording of failures; a failure that is the user's to mend is shown without a traceback of ours.
+# Exit codes are 0 for success, 1 for failure, 2 for wrong use of a command (set by typer), and
+# 130 for an interrupt. A failure that the user can correct is shown without a traceback.
 
 UNLIMITED_WIDTH: Final = sys.maxsize
 """The width of a file or a pipe: nothing is folded there, so that paths can be copied."""
@@ -343,11 +345,10 @@ def describe(error: StratagemError | OSError) -> Iterator[str]:
             yield f"error: {error}"
 
 
-# ---- progress ----
+# ---- Progress ----
 #
-# Shows a run while it runs: a live line on a terminal, few lines elsewhere, or JSON.
-#
-# Owns when something is printed; what it says is decided in client/terminal. Reads nothing but the
+# A followed run is shown as a live line on a terminal, as few lines elsewhere, or as JSON. This
+# section decides when something is printed; client/terminal decides the text. It reads only the
 # items of `watch`.
 
 PLAIN_INTERVAL_S: Final = 5.0

@@ -1,1 +1,1 @@
-"""Code that travels with jobs, as the client makes it: a folder as a bundle, cells as modules."""
+"""Prepare the code that travels with jobs in the client: a folder as a bundle, cells as modules."""

@@ -1,1 +1,1 @@
-"""What the facts of a run say about its course: pure functions over its events, in order."""
+"""Derive the course of a run from its facts, by pure functions over its events, in order."""

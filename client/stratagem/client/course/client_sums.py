@@ -1,4 +1,4 @@
-"""What is known of the clients of a federation over many rounds, added up round by round."""
+"""Add up the results of the clients of a federation, round by round."""
 
 import json
 import math
@@ -11,9 +11,7 @@ from typing import Any, Final, overload
 
 import numpy as np
 
-# ---- client in round ----
-#
-# One client in one round of a federation.
+# ---- Client in a round ----
 
 
 class ClientState(StrEnum):
@@ -62,7 +60,7 @@ def mean_loss(clients: Iterable[ClientInRound]) -> float:
     return sum(num * loss for num, loss in known) / samples if samples else math.nan
 
 
-# ---- client sums ----
+# ---- Sums over rounds ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +168,12 @@ class ClientSums:
         )
 
 
-# ---- packed clients ----
+# ---- Packed clients ----
 #
-# The clients of a round that is long past, packed: a page keeps those of thousands of rounds.
+# The clients of a past round are packed, since a page keeps those of thousands of rounds.
 #
-# A number of clients takes a tenth of the memory of its values, and each comes back as it was. What
-# a list of rounds shows of them (how many are in which state) is known without unpacking.
+# Packed clients take a tenth of the memory of their values, and each is restored unchanged. The
+# counts by state that a list of rounds shows are known without unpacking.
 
 _STATES: Final = tuple(ClientState)
 _COLUMNS: Final = (

@@ -1,4 +1,6 @@
-"""The workers of a run: when each was a member of which party, and why it was one no longer."""
+"""Derive from a run's events when each worker was a member of which party, why it left, and when
+the coordinator was away.
+"""
 
 import re
 from collections import deque
@@ -8,7 +10,7 @@ from typing import Any, Final
 
 from stratagem.client.course.views import ENDS, EventLike, ended_by, party_of
 
-# ---- members ----
+# ---- Members ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +130,9 @@ def _lost(reason: str) -> set[str]:
     return lost
 
 
-# ---- failure ----
+# ---- Failed runs ----
 #
-# How far a run has come that failed, in words that are the same wherever they are read.
+# The progress of a failed run is described in the same words everywhere.
 
 _STEP: Final = re.compile(r"training step (\d{1,18})")
 
@@ -156,14 +158,14 @@ def failure_text(committed: int, activity: str = "", reached: int = 0, of: int =
     return f"{begin}; failed after step {reached:,}" if reached > committed else begin
 
 
-# ---- outages ----
+# ---- Outages ----
 #
-# When the coordinator of a run was away: it had crashed, was started anew, or stood still.
+# The coordinator of a run was away if it had crashed, was restarted, or stood still.
 #
-# Events have two times: that of the wall, and that of the leader's clock, which goes on only while
-# a coordinator leads and runs, and which begins again, after a crash, at the last time that was
-# journaled. What the wall's clock has gained on it from one event to the next is how long nobody
-# led; it may begin as early as the event before, so it is that long at most.
+# Events have two times: the wall time, and the leader's clock, which advances only while a
+# coordinator leads and runs, and which begins again, after a crash, at the last journaled time.
+# The amount that the wall clock has gained on it from one event to the next is the time without a
+# leader. The outage may begin as early as the earlier event, so this is its greatest length.
 
 MIN_AWAY_S: Final = 2.0
 """Shorter ones are not told: a busy machine stands still for as long."""

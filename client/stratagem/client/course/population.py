@@ -1,4 +1,6 @@
-"""A population over its generations: scores, hyperparameters, who was copied, and who won."""
+"""Derive the generations of a population from its events: scores, hyperparameters, copies and the
+winner.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +13,7 @@ from stratagem.common.base.text import values_text
 from stratagem.common.job import JobSpec, member_job
 from stratagem.common.schema.json import JSON, thawed
 
-# ---- population ----
+# ---- Generations ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +300,9 @@ def _judged_by(job: Mapping[str, Any]) -> tuple[str, str]:
     return metric, evaluation.get("mode") or "max"
 
 
-# ---- replay ----
+# ---- Replay ----
 #
-# A plain job that trains what the winner of a population was trained with, step by step.
+# A plain job can train what the winner of a population was trained with, step by step.
 
 SUFFIX: Final = "-replay"
 MAX_NAME: Final = 64

@@ -1,4 +1,6 @@
-"""The rounds of a federated run: who was asked, who answered, who came late, and with what loss."""
+"""Derive the rounds of a federated run from its events: who was asked, who answered, who came
+late, and with what loss.
+"""
 
 import math
 from array import array
@@ -20,9 +22,9 @@ from stratagem.client.course.client_sums import (
 )
 from stratagem.client.course.views import EventLike, number, numbers, party_of, undone_from
 
-# ---- clients ----
+# ---- Clients ----
 #
-# The clients of a federated run over all its rounds.
+# Clients are followed over all rounds of the run.
 
 
 def clients(events: Iterable[EventLike], party: str = "") -> tuple[FederatedClient, ...]:
@@ -79,7 +81,7 @@ def _at_home(
     return replace(client, worker_id=worker_id, tags=tags, benched_until=benched_until)
 
 
-# ---- rounds ----
+# ---- Rounds ----
 
 TRAIN_LOSS: Final = "train.loss"
 KEPT_WHOLE: Final = 64

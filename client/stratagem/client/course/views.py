@@ -1,7 +1,7 @@
-"""Holds the client's view of runs and workers as frozen values.
+"""This module holds the client's view of runs and workers as frozen values.
 
-Owns the translation from the messages of the coordinator; field names and units are those of
-coordinator.proto. Knows neither channels nor how anything is shown.
+It translates the messages of the coordinator; field names and units are those of
+coordinator.proto.
 """
 
 import json
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stratagem.v1 import coordinator_pb2 as pb
 
-# ---- views ----
+# ---- Views ----
 
 T = TypeVar("T")
 
@@ -391,9 +391,10 @@ def _read(kind: type[T], *messages: Message, **own: Any) -> T:
     return kind(**own)
 
 
-# ---- shapes ----
+# ---- Protocols ----
 #
-# What is read here of events and runs: the SDK's values have these attributes, and more.
+# The functions of the course read only these attributes of events and runs; the SDK's values have
+# them, and more.
 
 
 class EventLike(Protocol):
@@ -452,11 +453,10 @@ class SeriesLike(Protocol):
     def provisional(self) -> NDArray[np.bool_]: ...
 
 
-# ---- payloads ----
+# ---- Payloads ----
 #
-# Reads values from the payloads of events: numbers that JSON has no form for, metrics, members.
-#
-# Facts of a party below the root name its path; those of the root have "".
+# Values are read from the payloads of events: numbers that JSON has no form for, metrics,
+# members. Facts of a party below the root name its path; those of the root have "".
 
 ENDS: Final = frozenset({"RunCompleted", "StoppedEarly", "RunCancelled", "RunFailed"})
 """The facts that end a run."""

@@ -1,2 +1,3 @@
-"""The page on which runs can be watched: a process of its own, and an ordinary client of the
-coordinator."""
+"""The dashboard is a page on which runs can be watched; it is a process of its own, and an
+ordinary client of the coordinator.
+"""

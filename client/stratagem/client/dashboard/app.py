@@ -1,4 +1,6 @@
-"""The page as an ASGI application: every route makes one or two calls of the client."""
+"""Page serves the dashboard as an ASGI application, in which every route makes one or two calls of
+the client.
+"""
 
 import asyncio
 import time
@@ -43,7 +45,7 @@ from stratagem.common.base.errors import (
     told,
 )
 
-# ---- page app ----
+# ---- Routes ----
 
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = frozenset(path.name for path in STATIC.iterdir())
@@ -306,9 +308,9 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-# ---- page pictures ----
+# ---- Pictures ----
 #
-# The pictures of a run as the page takes them: SVG text, and the same as a table.
+# The page takes the pictures of a run as SVG text, and the same numbers as a table.
 
 
 def drawn(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:

@@ -1,5 +1,7 @@
-"""The gate in front of the page: refuses requests that the rules refuse, and those without a
-session, puts the page's headers on every answer, and ends what goes on when the page does.
+"""PageGate refuses requests that break the page's rules or lack a session, and sets the headers of
+every answer.
+
+It also ends open streams when the page ends.
 """
 
 import asyncio
@@ -19,11 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stratagem.common.base.errors import InvalidInputError
 
-# ---- page rules ----
+# ---- Rules ----
 #
-# The rules of the page: where it may be served, who may ask, and the headers of every answer.
-#
-# Pure: knows requests as plain texts, and neither sockets nor sessions.
+# The rules say where the page may be served, who may ask, and which headers every answer has.
+# They are pure functions of requests as plain texts, without sockets or sessions.
 
 CONTENT_POLICY: Final = "; ".join((
     "default-src 'none'",
@@ -160,9 +161,9 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-# ---- page sessions ----
+# ---- Sessions ----
 #
-# Who may read the page: browsers that have shown the token once, each by a cookie of its own.
+# A browser may read the page once it has shown the token; each browser gets a cookie of its own.
 
 MIN_TOKEN_CHARS: Final = 16
 
@@ -213,7 +214,7 @@ class PageSessions:
         return hmac.new(self._token, signed.encode(), "sha256").hexdigest()
 
 
-# ---- page gate ----
+# ---- Gate ----
 
 OPEN_PATHS = ("/", "/api/session")
 OPEN_FOLDER = "/static/"

@@ -1,4 +1,6 @@
-"""Values of the client as plain JSON for the page: printable text, and numbers that JSON has."""
+"""Convert values of the client to plain JSON for the page: printable text, and numbers that JSON
+has.
+"""
 
 import json
 import math
@@ -8,7 +10,7 @@ from typing import Any, Final
 
 from stratagem.common.base.text import printable
 
-# ---- page values ----
+# ---- Values ----
 
 
 def plain(value: Any) -> Any:
@@ -42,9 +44,10 @@ def server_sent(kind: str, value: Any, index: int | None = None) -> bytes:
     return f"{numbered}event: {kind}\ndata: {as_json(value)}\n\n".encode()
 
 
-# ---- curve view ----
+# ---- View of curves ----
 #
-# How pictures are looked at: which steps of curves, on which axis, and how many side by side.
+# A view says which steps of curves are shown, on which axis, and how many pictures stand side by
+# side.
 
 BETWEEN: Final = 54
 """Pixels between pictures side by side; see the frame and the gap of figures in style.css."""

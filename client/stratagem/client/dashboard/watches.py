@@ -1,4 +1,4 @@
-"""How the coordinator is, as the page says it: asked at intervals, for all tabs together."""
+"""Follow the coordinator, one run, and all runs, once for all tabs of the page."""
 
 import asyncio
 import logging
@@ -24,7 +24,9 @@ from stratagem.common.base.errors import (
     told,
 )
 
-# ---- coordinator watch ----
+# ---- Coordinator ----
+#
+# The coordinator is asked for its health at intervals, for the banner of the page.
 
 ASK_PAUSE_S: Final = 2.0
 """Between two questions to the coordinator."""
@@ -109,10 +111,10 @@ def state_of(error: StratagemError) -> str:
             return "away"
 
 
-# ---- run watch ----
+# ---- One run ----
 #
-# The one subscription to a run, for all tabs that look at it: its newest events, its progress, and
-# its status.
+# All tabs that look at a run share one subscription to its newest events, its progress, and its
+# status.
 
 KEPT: Final = 500
 """Events that are kept for tabs; one that is behind them reads on by itself."""
@@ -263,9 +265,9 @@ class RunWatch:
         self._timer, self._latest, self.progress = None, None, b""
 
 
-# ---- runs watch ----
+# ---- All runs ----
 #
-# The one subscription to all runs, for all tabs that show the list.
+# All tabs that show the list share one subscription to all runs.
 
 MAX_RUNS: Final = 200
 """In one message."""
@@ -362,9 +364,9 @@ class RunsWatch:
         self._num_changes, self._is_complete = 0, False
 
 
-# ---- followed ----
+# ---- Shared subscriptions ----
 #
-# What the page follows for all tabs together: in one task, while somebody looks at it.
+# A subscription runs in one task, while a tab looks at it.
 
 RETRY_S: Final = 2.0
 """Before the coordinator is asked again for what it has refused, or for a run that has ended."""

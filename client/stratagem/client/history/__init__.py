@@ -1,1 +1,1 @@
-"""The step history of runs, as a client has it."""
+"""This package reads the step history of runs in the client."""

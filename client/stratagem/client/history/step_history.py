@@ -1,4 +1,4 @@
-"""The step history of a run as numpy columns, by series."""
+"""This module holds the step history of a run as numpy columns, by series."""
 
 import heapq
 import math
@@ -31,7 +31,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 if TYPE_CHECKING:
     import pandas
 
-# ---- step history ----
+# ---- Series ----
 
 MAX_BLOCK_ROWS: Final = 65_536
 MAX_NAMED: Final = 8
@@ -244,15 +244,16 @@ def _table(series: StepSeries) -> dict[str, Any]:
     }
 
 
-# ---- measured actions ----
+# ---- Measured pipeline actions ----
 #
-# When the stages of a pipeline did what in one step, as they have measured it, on one axis.
+# The stages of a pipeline measure their work in one step; here the times of all workers get one
+# axis.
 #
-# Each worker tells times since it has begun the step, by its own clock, and when that was. Workers
-# of one machine have one clock. Of those of several machines, what one has sent cannot be there
-# before it was sent, which bounds how far apart two clocks are from both sides: by activations on
-# their way there, by gradients on their way back. Half-way between the bounds the error is at most
-# half of what lies between them, as in the Network Time Protocol (RFC 5905, section 8).
+# Each worker gives times since it began the step, by its own clock, and the time of that
+# beginning. Workers of one machine have one clock. Between machines, a message cannot arrive
+# before it was sent, which bounds the offset of two clocks from both sides: by activations in one
+# direction, by gradients in the other. Half-way between the bounds the error is at most half of
+# their distance, as in the Network Time Protocol (RFC 5905, section 8).
 
 _GRADIENTS: Final = ("backward", "input")
 """Kinds of work that make, and need, the gradient of an activation."""

@@ -1,1 +1,1 @@
-"""Launching of workers by engines that start processes on many machines, such as Slurm."""
+"""Launch workers by engines that start processes on many machines, such as Slurm."""

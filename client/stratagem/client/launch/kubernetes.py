@@ -1,6 +1,7 @@
-"""An Indexed Job of Kubernetes: workers of one run, whose pods come back when they are preempted.
+"""Describe an Indexed Job of Kubernetes whose pods are workers of one run and come back when they
+are preempted.
 
-Pure, but for `submit`.
+All functions but `submit` are pure.
 """
 
 import re
@@ -16,14 +17,15 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import check_worker_id
 from stratagem.common.process.process_exit import PREEMPTED
 
-# ---- kubernetes pod ----
+# ---- Pods ----
 #
-# The pods that `stratagem launch kubernetes` asks for: workers of one run, each a container.
+# Each pod that `stratagem launch kubernetes` asks for has a container that is a worker of the
+# run.
 #
-# Pure. They are those of `deploy/kubernetes`, but for what a StatefulSet gives: a launched worker
-# has no name that comes back. They carry a label of their own, so that neither the Service nor the
-# disruption budget of the standing workers selects them; a budget would refuse all evictions for
-# pods of a Job.
+# The pods are those of `deploy/kubernetes`, except for the features of a StatefulSet: a launched
+# worker has no name that comes back. They carry a label of their own, so neither the Service nor
+# the disruption budget of the standing workers selects them; a budget would refuse all evictions
+# for pods of a Job.
 
 PORT: Final = 7072
 """Of the first worker of a pod, where the network policies let the coordinator in."""
@@ -238,7 +240,7 @@ def _environment(container: str, shape: PodShape) -> list[Object]:
     return told
 
 
-# ---- kubernetes job ----
+# ---- Job ----
 
 TRIES: Final = 3
 """A worker that ends by itself with an error is started again so often."""

@@ -1,6 +1,7 @@
-"""What a launcher is asked for: so many workers for one run, and the command of each.
+"""WorkerLaunch describes a request to a launcher: a number of workers for one run, and the command
+of each.
 
-Pure. A launcher keeps no state: the run is the coordinator's, the processes are the engine's.
+A launcher keeps no state: the run is the coordinator's, the processes are the engine's.
 """
 
 import re
@@ -21,7 +22,7 @@ from stratagem.common.job import JobSpec, entry_points
 from stratagem.common.rpc.channel import split_addresses
 from stratagem.common.schema.json import suggest
 
-# ---- worker launch ----
+# ---- Launches ----
 
 OF_THE_LAUNCHER: Final = ("--rendezvous", "--coordinator", "--for-run", "--name")
 
@@ -84,13 +85,14 @@ def launch_of(
     return WorkerLaunch(run_id, coordinator, num_workers, (*command, *options))
 
 
-# ---- worker options ----
+# ---- Options of workers ----
 #
-# The options of a worker, by what their values are.
+# The options of a worker are listed by the kinds of their values.
 #
-# A launch refuses others before anything is handed over: workers that an engine starts, perhaps
-# hours later, would refuse them one by one. The settings themselves belong to the worker, which
-# need not be installed where a run is launched; a test compares them with these. Pure.
+# A launch refuses other options before anything is handed over: workers that an engine starts,
+# perhaps hours later, would refuse them one by one. The settings themselves belong to the worker,
+# which need not be installed on the launching machine; a test compares the two. The functions are
+# pure.
 
 FLAGS: Final = frozenset(
     {
@@ -183,9 +185,9 @@ def _is_time(text: str) -> bool:
         return False
 
 
-# ---- submitted run ----
+# ---- Submission ----
 #
-# A run that is submitted for workers that an engine starts, and stopped where it takes none.
+# A run is submitted for workers that an engine starts, and is stopped if the engine takes none.
 
 
 @contextmanager
@@ -222,9 +224,9 @@ def _without_workers(handle: RunHandle, how: str) -> str:
     return f"run {handle.run_id}, submitted for it, was stopped"
 
 
-# ---- site program ----
+# ---- Programs of a site ----
 #
-# Programs by which a site takes jobs, such as sbatch and kubectl.
+# A site takes jobs by programs such as sbatch and kubectl.
 
 TIMEOUT_S: Final = 60.0
 

@@ -1,1 +1,1 @@
-"""A whole cluster on this machine: child processes, their supervisor, the process template."""
+"""Run a whole cluster as supervised child processes on this machine."""

@@ -1,11 +1,12 @@
-"""A whole cluster on this machine: one coordinator and a few workers as child processes.
+"""LocalCluster runs a whole cluster on this machine: one coordinator and a few workers as child
+processes.
 
     with LocalCluster(workers=2) as cluster, cluster.client() as client:
         result = client.submit("job.yaml").result()
 
-Owns which commands are run in which folders; process_supervisor.py keeps them alive. The
-coordinator comes back at the same port and a worker under the same name, so a killed process is a
-hiccup of the run. Everything listens on loopback only.
+It decides which commands run in which folders; supervisor.py keeps them alive. The coordinator
+comes back at the same port and a worker under the same name, so a killed process only delays the
+run. Everything listens on loopback only.
 """
 
 import fcntl
@@ -36,7 +37,7 @@ from stratagem.common.process.process import OwnFolder, remove_temporary, tempor
 if TYPE_CHECKING:
     from stratagem.client.sdk.blocking import Client
 
-# ---- local cluster ----
+# ---- Cluster ----
 
 COORDINATOR: Final = "coordinator"
 READY_TIMEOUT_S: Final = 120.0
@@ -301,9 +302,9 @@ class LocalCluster:
         return self._folder / "ready" / name
 
 
-# ---- local run ----
+# ---- Settings of a run ----
 #
-# What a run on a local cluster was started with, kept beside its data for `resume --local`.
+# The settings of a run on a local cluster are kept beside its data for `resume --local`.
 
 
 @dataclass(frozen=True, slots=True)

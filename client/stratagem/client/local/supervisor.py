@@ -1,11 +1,11 @@
-"""Keeps a few child processes alive from one thread.
+"""ProcessSupervisor keeps a few child processes alive from one thread.
 
 All are started at once. A process that needs others reads their addresses, a line each, from its
-standard input once they are ready; when it is started again they stand in its arguments. It is
-ready when its ready file names an address, and is started again when it ends; one that keeps ending
-soon, or cannot be started, waits longer each time. Should the thread itself fail, it ends all
-processes, and every later question is answered with the reason. No child outlives this process,
-however that ends (see preloaded_programs.py). Knows nothing of what the commands do.
+standard input once they are ready; after a restart they stand in its arguments. A process is ready
+when its ready file names an address, and is restarted when it ends; one that keeps ending soon, or
+cannot be started, waits longer each time. Should the thread itself fail, it ends all processes,
+and every later question is answered with the reason. No child outlives this process, however it
+ends (see common/process/template.py).
 """
 
 import json
@@ -27,11 +27,10 @@ import structlog
 from stratagem.common.base.errors import NotFoundError, UnavailableError
 from stratagem.common.process.template import Process, end_descriptor, start
 
-# ---- child process ----
+# ---- Child process ----
 #
-# One child process: what to run, when it is ready, how it ends.
-#
-# Used by process_supervisor.py, which decides when. Knows nothing of what the commands do.
+# A child process has a command, a condition for being ready, and a way to end. The supervisor
+# decides when to start it.
 
 TAIL_BYTES: Final = 4000
 
@@ -104,7 +103,7 @@ def tail(path: Path, begin: int, end: int) -> str:
     return text or "(nothing)"
 
 
-# ---- process supervisor ----
+# ---- Supervisor ----
 
 log = structlog.get_logger(__name__)
 

@@ -1,6 +1,5 @@
-"""Pictures of what trains, as SVG text with a table of the same numbers.
-
-Values in, text out: no clock, nothing random, fixed decimals, so equal values make equal pictures.
-No script and no `style` attribute, so that they are shown under a strict content policy. Colours
-are attributes, which a file shows by itself, and classes, through which a page gives them others.
+"""Draw training as SVG text with a table of the same numbers, without scripts or `style`
+attributes, so a strict content policy permits the pictures. Output depends on the given values
+only: there is no clock and no randomness, and decimals are fixed, so equal values make equal
+pictures.
 """

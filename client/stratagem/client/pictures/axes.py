@@ -1,4 +1,4 @@
-"""Scales of axes: values to pixels, and the values that are written at an axis."""
+"""Draw the axes of plots: scales from values to pixels, grids, labels and legends."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stratagem.client.pictures.svg import SMALL, element, escaped, label, width_of
 
-# ---- scales ----
+# ---- Scales ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,7 @@ def time_steps(high: float, count: int) -> list[float]:
     return [at * size for at in range(int(high / size + 1e-9) + 1)]
 
 
-# ---- frame ----
-#
-# The frame of a plot: its grid, what is written at its axes, and its legend.
+# ---- Frame ----
 
 EDGE = 14
 """Pixels to the right of a box that its last value may reach into."""

@@ -1,4 +1,6 @@
-"""Curves over steps: a line of last values in a band of minimum and maximum, and what happened."""
+"""Draw curves over steps: a line of last values in a band of minimum and maximum, and marks of
+events.
+"""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -34,9 +36,9 @@ from stratagem.client.pictures.svg import (
     within,
 )
 
-# ---- curve rows ----
+# ---- Rows ----
 #
-# The rows of curves: those of a series, merged where several share a column of pixels.
+# The rows of a series are merged where several share a column of pixels.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def _least(a: float, b: float) -> float:
     return min(a, b) if math.isfinite(b) else a
 
 
-# ---- curve ----
+# ---- Curves ----
 
 MAX_TABLE_ROWS = 40
 DOT_PIXELS = 9

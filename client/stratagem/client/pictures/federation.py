@@ -1,4 +1,4 @@
-"""The clients of a federation: fill is the loss, size the samples, edge and sign the state."""
+"""Draw a federation: its clients as a grid, its rounds, and histograms."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,9 @@ from stratagem.client.pictures.svg import (
 )
 from stratagem.common.history.columns import Floats
 
-# ---- client grid ----
+# ---- Grid of clients ----
+#
+# Fill is the loss, size the samples, edge and sign the state.
 
 STATES = {
     "done": ("good", "✓", None),
@@ -161,9 +163,9 @@ def _edge(x: float, y: float, side: float, state: str, *, is_small: bool = False
     return element("rect", **shape, fill="none", stroke=colour, stroke_dasharray=dashes)
 
 
-# ---- rounds ----
+# ---- Rounds ----
 #
-# Rounds of a federation: loss, clients by what became of them, and time against the deadline.
+# Three plots show the loss, the clients by state, and the time against the deadline.
 
 COLOURS = {"done": "good", "late": "warn", "rejected": "bad", "selected": "grid"}
 """Of the parts of a bar, from the bottom up."""
@@ -365,9 +367,7 @@ def _tick(x: float, y: float, wide: float, colour: str, text: str) -> str:
     )
 
 
-# ---- histogram ----
-#
-# How many values are how large.
+# ---- Histogram ----
 
 
 def histogram(

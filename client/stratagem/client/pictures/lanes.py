@@ -1,4 +1,4 @@
-"""Lanes of bars over time: what time lines, members and pipelines are drawn with."""
+"""Draw lanes of bars over time: time lines, members and decisions."""
 
 import math
 from collections import defaultdict
@@ -33,7 +33,7 @@ from stratagem.client.pictures.svg import (
     width_of,
 )
 
-# ---- lanes ----
+# ---- Lanes ----
 
 LANE_HEIGHT = 24
 MAX_LANES_HEIGHT = 720
@@ -201,9 +201,9 @@ def _bar(bar: Bar, x: Axis, y: float, high: float) -> Iterator[str]:
         yield label(left + width + 1, middle + 0.5, bar.ending, fill="bad", size=13, weight="700")
 
 
-# ---- time line ----
+# ---- Time line ----
 #
-# A time line: what happened when, in lanes, however much that was.
+# A time line shows events in lanes by kind, whatever their number.
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +263,9 @@ def time_line(
     return Picture(title, words, width, height, content, table)
 
 
-# ---- members ----
+# ---- Members ----
 #
-# Members of a run: a lane for each worker, and why it was a member no longer.
+# Each worker has a lane, which also shows why its membership ended.
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,9 +379,9 @@ def _told(stay: Stay) -> str:
     return f"{stay.task}, {ending}" if stay.task else ending
 
 
-# ---- decisions ----
+# ---- Decisions ----
 #
-# What a strategy has decided, and when: a lane for each kind of decision.
+# Each kind of decision of a strategy has a lane.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The parties of a run as a tree: how each one trains, how far it is, and its loss in small."""
+"""Draw the parties of a run: their tree, the stages of a pipeline, and the topology of nodes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,9 @@ from stratagem.client.pictures.svg import (
     width_of,
 )
 
-# ---- party tree ----
+# ---- Tree ----
+#
+# Each row shows how a party trains, how far it is, and a small curve of its loss.
 
 ROW = 26
 INDENT = 16
@@ -120,9 +122,10 @@ def _table(rows: Sequence[PartyRow]) -> NumberTable:
     return NumberTable(headings, thinned(listed, 200))
 
 
-# ---- stages ----
+# ---- Stages ----
 #
-# The stages of a pipeline at work on the micro-batches of one step, and how long each is idle.
+# The stages of a pipeline are shown at work on the micro-batches of one step, with the idle time
+# of each.
 
 COLOURS = {
     "forward": "s1",
@@ -214,9 +217,9 @@ def stages(
     return Picture(title, words, width, height, content, table)
 
 
-# ---- topology ----
+# ---- Topology ----
 #
-# Nodes on a circle, and who exchanges with whom at which weight.
+# Nodes stand on a circle, with a line for each exchange and its weight.
 
 Edge = tuple[int, int, float]
 """Two nodes, and the weight between them."""

@@ -1,4 +1,4 @@
-"""The lineage of a population: a lane for each member, a line for each copy, the winner in bold."""
+"""Draw a population: its lineage, its hyperparameters, and its scores."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,7 +32,9 @@ from stratagem.client.pictures.svg import (
     width_of,
 )
 
-# ---- lineage ----
+# ---- Lineage ----
+#
+# Each member has a lane and each copy a line; the winner is bold.
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +147,9 @@ def _table(nodes: Sequence[LineageNode]) -> NumberTable:
     return NumberTable(headings, thinned(rows, 200))
 
 
-# ---- parallel axes ----
+# ---- Parallel axes ----
 #
-# Hyperparameters and score of each member as a line across parallel axes.
+# The hyperparameters and the score of each member are a line across parallel axes.
 
 BOLD: Final = 14
 """The size of ordinary text that is as wide as bold text of size 12."""
@@ -281,9 +283,9 @@ def _text(value: Any) -> str:
     return short(float(value)) if _is_number(value) else str(value)
 
 
-# ---- scores ----
+# ---- Scores ----
 #
-# Scores of a population by generation: every member faintly, the best one boldly.
+# Scores are shown by generation: every member faintly, the best one boldly.
 
 Scores = Sequence[Sequence[float | None]]
 """By generation, then by member; None: no score."""

@@ -1,4 +1,6 @@
-"""Writes SVG elements: escaped text, fixed decimals, colours by name."""
+"""Write SVG elements with escaped text, fixed decimals and colours by name, and define the value
+of a picture.
+"""
 
 import base64
 import html
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-# ---- svg ----
+# ---- Elements ----
 
 CHARACTER_WIDTH: Final = 6.9
 """Of the mean character, in pixels at the size of ordinary text: what labels are placed by."""
@@ -94,11 +96,10 @@ def shortened(text: str, width: float, size: float = 12) -> str:
     return text if len(text) <= room else f"{text[: max(room - 1, 1)]}…"
 
 
-# ---- colours ----
+# ---- Colours ----
 #
-# The colours of pictures by what they stand for, for light and for dark surroundings.
-#
-# Eight colours of series that people with a colour deficiency tell apart by their lightness, too.
+# Colours have names by their meaning, for light and for dark backgrounds. The eight colours of
+# series differ in lightness, too, for people with a colour deficiency.
 
 LIGHT: Final[Mapping[str, str]] = {
     "ink": "#1f2933",
@@ -159,9 +160,9 @@ def _variables(colours: Mapping[str, str]) -> str:
     return "".join(f"--sg-{name}:{colour};" for name, colour in colours.items())
 
 
-# ---- clipping ----
+# ---- Clipping ----
 #
-# Cuts lines where they leave the frame that they are drawn in.
+# Lines are cut at the frame that they are drawn in.
 
 Point = tuple[float, float]
 
@@ -197,9 +198,9 @@ def _between(before: Point, after: Point, share: float) -> Point:
     return x + (to_x - x) * share, y + (to_y - y) * share
 
 
-# ---- order ----
+# ---- Order of names ----
 #
-# The order in which names are listed: their numbers count as numbers.
+# Numbers inside names count as numbers when names are listed.
 
 _NUMBER: Final = re.compile(r"(\d{1,18})")
 
@@ -214,9 +215,9 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
     )
 
 
-# ---- picture ----
+# ---- Pictures ----
 #
-# A picture: its SVG text, what it says in words, and a table of the same numbers.
+# A picture has SVG text, a description in words, and a table of the same numbers.
 
 FONT: Final = "system-ui, -apple-system, Segoe UI, sans-serif"
 

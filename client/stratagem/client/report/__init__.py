@@ -1,1 +1,1 @@
-"""A run as a page without scripts: pictures of its course by strategy, tables, its job."""
+"""Present a run as a page without scripts: pictures of its course by strategy, tables, its job."""

@@ -1,7 +1,9 @@
-"""A page of HTML that can be kept: its styles, its links, and pictures with their numbers.
+"""Write one run, or a comparison of several, as a page of HTML without scripts or external
+resources.
 
-Each picture stands in it twice, for wide and for narrow screens, with its numbers as a table. What
-others have named is text, never markup.
+Equal runs give equal bytes. Each picture stands in the page twice, for wide and for narrow
+screens, with its numbers as a table. Text of the run, the job or the user's code is text, never
+markup.
 """
 
 import json
@@ -18,7 +20,7 @@ from stratagem.client.report.run_panels import strategy_panels, time_line_panel
 from stratagem.common.base.text import values_text
 from stratagem.common.job.fields import without_spreads
 
-# ---- html document ----
+# ---- Document ----
 
 WIDE: Final = 760
 NARROW: Final = 340
@@ -86,12 +88,7 @@ def figure(panel: Panel, *, has_heading: bool = True) -> str:
     )
 
 
-# ---- html page ----
-#
-# Writes a run as one page of HTML: no script, nothing from elsewhere, equal runs in equal bytes.
-#
-# Each picture stands in it twice, for wide and for narrow screens, with its numbers as a table.
-# What the run, the job or the user's code says is text, never markup.
+# ---- Page of a run ----
 
 MAX_EVENTS: Final = 500
 
@@ -239,9 +236,7 @@ def _events(run: ReportedRun) -> str:
     return f'{before}<details>{summary}<div class="scroll">{table}</div></details>'
 
 
-# ---- comparison page ----
-#
-# Writes several runs beside each other as one page of HTML, as one run is.
+# ---- Comparison ----
 
 
 def comparison_page(compared: Comparison, made_at: str) -> str:

@@ -1,4 +1,4 @@
-"""A picture of a run that can be drawn for any width."""
+"""Make the pictures of a run that can be drawn for any width: members, topology and curves."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from stratagem.client.report.run import MAX_PARTS, ReportedRun, groups, num_node
 from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 
-# ---- panel ----
+# ---- Panels ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ def by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int]
     return lambda width: draw(width=min(width, most))
 
 
-# ---- member panels ----
+# ---- Members ----
 #
-# The picture of a run's members: which worker did what for which party, and until when.
+# A lane for each worker shows its work by party and time.
 
 EVALUATES: Final = "member that evaluates"
 MAX_CLIENTS: Final = 1000
@@ -131,9 +131,9 @@ def _of(path: str, what: str) -> str:
     return f"{path}: {what}" if path else what
 
 
-# ---- topology panel ----
+# ---- Topology ----
 #
-# The picture of a party that gossips: who exchanges parameters with whom.
+# A picture of a gossiping party shows who exchanges parameters with whom.
 
 
 def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "") -> list[Panel]:
@@ -170,9 +170,9 @@ def _workers(run: ReportedRun, path: str, num_nodes: int) -> list[str]:
     return [", ".join(of_node[node]) for node in range(num_nodes)]
 
 
-# ---- curve panels ----
+# ---- Curves ----
 #
-# The curves of a run: what it has measured over its steps or rounds.
+# The curves show the measured values of a run over its steps or rounds.
 
 Steps = tuple[float, float]
 

@@ -1,6 +1,6 @@
-"""What the pictures of a run are made of, read from its events one by one.
+"""Read the contents of a run's pictures from its events, one by one.
 
-A run that goes on is read on: nothing of what was read is read again, and no event is kept.
+A run that continues is read on: no event is read twice, and none is kept.
 """
 
 import math
@@ -33,7 +33,7 @@ from stratagem.common.history.columns import Floats, Ints, shortened
 from stratagem.common.history.recording import PREFIX, party_of_stage
 from stratagem.common.job.fields import CLIENT_MAX, CLIENT_MEAN, CLIENT_MIN, of_metric
 
-# ---- run course ----
+# ---- Course ----
 
 MAX_DECISIONS: Final = 1000
 
@@ -182,9 +182,9 @@ class RunCourse:
             self.decisions.append(Decision(event.time_s - self.began_s, party, kind, reason))
 
 
-# ---- run values ----
+# ---- Values ----
 #
-# What a report is made of: the status of a run, and its events.
+# A report needs the status of a run and its events.
 
 
 class ErrorLike(Protocol):
@@ -311,9 +311,9 @@ def time_text(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-# ---- lines ----
+# ---- Curves from facts ----
 #
-# The curves of a run from its facts: one value for each segment or round that has ended.
+# Each curve has one value for each segment or round that has ended.
 
 _TRAIN = "train.loss"
 _RATE = "train.lr"

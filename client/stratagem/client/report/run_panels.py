@@ -1,4 +1,4 @@
-"""The pictures of a run by its strategy, each made for the width that it is asked for."""
+"""Make the pictures of a run by its strategy, and those of its nested parties, for any width."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from stratagem.client.report.strategy_panels import (
     stage_panels,
 )
 
-# ---- run panels ----
+# ---- Run ----
 
 
 def strategy_panels(run: ReportedRun) -> list[Panel]:
@@ -62,9 +62,9 @@ def time_line_panel(run: ReportedRun) -> Panel:
     return Panel("time-line", "Time line", draw)
 
 
-# ---- nested panels ----
+# ---- Nested parties ----
 #
-# The parties below a run: how each one trains, the tree of them, and the pictures of each.
+# The tree of the parties shows how each one trains, followed by the pictures of each.
 
 MAX_NESTED: Final = 12
 """Parties below the root that have pictures of their own."""

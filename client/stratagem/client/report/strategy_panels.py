@@ -1,4 +1,4 @@
-"""The pictures of a federation: its clients, its rounds, and how long clients take."""
+"""Make the pictures that belong to a strategy: federations, populations, and parts of a party."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from stratagem.common.base.text import values_text
 from stratagem.common.pipeline.schedules import SCHEDULES, Action, Schedule, TaskKind, choose
 from stratagem.common.pipeline.simulation import consumers, required
 
-# ---- federated panels ----
+# ---- Federations ----
 
 
 def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = None) -> list[Panel]:
@@ -74,9 +74,7 @@ def _bar(found: Round, quorum: float | None) -> RoundBar:
     return RoundBar(found.number, found.loss, counts, needed, found.seconds, found.deadline_s)
 
 
-# ---- population panels ----
-#
-# The pictures of a population: lineage, scores, and hyperparameters against the score.
+# ---- Populations ----
 
 
 def population_panels(run: ReportedRun, path: str = "") -> list[Panel]:
@@ -153,10 +151,9 @@ def _trials(found: Population) -> tuple[list[Trial], list[str]]:
     return trials, [*names, found.metric]
 
 
-# ---- part panels ----
+# ---- Parts of a party ----
 #
-# The pictures of the parts of a party: the stages of a pipeline, nodes that gossip, and replicas
-# that take local steps.
+# The parts are the stages of a pipeline, nodes that gossip, and replicas that take local steps.
 
 MEGABYTE: Final = 1e6
 
@@ -321,9 +318,9 @@ def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, Series
     ]
 
 
-# ---- stage plan ----
+# ---- Work of stages ----
 #
-# The work of a pipeline on the micro-batches of a step, as it was measured or as it is planned.
+# The work of a pipeline on the micro-batches of a step is shown as measured, or as planned.
 
 MAX_TASKS: Final = 4096
 _TAKES: Final = {

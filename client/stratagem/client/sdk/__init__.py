@@ -1,1 +1,3 @@
-"""The client library: blocking and asynchronous clients, transfers, views."""
+"""This package is the client library: blocking and asynchronous clients, transfers and checks of
+jobs.
+"""

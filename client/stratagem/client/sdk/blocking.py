@@ -1,12 +1,12 @@
-"""The blocking client, for scripts and notebooks.
+"""This module provides the blocking client, for scripts and notebooks.
 
     with Client("host:7070") as client:
         run = client.submit("job.yaml")
         model.load_state_dict(run.result().state_dict())
 
-Every method runs its namesake of async_client.py on an event loop in one thread that belongs to the
-client, so it works inside a notebook, whose own loop runs already. Ctrl-C during a call gives up
-waiting; the run goes on. Knows nothing of messages and channels.
+Every method runs its namesake of client.py or run.py on an event loop in one thread that belongs
+to the client, so it works inside a notebook, whose own loop runs already. Ctrl-C during a call
+ends the waiting; the run goes on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from stratagem.common.identity.tls import TlsFiles
 if TYPE_CHECKING:
     import torch
 
-# ---- blocking client ----
+# ---- Client ----
 
 
 class Client:
@@ -152,11 +152,7 @@ class Client:
         return self._loop
 
 
-# ---- run handle ----
-#
-# One run for scripts and notebooks: every method runs its namesake of async_run.py.
-#
-# Knows nothing of messages and channels.
+# ---- Runs ----
 
 
 class RunHandle:
@@ -398,9 +394,7 @@ class RunResult:
             return header_html(self.status)
 
 
-# ---- loop thread ----
-#
-# An event loop in a thread, for callers that block.
+# ---- Event loop in a thread ----
 
 Value = TypeVar("Value")
 

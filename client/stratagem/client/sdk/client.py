@@ -5,7 +5,7 @@
         async for item in run.watch(): ...
         await run.result()
 
-Owns what each call means to a caller. Reconnecting is in retrying_calls.py, the tensor streams in
+Owns what each call means to a caller. Reconnecting is in connection.py, the tensor streams in
 downloads.py and uploads.py; nothing here imports torch.
 """
 

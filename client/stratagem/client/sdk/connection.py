@@ -1,9 +1,8 @@
-"""Calls to a coordinator that may be away for a while, or to several of which one leads.
+"""Call a coordinator that may be away for a while, or several coordinators of which one leads.
 
-Owns the one rule of reconnecting: the first call of a client fails at once when none answers, so
-that a wrong address is seen; after that a restarting coordinator is waited for with jittered
-backoff, and so is the next leader where one only stands by. Errors leave this module as the tree of
-common.errors, never as gRPC's.
+The first call of a client fails at once when no coordinator answers, so a wrong address is
+noticed. After that the client waits with jittered backoff for a restarting coordinator, or for the
+next leader. Errors leave this module as those of common/base/errors.py, never as gRPC's.
 """
 
 import asyncio
@@ -51,9 +50,9 @@ from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 if TYPE_CHECKING:
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
-# ---- outage notice ----
+# ---- Notice of an outage ----
 #
-# Says once that calls wait for a coordinator: why, and for what.
+# A notice says once that calls wait for a coordinator: why, and for what.
 
 TOLD_AFTER_S: Final = 1.0
 """A coordinator that is back by then has only been restarted, or another one leads."""
@@ -166,7 +165,7 @@ class OutageNotice:
         return f"no coordinator answers at {self.address}: {why}"
 
 
-# ---- retrying calls ----
+# ---- Retries ----
 
 CALL_TIMEOUT_S: Final = 30.0
 ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
@@ -395,10 +394,10 @@ def _is_starting(error: grpc.aio.AioRpcError) -> bool:
     return any(phrase in (error.details() or "") for phrase in _CLOSED)
 
 
-# ---- fork safety ----
+# ---- Forks ----
 #
-# Forks of a process in which a client is open: gRPC's threads are not in them, so every call there
-# would never end. They get an error at once, and disturb nothing of the process they come from.
+# gRPC's threads do not exist in a fork of a process with an open client, so every call there
+# would never end. Such calls get an error at once, and do not disturb the parent process.
 
 _open: Final[WeakSet[object]] = WeakSet()
 """Connections of this process."""

@@ -1,8 +1,8 @@
 """Looks for what is wrong with a client, its coordinator and the workers, and says what to do.
 
-Owns what can be said of all of them together; of one process `findings.py` says it. Each check is a
-function from what was measured to findings; what there is to measure comes from `Diagnose`, and
-from this process. Nothing here changes anything.
+Owns the findings about all of them together; common/observe/findings.py has those about one
+process. Each check is a function from what was measured to findings; what there is to measure comes
+from `Diagnose`, and from this process. Nothing here changes anything.
 """
 
 import time

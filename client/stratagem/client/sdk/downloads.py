@@ -1,4 +1,6 @@
-"""Committed states as files and folders. Each appears whole and verified, or not at all."""
+"""Write committed states and backups as files and folders, each of which appears whole and
+verified, or not at all.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,7 @@ from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.stream import Sink
 from stratagem.v1 import coordinator_pb2 as pb
 
-# ---- downloads ----
+# ---- States ----
 
 
 async def to_file(
@@ -174,17 +176,17 @@ async def pull_state(connection: Connection, run_id: RunId, which: str, accept: 
     )
 
 
-# ---- backup folder ----
+# ---- Backups ----
 #
-# A backup as a folder: the journal of one moment, and each blob that its facts need.
+# A backup is a folder with the journal of one moment, and each blob that its facts need:
 #
 #     backup.json     term and digests
 #     journal.sqlite  the journal, whatever its database is
 #     blobs/          as below a coordinator's data folder
 #
-# A later backup into the same folder copies what is new. The journal and the list take their places
-# when all blobs are there, and only then what they need no more is removed: so a backup that is
-# interrupted leaves the one before it whole.
+# A later backup into the same folder copies only new data. The journal and the list are replaced
+# when all blobs are there, and only then unneeded blobs are removed: an interrupted backup leaves
+# the one before it whole.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""A model divided among several safetensors files, as Hugging Face and torch.distributed.checkpoint
-read them: which tensor is in which file, and the index that says so.
-"""
+"""Write a committed model as plain safetensors files, in one file or divided among several."""
 
 import json
 import os
@@ -23,7 +21,10 @@ from stratagem.common.tensors.manifest import (
     build_manifest,
 )
 
-# ---- model shards ----
+# ---- Shards ----
+#
+# The files and their index follow the format that Hugging Face and torch.distributed.checkpoint
+# read; the index says which tensor is in which file.
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _LARGEST: Final = 99_999
@@ -134,14 +135,13 @@ def whole_folder(path: Path) -> Iterator[ShardFolder]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-# ---- plain model ----
+# ---- Plain model ----
 #
-# A committed model as files that any reader of safetensors loads: all names, and nothing else.
+# Any reader of safetensors loads these files, which have all names of the model and nothing else.
 #
-# A state's own file has tied tensors once, and the optimizer's with the model's; see downloads.py.
-# Here every name of the model's state_dict() has bytes of its own, as safetensors wants it. The
-# model may also be the one of averaged parameters, where a run keeps their average; and it may be
-# divided among several files, see model_shards.py.
+# A state's own file has tied tensors once, and the optimizer's with the model's; see
+# downloads.py. Here every name of the model's state_dict() has bytes of its own, as safetensors
+# requires. The model may also be that of averaged parameters, where a run keeps their average.
 
 MODEL_PREFIX: Final = "model/"
 AVERAGE_PREFIX: Final = "average/"

@@ -1,6 +1,7 @@
-"""Turns what a job begins from, an earlier run or a file, into the digest of a stored state.
+"""Resolve the start of a job, an earlier run or a file, to the digest of a stored state, and check
+resumed jobs.
 
-Done before the job is submitted, so that the run says for good what it began from.
+This happens before the job is submitted, so the run records permanently what it began from.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from stratagem.common.tensors.files import blob_digest, from_file, read_header
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.v1 import coordinator_pb2 as pb
 
-# ---- initial source ----
+# ---- Initial state ----
 
 _FINAL: Final = "final"
 
@@ -83,12 +84,13 @@ async def _upload(connection: Connection, path: Path) -> Digest:
     return digest
 
 
-# ---- resumed job ----
+# ---- Resumed jobs ----
 #
-# Checks that a job can go on from a commit of another run with its optimizer and its step.
+# A job may continue from a commit of another run with its optimizer and its step.
 #
-# What the state was trained with has to stay: the model, the data and their order, what decides the
-# bits of a step. What only says how the training goes on may be another.
+# Everything that the state was trained with must stay the same: the model, the data and their
+# order, and whatever decides the bits of a step. Settings that only say how the training goes on
+# may differ.
 
 MAY_CHANGE: Final = (
     *("name", "initial", "epochs", "steps", "strategy.rounds"),

@@ -1,7 +1,7 @@
-"""Asks a process that has torch and the user's code about a job; this process loads neither.
+"""Ask a process that has torch and the user's code about a job; this process loads neither.
 
-The questions build the user's model, so they are answered by `stratagem.tools.questions` in a
-process of its own.
+The questions build the user's model, so `stratagem.tools.questions` answers them in a process of
+its own.
 """
 
 import json
@@ -40,9 +40,9 @@ from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.process.cpu_threads import passive_waiting
 from stratagem.common.strategy import ModelParallel, Partition, RemoteTarget, Strategy, Tag
 
-# ---- job input ----
+# ---- Job input ----
 #
-# A job as a caller may give it, and the one form that is sent.
+# A caller may give a job in several forms; one form is sent.
 
 Job = JobSpec | Mapping[str, Any] | str | PathLike[str]
 """A job: validated, as a mapping, or the path of a YAML, TOML or JSON file."""
@@ -66,7 +66,7 @@ def parse_job(job: Job, inline: str | None = None) -> JobSpec:
     return JobSpec.parse(dict(changed))
 
 
-# ---- torch process ----
+# ---- Process ----
 
 _PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.questions")
 _LONG_S: Final = 30.0
@@ -230,9 +230,9 @@ def _error(told: Mapping[str, Any]) -> StratagemError:
     return StratagemError(told["text"])
 
 
-# ---- planning ----
+# ---- Planning ----
 #
-# Asks a process that has torch how much memory a job will need and which settings fit.
+# The process answers how much memory a job will need and which settings fit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,10 +386,10 @@ def _to_estimate(answer: Mapping[str, Any]) -> MemoryEstimate:
     return MemoryEstimate(**{**answer, "notes": tuple(answer["notes"])})
 
 
-# ---- job check ----
+# ---- Check ----
 #
-# Looks for faults of a job before it is submitted: in its document, its code, its data, and what
-# a cluster has for it.
+# A check looks for faults of a job before it is submitted: in its document, its code, its data,
+# and in what a cluster has for it.
 
 _CHECK: Final = "check"
 _NUM_NAMES: Final = 5

@@ -1,4 +1,3 @@
-"""Where the history of a run goes beside the coordinator: files, TensorBoard and trackers.
-
-Sinks run in the client, each in a thread of its own: one that fails changes no run.
+"""Sinks write the history of a run outside the coordinator: to files, TensorBoard and trackers.
+They run in the client, each in a thread of its own, so a sink that fails changes no run.
 """

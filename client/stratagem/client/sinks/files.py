@@ -1,8 +1,4 @@
-"""Sinks that write a line per row: CSV and JSON lines, all series of a run in one file.
-
-A value is written with as many digits as give the same number back. `last`, `min` and `max` of a
-row are those of the steps that it stands for; of an evaluation they are the same.
-"""
+"""Write the history of a run to files: CSV, JSON lines, and event files of TensorBoard."""
 
 import json
 import math
@@ -16,7 +12,11 @@ import google_crc32c
 from stratagem.client.course.views import Event
 from stratagem.client.sinks.sink import Cursor, GrowingFile, RowBlock, SinkRun, values_of
 
-# ---- line files ----
+# ---- Line files ----
+#
+# A line file has one line per row, and all series of a run in one file. A value is written with
+# as many digits as give the same number back. `last`, `min` and `max` of a row are those of the
+# steps that it stands for; of an evaluation they are the same.
 
 COLUMNS: Final = ("party", "series", "step", "last", "min", "max", "count", "nonfinite", "observed")
 
@@ -114,13 +114,13 @@ def _quoted(text: str) -> str:
     return text
 
 
-# ---- tensorboard ----
+# ---- TensorBoard ----
 #
-# The sink for TensorBoard: an event file per run.
+# There is one event file per run.
 #
-# The file is a sequence of frames (length, its masked CRC-32C, data, its masked CRC-32C) that each
-# hold a message `tensorflow.Event`. Of that only three fields of three messages are needed, which
-# are written here: TensorFlow's core/util/event.proto and core/lib/io/record_writer.h. Values in
+# The file is a sequence of frames (length, its masked CRC-32C, data, its masked CRC-32C) that
+# each hold a message `tensorflow.Event`. Only three fields of three messages are needed, and are
+# written here: TensorFlow's core/util/event.proto and core/lib/io/record_writer.h. Values in
 # TensorBoard have 32 bits.
 
 FILE_VERSION: Final = b"brain.Event:2"

@@ -1,8 +1,8 @@
-"""Brings the history of a run to one sink, from a thread of its own.
+"""Outlet brings the history of a run to one sink, from a thread of its own.
 
-The thread is woken when there is something new, and then fetches what the sink lacks: nothing is
-queued, and a sink that fails, or is slow, holds up neither the run nor other sinks. It is opened
-again and goes on from what it has kept.
+The thread is woken by new data, and then fetches what the sink lacks. Nothing is queued, and a
+sink that fails, or is slow, holds up neither the run nor other sinks. A failed sink is opened
+again and continues from what it has kept.
 """
 
 import threading
@@ -20,7 +20,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.history.columns import Columns
 from stratagem.common.history.recording import is_of_newest_segment
 
-# ---- outlet ----
+# ---- Outlet ----
 
 KINDS: Final = (
     *("RunSubmitted", "RunResumed", "MembersFormed", "ModelBuilt"),
@@ -185,9 +185,9 @@ def _described(status: RunStatus) -> SinkRun:
     )
 
 
-# ---- run outlets ----
+# ---- Sinks of a run ----
 #
-# Logs a run to sinks while it is followed, and says at the end what is not written.
+# A followed run is logged to its sinks; the end reports any data that are not written.
 
 
 def sinks_of(texts: Iterable[str]) -> dict[str, Sink]:

@@ -1,7 +1,9 @@
-"""What a sink is: something that takes the rows and facts of a run, and remembers how far it is.
+"""This module defines the contract of a sink, which takes the rows and facts of a run and
+remembers how far it is.
 
-A package offers one under its entry point in the group `stratagem.sinks`, a callable that is given
-the text behind the name: the class `TensorBoardSink` is called with "DIR" for "tensorboard:DIR".
+A package offers a sink under its entry point in the group `stratagem.sinks`, a callable that is
+given the text behind the name: the class `TensorBoardSink` is called with "DIR" for
+"tensorboard:DIR".
 """
 
 import json
@@ -17,7 +19,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.history.columns import Columns
 from stratagem.common.schema.json import not_one_of
 
-# ---- contract ----
+# ---- Contract ----
 
 GROUP: Final = "stratagem.sinks"
 
@@ -124,9 +126,9 @@ def values_of(event: Event) -> tuple[int, dict[str, float]]:
     return int(step), kept
 
 
-# ---- cursor file ----
+# ---- Cursor file ----
 #
-# The file beside a target that says how much of a run is in it.
+# A file beside the target records how much of a run is in it.
 
 
 def cursor_path(target: Path, run_id: str) -> Path:
@@ -157,9 +159,9 @@ def write_cursor(path: Path, cursor: Cursor) -> None:
     beside.replace(path)
 
 
-# ---- growing file ----
+# ---- Growing file ----
 #
-# A file that only grows, and is cut back to what its cursor says when it is opened again.
+# A growing file is cut back to what its cursor says when it is opened again.
 
 
 class GrowingFile:
@@ -207,9 +209,9 @@ class GrowingFile:
         self._file.close()
 
 
-# ---- registry ----
+# ---- Registry ----
 #
-# Finds the sink that a text such as "csv:metrics.csv" names.
+# A text such as "csv:metrics.csv" names a sink.
 
 
 def sink_names() -> list[str]:

@@ -1,1 +1,1 @@
-"""What a terminal shows of a run while it runs, and what a shell is told to complete a line."""
+"""Format the output of a terminal for a run, and complete command lines in a shell."""

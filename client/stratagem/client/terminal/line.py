@@ -1,8 +1,4 @@
-"""The one line about a run, as long as the terminal is wide.
-
-Pure. Fields are left out from the right until the line fits; name, bar, count, loss and the time
-left stay longest.
-"""
+"""Show a run on one line as wide as the terminal, redraw it, and select milestones."""
 
 import io
 import math
@@ -28,7 +24,10 @@ from stratagem.client.terminal.tables import bar_text, duration_text, few, more_
 from stratagem.common.base.text import printable, values_text
 from stratagem.common.job.fields import range_of, without_spreads
 
-# ---- run line ----
+# ---- Line ----
+#
+# The line is a pure function. Fields are left out from the right until the line fits; name, bar,
+# count, loss and the time left stay longest.
 
 SEPARATOR: Final = "  "
 MAX_BAR_CELLS: Final = 12
@@ -285,12 +284,11 @@ def _joined(fields: Sequence[Field], width: int) -> Text:
     return line
 
 
-# ---- redrawn line ----
+# ---- Redrawing ----
 #
-# A line at the bottom of a terminal that is drawn again and again, with other output above it.
-#
-# Owns how it is erased. A terminal that becomes narrower folds the line that is there into several;
-# all of them are erased, as many as the cells that were drawn need at the new width.
+# The line stays at the bottom of a terminal and is drawn again and again, with other output above
+# it. A terminal that becomes narrower folds the present line into several; all of them are
+# erased, as many as the drawn cells need at the new width.
 
 INTERVAL_S: Final = 0.1
 """The line is drawn at most this often; a new width is seen as fast."""
@@ -394,11 +392,10 @@ class _Above(io.TextIOBase):
         return True
 
 
-# ---- milestones ----
+# ---- Milestones ----
 #
-# Which items of a run are worth a line of their own, and what it says.
-#
-# Pure. One line per segment, round, generation and phase; what goes wrong is always said.
+# A milestone is an item of a run that is worth a line of its own. There is one line per segment,
+# round, generation and phase, and failures are always shown. The functions are pure.
 
 TROUBLE: Final = frozenset({"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"})
 ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})

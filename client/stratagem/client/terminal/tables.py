@@ -1,6 +1,6 @@
-"""Runs and workers as text for people and as JSON for programs.
+"""Format runs and workers as text for people and as JSON for programs.
 
-Owns every word that is printed about a status. Knows nothing of calls or exit codes.
+The module owns all wording about a status, and depends on neither calls nor exit codes.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from stratagem.common.observe.findings import Finding, Level
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-# ---- tables ----
+# ---- Tables ----
 
 LEVEL_COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 COLOURS: Final[Mapping[str, str]] = {
@@ -361,9 +361,7 @@ def _finding_cells(finding: Finding) -> tuple[Text, Text, Text, Text]:
     return Text(finding.check), Text(finding.about), level, told
 
 
-# ---- wording ----
-#
-# Numbers and times as short texts.
+# ---- Numbers and times ----
 
 DIGITS: Final = 3
 """Significant digits of a number in a line."""

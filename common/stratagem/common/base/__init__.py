@@ -1,2 +1,1 @@
-"""Holds what every part of the system builds on: errors, identifiers, limits, durations,
-addresses."""
+"""This package holds the foundations of all parts: errors, identifiers, limits, units and files."""

@@ -1,30 +1,6 @@
-"""The one error tree of Stratagem.
+"""This module defines the one error tree of Stratagem, and describes exceptions in words.
 
-    StratagemError
-    ├── InvalidInputError   the caller's input is wrong; says which fields (also a ValueError)
-    │   ├── OutOfRangeError     an offset or index is beyond the end
-    │   └── UnfitModelError     the job does not fit the model that it names
-    ├── LimitError          a size or count is over its limit
-    ├── DivergedError       numbers of a run have left the range of their type
-    ├── IntegrityError      bytes do not match their checksum or digest
-    ├── StaleError          the fence: the term or membership is older than one already seen
-    ├── NotFoundError       no such run, worker, session, blob
-    ├── ConflictError       clashes with what happens at the same time
-    │   ├── AlreadyExistsError  the name is taken by something else
-    │   └── WrongStateError     impossible in the present state
-    ├── UnauthenticatedError    one side did not prove to the other who it is
-    ├── PermissionDeniedError   it is known who calls, and that one may not
-    ├── RefusedBySiteError  a site's own file does not accept the job
-    │   ├── SiteClosedError     it would at another hour
-    │   ├── BudgetSpentError    the rows there have no privacy left to spend on it
-    │   └── KeysLostError       it has no keys of the round of secure aggregation
-    ├── UnavailableError    the other side cannot be reached now; a retry may help
-    │   ├── StandbyError        this coordinator does not lead; another one may
-    │   └── InProgressError     what the call needs is being done; the same call learns how it ends
-    ├── UserCodeError       the user's model, data, loss or optimizer raised
-    └── RunFailedError      the run ended without a result; the message is the reason
-
-Knows nothing of gRPC: which status code stands for which error is a table in `rpc/status_codes.py`.
+The tree is independent of gRPC: a table in `rpc/status_codes.py` maps errors to status codes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +8,31 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Self, TypeVar
 
-# ---- errors ----
+# ---- Error tree ----
+#
+#     StratagemError
+#     ├── InvalidInputError   the caller's input is wrong; says which fields (also a ValueError)
+#     │   ├── OutOfRangeError     an offset or index is beyond the end
+#     │   └── UnfitModelError     the job does not fit the model that it names
+#     ├── LimitError          a size or count is over its limit
+#     ├── DivergedError       numbers of a run have left the range of their type
+#     ├── IntegrityError      bytes do not match their checksum or digest
+#     ├── StaleError          the fence: the term or membership is older than one already seen
+#     ├── NotFoundError       no such run, worker, session, blob
+#     ├── ConflictError       clashes with what happens at the same time
+#     │   ├── AlreadyExistsError  the name is taken by something else
+#     │   └── WrongStateError     impossible in the present state
+#     ├── UnauthenticatedError    one side did not prove to the other who it is
+#     ├── PermissionDeniedError   the caller is known and has no permission
+#     ├── RefusedBySiteError  a site's own file does not accept the job
+#     │   ├── SiteClosedError     the site would accept it at another hour
+#     │   ├── BudgetSpentError    the rows there have no privacy left to spend on it
+#     │   └── KeysLostError       it has no keys of the round of secure aggregation
+#     ├── UnavailableError    the other side cannot be reached now; a retry may help
+#     │   ├── StandbyError        this coordinator does not lead; another one may
+#     │   └── InProgressError     the needed work is under way; the same call learns how it ends
+#     ├── UserCodeError       the user's model, data, loss or optimizer raised
+#     └── RunFailedError      the run ended without a result; the message is the reason
 
 MAX_VIOLATIONS: Final = 100
 """More than a person reads; a document with a hundred thousand mistakes has not all reported."""
@@ -215,13 +215,11 @@ class RunFailedError(StratagemError):
         super().__init__(reason)
 
 
-# ---- exception text ----
+# ---- Exceptions in words ----
 #
-# Describes exceptions in words for people, without the exception groups around them.
-#
-# A task group wraps what its tasks raise, and nested groups wrap that again; "unhandled errors in a
-# TaskGroup (1 sub-exception)" says nothing to anybody. Whoever makes a reason, a log line or a
-# status of an exception that may have come out of tasks asks here.
+# A task group wraps the exceptions of its tasks, and nested groups wrap them again; "unhandled
+# errors in a TaskGroup (1 sub-exception)" informs nobody. Code that makes a reason, a log line or
+# a status of an exception that may have come out of tasks uses these functions.
 
 
 def leaves(error: BaseException) -> list[BaseException]:
@@ -266,9 +264,10 @@ def _words(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
-# ---- exception frames ----
+# ---- Frames ----
 #
-# Exceptions that are kept by what they have ended: a task, a call or a plan.
+# A task, a call or a plan keeps the exception that has ended it. Its frames are removed, since
+# they may refer to the owner of the exception and thereby form a reference cycle.
 
 E = TypeVar("E", bound=BaseException)
 

@@ -1,4 +1,4 @@
-"""Files that appear whole, or not at all. Knows nothing of what they hold."""
+"""Write and read files that appear whole or not at all, private files, and watched files."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ import structlog
 
 from stratagem.common.base.errors import InvalidInputError
 
-# ---- atomic file ----
+# ---- Atomic files ----
 
 
 @contextmanager
@@ -39,13 +39,11 @@ def whole_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterat
         part.unlink(missing_ok=True)
 
 
-# ---- private file ----
+# ---- Private files ----
 #
-# Files that only some may read: private keys, and what a process notes about its work.
-#
-# Owns what is too open, and how such a file is made. A key's group may read it: Kubernetes gives
-# the group of a pod its secrets (`fsGroup`), and a service account is often a group of its own.
-# Everybody may not.
+# Private keys, and a process's notes about its work, may be read only by some. A key's group may
+# read it: Kubernetes gives the group of a pod its secrets (`fsGroup`), and a service account is
+# often a group of its own. Others may not.
 
 
 def check_private(field: str, path: str | PathLike[str]) -> None:
@@ -78,9 +76,9 @@ def create_private(path: str | PathLike[str]) -> BinaryIO:
     return file
 
 
-# ---- watched file ----
+# ---- Watched files ----
 #
-# Files that are read again when they have been written or replaced, without a restart.
+# A watched file is read again when it has been written or replaced, without a restart.
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -1,6 +1,7 @@
-"""The names that travel through every part: runs, workers, process incarnations, digests, parties.
+"""This module defines the identifiers that all parts share, the switch for limits, and the
+protocol version.
 
-Owns how an id is spelled and how a new one is made. Does not know what any id stands for.
+It owns the spelling of an id and makes new ones, independently of what the id stands for.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import Final, NewType
 
 from stratagem.common.base.errors import InvalidInputError
 
-# ---- ids ----
+# ---- Identifiers ----
 
 RunId = NewType("RunId", str)
 WorkerId = NewType("WorkerId", str)
@@ -109,12 +110,13 @@ def check_party(value: str) -> Party:
     return Party(value)
 
 
-# ---- limits ----
+# ---- Limits ----
 #
-# Switches the limits on the size of a job: checked at submit, lifted for jobs accepted earlier.
+# The limits on the size of a job are checked at submission, and lifted for jobs that were
+# accepted earlier.
 #
-# A limit guards against who asks for too much. A journal holds jobs that were accepted under the
-# limits of their time; a coordinator that has others now must be able to read them.
+# A limit protects against callers that ask for too much. A journal holds jobs that were accepted
+# under the limits of their time, and a coordinator with other limits must be able to read them.
 
 _are_checked: ContextVar[bool] = ContextVar("limits are checked", default=True)
 
@@ -134,9 +136,7 @@ def lifted() -> Iterator[None]:
         _are_checked.reset(token)
 
 
-# ---- protocol version ----
-#
-# The version of the wire protocol that this side speaks, and the metadata key that carries it.
+# ---- Protocol version ----
 
 PROTOCOL_KEY: Final = "stratagem-protocol"
 PROTOCOL_VERSION: Final = "1"

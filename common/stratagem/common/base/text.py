@@ -1,4 +1,4 @@
-"""Numbers and values as sentences say them, of the coordinator and of the command line alike."""
+"""Format numbers and values for sentences, make foreign text printable, and split addresses."""
 
 import ipaddress
 import json
@@ -7,7 +7,9 @@ import socket
 from collections.abc import Mapping
 from typing import Any, Final
 
-# ---- wording ----
+# ---- Wording ----
+#
+# The coordinator and the command line use the same wording.
 
 MAX_VALUES_CHARS: Final = 300
 MAX_DIGITS: Final = 17
@@ -46,14 +48,13 @@ def plainly(error: Exception) -> str:
     return re.sub(r" *See https?://\S+ for more details\.", "", str(error))
 
 
-# ---- printable text ----
+# ---- Printable text ----
 #
-# Text of others as people may see it: nothing in it moves a cursor, hides or turns around what
-# stands next to it.
+# Nothing in a printable text moves a cursor, hides or reverses the text next to it.
 #
-# One function for all: the coordinator's entrance, where it comes from workers and clients; errors
-# that another process has sent; and the command line, before a terminal. Owns which characters
-# these are. Imports nothing, as the command line has to start soon.
+# The same function serves the coordinator's entrance for text of workers and clients, errors that
+# another process has sent, and the command line before a terminal. The module imports nothing
+# heavy, as the command line has to start fast.
 
 _NEWLINES: Final = "\n\t"
 _MOVING: Final = re.compile(
@@ -79,9 +80,9 @@ def is_printable(text: str) -> bool:
     return _MOVING_OR_NEWLINE.search(text) is None
 
 
-# ---- host port ----
+# ---- Addresses ----
 #
-# HOST:PORT: its parts, and who can reach a host.
+# An address is HOST:PORT.
 
 
 def split_address(address: str) -> tuple[str, int]:

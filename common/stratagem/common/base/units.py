@@ -1,4 +1,6 @@
-"""Spans of time as people write them in settings: 30s, 10m, 12h, 7d."""
+"""Parse spans of time and amounts of bytes as people write them in settings: 30s, 10m, 8GB,
+512MiB.
+"""
 
 import re
 from typing import Annotated, Final
@@ -7,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from stratagem.common.base.errors import InvalidInputError
 
-# ---- durations ----
+# ---- Durations ----
 
 _SPAN: Final = re.compile(r"(\d+(?:\.\d+)?) *([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -28,9 +30,7 @@ Span = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
 """A setting in seconds, given with its unit."""
 
 
-# ---- sizes ----
-#
-# Amounts of bytes as people write them: 8GB, 512MiB.
+# ---- Sizes ----
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -1,1 +1,1 @@
-"""Code bundles: a folder of the user's modules as one file with one name, and signatures of it."""
+"""Code bundles hold a folder of the user's modules as one file with one name, and can be signed."""

@@ -1,7 +1,7 @@
-"""A code bundle: the files of a folder as one zip in one canonical form, named by its digest.
+"""Pack the files of a folder as a code bundle: one zip in one canonical form, named by its digest.
 
 Equal files make equal bytes: names in order, stored and not compressed, dated 1980, readable by
-all. Whoever opens a bundle accepts no other form, so an archive cannot hold anything besides its
+all. Readers of a bundle accept no other form, so an archive cannot hold anything besides its
 files: no links, no names outside of the folder, nothing that grows while it is read. The archive
 travels as a blob that holds one tensor of bytes; the digest of the bundle is that of the blob.
 """
@@ -20,7 +20,7 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 
-# ---- bundle ----
+# ---- Bundles ----
 
 MAX_BYTES: Final = 10 * 2**20
 """Of all files together."""

@@ -1,8 +1,8 @@
-"""Defines a codec: a pure function from tensors and explicit state to bytes, and back.
+"""A codec is a pure function from tensors and explicit state to bytes, and back.
 
 A codec is made for a layout (names and shapes), from which the size of its payload follows, so a
 receiver allocates before the first byte. Tensors are flat float32 arrays in the order of the
-layout. Knows neither torch nor the network.
+layout. The module depends on neither torch nor the network.
 
     Codec         all tensors of one shard at once; may keep state
     TensorCodec   one tensor, without state; `PerTensor` makes a Codec of them
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stratagem.common.numerics.keys import derive
 
-# ---- codec ----
+# ---- Codecs ----
 
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
@@ -236,12 +236,12 @@ def _check_size(payload: ByteArray, num_bytes: int) -> None:
         raise ValueError(f"a payload of {payload.size} bytes came, expected {num_bytes}")
 
 
-# ---- error feedback ----
+# ---- Error feedback ----
 #
-# Error feedback: what a payload did not carry is added to the next one.
+# Error feedback adds to each payload what the one before did not carry.
 #
-# r' = (x + r) - decoded, per tensor, in float32. Over any number of payloads the sum of what was
-# decoded is the sum of the inputs minus the last residual, for any codec
+# r' = (x + r) - decoded, per tensor, in float32. For any codec, the sum of the decoded tensors
+# over any number of payloads is the sum of the inputs minus the last residual
 # (https://arxiv.org/abs/1901.09847).
 
 RESIDUAL: Final = "residual/"

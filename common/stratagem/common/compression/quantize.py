@@ -1,7 +1,7 @@
-"""int8 and int4 in blocks: a scale for each block of neighbours, max|x| / 127 or max|x| / 7.
+"""These codecs narrow each element: int8 and int4 in blocks, fp16 and bf16, int8 and ternary per
+tensor.
 
-Rounded to the nearest, ties to even. The last block may have fewer elements. Two levels of int4 are
-one byte, the first one in its low bits.
+Values are rounded to the nearest, ties to even, unless a codec says otherwise.
 """
 
 from typing import Any, Final
@@ -13,7 +13,10 @@ from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Re
 from stratagem.common.numerics.keys import places, uniform
 from stratagem.common.numerics.shards import pairwise_sum
 
-# ---- blocks ----
+# ---- Blocks of int8 and int4 ----
+#
+# Each block of neighbours has a scale, max|x| / 127 or max|x| / 7. The last block may have fewer
+# elements. Two levels of int4 are one byte, the first one in its low bits.
 
 LEVELS: Final = {8: 127, 4: 7}
 """The largest level by bits."""
@@ -71,9 +74,7 @@ class ScaledBlocks:
         return window
 
 
-# ---- casts ----
-#
-# fp16 and bf16: narrower floats, rounded to nearest, ties to even.
+# ---- fp16 and bf16 ----
 #
 # fp16 has few exponents, so each tensor is scaled by a power of two, which is exact, until its
 # largest value is just below 2^15. bf16 has the exponents of float32.
@@ -132,10 +133,9 @@ class BrainFloat:
 
 # ---- int8 ----
 #
-# int8: one scale per tensor, max|x| / 127, and values -127 to 127.
-#
-# Rounded to the nearest, ties to even, or stochastically: floor(x / scale + u), which is unbiased
-# (QSGD, https://arxiv.org/abs/1610.02132).
+# There is one scale per tensor, max|x| / 127, with values from -127 to 127. Rounding is to the
+# nearest, ties to even, or stochastic: floor(x / scale + u), which is unbiased (QSGD,
+# https://arxiv.org/abs/1610.02132).
 
 _LEVELS = np.float32(127.0)
 
@@ -170,17 +170,19 @@ class Int8:
         return window
 
 
-# ---- ternary ----
+# ---- Ternary ----
 #
-# Ternary: -1, 0 or +1 times one scale per tensor, two bits per element.
+# A ternary value is -1, 0 or +1 times one scale per tensor, two bits per element.
 #
-# Deterministic: sign(x) where |x| > t = threshold_fraction · mean|x|, and the scale that fits best,
-# which is the mean |x| of what is kept (Ternary Weight Networks, https://arxiv.org/abs/1605.04711).
-# Means are sums in float64 over the tree of `sums`, nothing for what is not kept, divided, and
-# rounded to float32 once; so a device that holds the gradient gives the same bits.
-# It is biased and wants error feedback (https://arxiv.org/abs/1901.09847).
-# Stochastic: sign(x) with probability |x| / max|x|, scale max|x|; unbiased (TernGrad,
-# https://arxiv.org/abs/1705.07878).
+# The deterministic form takes sign(x) where |x| > t = threshold_fraction · mean|x|, and the scale
+# that fits best, which is the mean |x| of the elements above the threshold (Ternary Weight
+# Networks, https://arxiv.org/abs/1605.04711). Means are sums in float64 over the tree of
+# `pairwise_sum`, in which other elements count nothing, divided, and rounded to float32 once; so
+# a device that holds the gradient gives the same bits. This form is biased and needs error
+# feedback (https://arxiv.org/abs/1901.09847).
+#
+# The stochastic form takes sign(x) with probability |x| / max|x|, and the scale max|x|; it is
+# unbiased (TernGrad, https://arxiv.org/abs/1705.07878).
 
 Trits = NDArray[np.int8]
 

@@ -1,4 +1,7 @@
-"""The codec that a job's `compression` names, for a layout. The only place that knows them all."""
+"""Make the codec that a job's `compression` names, and apply it to shards and to clients' updates.
+
+No other module knows all codecs.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +31,7 @@ from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.numerics.shards import Node, split_node
 from stratagem.common.tensors.manifest import TensorSpec
 
-# ---- codec table ----
+# ---- Table of codecs ----
 
 
 def make_codec(
@@ -84,14 +87,14 @@ def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
             raise AssertionError(f"codec {spec.codec!r} has no implementation here")
 
 
-# ---- coded step ----
+# ---- Coded steps ----
 #
-# A step of coded shards, as both ends of a ParameterServer see it.
+# Both ends of a ParameterServer use these rules for a step of coded shards.
 #
 # A *message* is the payload of one shard and then its extras (float64, never coded), the first of
-# which is its weight. What is coded of a shard is its mean gradient, which may be a number of the
-# codec's where mean · rows is none. Owns the rule which way the sum goes back, and the addition
-# where the coordinator decodes.
+# which is its weight. The coded value of a shard is its mean gradient, which may be in the range
+# of the codec where mean · rows is not. The rules decide which way the sum goes back, and define
+# the addition where the coordinator decodes.
 
 
 def are_forwarded(num_live: int, message_bytes: int, raw_bytes: int) -> bool:
@@ -131,12 +134,12 @@ def sum_messages(
     return total(Node(0, len(messages)))
 
 
-# ---- coded update ----
+# ---- Coded updates ----
 #
-# A federated client's update, coded: what moved, relative to the global state.
+# A federated client's update is coded as its change relative to the global state.
 #
 # On the wire it is one payload of all coded parameters, in order of name, and with it every other
-# tensor as it is. Clients keep nothing from round to round, so there is no residual.
+# tensor uncoded. Clients keep nothing from round to round, so there is no residual.
 
 PAYLOAD: Final = "payload"
 """The name of the payload among the tensors; those of a model have names with a slash."""

@@ -1,7 +1,7 @@
-"""The step history: values of each step of a run, in rows that each stand for as many steps.
+"""The step history keeps values of each step of a run, in rows that stand for one step or several.
 
-Nothing here knows torch, the network or a clock. Every number in a row was reported; none is an
-average.
+Every number in a row was reported, and none is an average. The package depends on neither torch,
+the network nor a clock.
 """
 
 from stratagem.common.history.columns import (

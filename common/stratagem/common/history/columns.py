@@ -1,8 +1,8 @@
-"""Rows of one series as columns, and the ways to merge them.
+"""This module defines the rows of one series as columns, and the ways to merge them.
 
-A row stands for the steps of one bucket: bucket k of stride s are the steps k*s + 1 to (k + 1)*s.
-Merging is associative, and a bucket of stride 2s is two of stride s: however the steps of a run are
-cut into parts, and in whatever order neighbouring parts are merged, the same rows result.
+A row stands for the steps of one bucket: bucket k of stride s covers the steps k*s + 1 to (k +
+1)*s. Merging is associative, and a bucket of stride 2s is two of stride s: however the steps of a
+run are cut into parts, and in whatever order neighbouring parts are merged, the same rows result.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-# ---- columns ----
+# ---- Columns ----
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -155,9 +155,9 @@ def _rows(columns: Columns, places: Ints) -> Columns:
     return Columns(*(column[places] for column in columns.arrays))
 
 
-# ---- strides ----
+# ---- Strides ----
 #
-# How many steps one row stands for: a power of two, so two rows make one of the next stride.
+# A row stands for a power of two steps, so two rows make one of the next stride.
 
 MAX_ROWS: Final = 2048
 """Rows of a series over all steps of a run."""

@@ -1,6 +1,5 @@
-"""Recording of a segment's steps: one recorder per party and segment, which closes row after row.
-
-`add` is called in every step, so it only keeps the values; many at once are put in rows.
+"""Record the steps of a segment, pack rows for the wire and the database, and encode stage
+actions.
 """
 
 import json
@@ -30,7 +29,10 @@ from stratagem.common.history.columns import (
     part_of,
 )
 
-# ---- recording ----
+# ---- Recording ----
+#
+# There is one recorder per party and segment. `add` is called in every step, so it only keeps the
+# values; many at once are put in rows.
 
 MAX_SERIES: Final = 256
 """Series of one party; more are not recorded."""
@@ -158,15 +160,15 @@ def is_series_name(name: str) -> bool:
     return 0 < len(name) <= MAX_NAME and is_printable(name)
 
 
-# ---- packing ----
+# ---- Packing ----
 #
-# Packed rows, as they go over the wire and into the journal's database.
+# Packed rows go over the wire and into the journal's database.
 #
-# The rows of several series are compressed as one: the length of a JSON head, the head (name,
-# whether it is observed, and number of rows of each series), the columns, each with the rows of one
-# series after those of the other. A byte before the compressed ones says that the numbers of the
-# columns stand in planes; rows that were packed before there were any begin without it. What is
-# unpacked is checked against a limit before it is allocated, as it may come from anybody.
+# The rows of several series are compressed together: the length of a JSON head, the head (name,
+# whether it is observed, and number of rows of each series), the columns, each with the rows of
+# one series after those of the other. A byte before the compressed ones says that the numbers of
+# the columns stand in planes; rows from versions without planes begin without it. The unpacked
+# size is checked against a limit before allocation, as packed rows may come from anybody.
 
 MAX_PART_BYTES: Final = 256 * 1024
 """Of one packed part of a recording."""
@@ -278,14 +280,15 @@ def _check(columns: Columns, starts: Sequence[int]) -> None:
         raise InvalidInputError.at("rows", "numbers of values must not be negative")
 
 
-# ---- stage actions ----
+# ---- Stage actions ----
 #
-# What a stage of a pipeline has done in one step, and when, as values of the step history.
+# The work of a pipeline stage in one step, with its times, is stored as values of the step
+# history.
 #
-# Of each segment its last step is told, in a party of its own beside that of the stage, and of a
-# run that of its newest segment is kept. Times are seconds since the worker of the stage has begun
-# the step, by its own clock, in whole units of 2^-20 s: that is what they are good for, and such
-# numbers take little room.
+# Each segment reports its last step, in a party of its own beside that of the stage, and a run
+# keeps that of its newest segment. Times are seconds since the worker of the stage began the
+# step, by its own clock, in whole units of 2^-20 s: that matches their accuracy, and such numbers
+# take little room.
 
 PREFIX: Final = "action."
 """Of the names of all series."""

@@ -1,1 +1,1 @@
-"""Establishes identities: certificates, tokens, revocation, authentication, authorization."""
+"""This package establishes identities by certificates and tokens, and authorizes callers."""

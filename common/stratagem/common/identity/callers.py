@@ -1,9 +1,8 @@
-"""Proves who makes a call, and lets the call in or refuses it by the table of `authorization.py`.
+"""Prove who makes a call, and let the call in or refuse it by one table of all calls.
 
-Owns who a caller is, and the sentences of a refusal. A caller proves who it is by the certificate
-of its connection, or by a token where the connection has none. Without TLS nobody proves anything
-and everybody may do everything: such a server listens on this machine only, unless its operator has
-said otherwise.
+A caller proves its identity by the certificate of its connection, or by a token where the
+connection has none. Without TLS nobody proves anything and everybody may do everything: such a
+server listens on this machine only, unless its operator has said otherwise.
 """
 
 import hashlib
@@ -34,13 +33,12 @@ from stratagem.common.base.files import Stamp, WatchedFiles, stamp_of, whole_fil
 from stratagem.common.base.ids import check_token_name
 from stratagem.common.identity.tls import CertId, Role
 
-# ---- bearer tokens ----
+# ---- Bearer tokens ----
 #
-# Bearer tokens: how a person without a certificate proves to be known.
+# A person without a certificate proves their identity by a token.
 #
 # A token is 256 random bits that are shown once. The coordinator keeps a file with the SHA-256 of
-# each, a name, what it may do and until when; a reader of the file cannot call with it. Owns the
-# file's form. Must not know which call needs what.
+# each, a name, its scopes and its expiry; a reader of the file cannot call with it.
 
 HEADER: Final = "authorization"
 _SCHEME: Final = "Bearer "
@@ -208,13 +206,11 @@ def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:
             os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
 
 
-# ---- authorization ----
+# ---- Authorization ----
 #
-# Defines, in one table for all calls, who may make which call and what about. A call that is not
-# in it is refused.
-#
-# Owns the table. Who a caller is, and the refusals, are in `authentication.py`. What belongs to
-# whom is known to the services: `ownership_check.py` has them look.
+# The table defines for all calls who may make which call, and about which resources. A call that
+# is not in it is refused. The services know what belongs to whom; rpc/server.py has them check
+# it.
 
 
 class Anyone(StrEnum):
@@ -330,16 +326,17 @@ def say_needed(needed: Iterable[Who]) -> str:
     return " or ".join(words)
 
 
-# ---- revocation ----
+# ---- Revocation ----
 #
-# Certificates that count no more although they have not run out: a file, read again as it changes.
+# Revoked certificates are invalid although they have not expired. They stand in a file, which is
+# read again when it changes:
 #
 #     worker w3                 # any holder of a certificate of worker w3, also a renewed one
 #     worker *.gpu              # the certificate that the workers of the pool gpu share
 #     sha256:9f86d0...          # this one certificate
 #
-# Owns the file's form. Fails closed: a file that cannot be read ends a process at its start, and
-# later leaves the list as it was.
+# Revocation fails closed: a file that cannot be read ends a process at its start, and later
+# leaves the list as it was.
 
 _FINGERPRINT: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _HOLDER: Final = re.compile(rf"({'|'.join(Role)}) (\*\.)?[A-Za-z0-9._-]{{1,64}}")
@@ -405,7 +402,7 @@ class RevokedFile:
             raise UnauthenticatedError(f"the certificate of {cert_id} has been revoked")
 
 
-# ---- authentication ----
+# ---- Authentication ----
 
 _NUMBERED: Final = "#"
 """Between the name of a token and its id; no name has it."""

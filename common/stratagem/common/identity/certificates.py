@@ -1,8 +1,8 @@
-"""Makes the certificates of a development cluster: one authority, one certificate per process.
+"""Make the certificates of a development cluster: one authority, one certificate per process.
 
-For trying things out and for tests; where certificates matter, an authority of your own makes
-them, and this module says by example what must stand in them. Keys are readable by their owner
-alone, and nothing is overwritten.
+They are meant for trials and for tests. In production an authority of your own makes certificates,
+and this module shows by example what they must contain. Only their owner can read the keys, and
+nothing is overwritten.
 """
 
 import ipaddress
@@ -42,14 +42,13 @@ from stratagem.common.identity.tls import (
     worker_name,
 )
 
-# ---- authorities ----
+# ---- Authorities ----
 #
-# Authorities for development: how one is made, takes the place of another, and signs.
+# A development authority is created, replaces another one, and signs certificates.
 #
-# A folder has `ca.crt`, the authorities that are trusted, and `ca.key`, the key of the one that
-# signs now. While one takes the place of another both are trusted, so that certificates of either
-# count and no processes have to be restarted together; their names are the same, their keys are
-# different. Knows nothing of who the certificates are for (`certificates.py`).
+# A folder has `ca.crt`, the trusted authorities, and `ca.key`, the key of the one that signs now.
+# While one takes the place of another both are trusted, so certificates of either count and
+# processes need not be restarted together; their names are the same, their keys are different.
 
 CA_FILE: Final = "ca.crt"
 CA_KEY_FILE: Final = "ca.key"
@@ -199,7 +198,7 @@ _CA_USAGE: Final = x509.KeyUsage(
 )
 
 
-# ---- certificates ----
+# ---- Certificates ----
 
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS: Final = 90

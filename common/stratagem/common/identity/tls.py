@@ -1,12 +1,12 @@
-"""Certificates of a process: the files, what stands in them, and when they have changed.
+"""Read the certificates of a process, notice when their files have changed, and make gRPC's
+credentials.
 
     spiffe://<trust domain>/role/<role>/<id>     URI in the certificate: who its holder is
     spiffe://<trust domain>/role/pool/<pool>     of each worker whose id is <label>.<pool>
     <id>.worker.<trust domain>                   DNS names of a worker, which is known by its name
     worker.<trust domain>                        and not by its address
 
-Owns how an identity is spelled in a certificate, and that files which do not fit together are not
-used. Knows nothing of gRPC; `grpc_credentials.py` makes gRPC's credentials of what is read here.
+Files that do not fit together are not used.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from stratagem.common.base.text import plainly
 if TYPE_CHECKING:
     from cryptography import x509
 
-# ---- certificate chain ----
+# ---- Certificate chains ----
 #
-# Finds until when a certificate counts: its own end, and that of every authority above it.
+# A certificate counts until its own end or that of any authority above it, whichever comes first.
 #
-# An authority that has ended takes all with it that it has signed, whatever stands in that. Owns
-# how the certificates above one are found, and the sentence that names the one that has ended.
-# Reads no file and verifies no peer: gRPC does that.
+# An expired authority invalidates all that it has signed, whatever the certificates say. This
+# section reads no file and verifies no peer: gRPC does that.
 
 _MAX_LINKS: Final = 8
 AUTHORITY: Final = "authority"
@@ -135,7 +134,7 @@ def has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bo
     return True
 
 
-# ---- tls files ----
+# ---- TLS files ----
 
 DEFAULT_TRUST_DOMAIN: Final = "stratagem"
 POOL: Final = "pool"
@@ -366,13 +365,13 @@ def certificates_in(field: str, path: File, pem: bytes | None = None) -> list[x5
         ) from None
 
 
-# ---- grpc credentials ----
+# ---- gRPC credentials ----
 #
-# gRPC's credentials, made of files that may be replaced while the process runs.
+# The files of the credentials may be replaced while the process runs.
 #
-# The only place that makes them, for servers and for channels. gRPC can make a listener ask for a
-# client's certificate and insist on it, or not ask at all; there is nothing between. So one
-# listener takes certificates, and people with tokens use another.
+# No other code makes credentials, for servers or for channels. gRPC can make a listener demand a
+# client's certificate, or not ask at all; there is nothing between. One listener therefore takes
+# certificates, and people with tokens use another.
 
 log = structlog.get_logger()
 

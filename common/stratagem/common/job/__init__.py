@@ -1,4 +1,4 @@
-"""The job document: its sections, how it is read from a file, its canonical text."""
+"""This package defines the job document: its sections, its rules, and its canonical text."""
 
 from stratagem.common.code.code_section import CodeSpec
 from stratagem.common.job.accumulation import AccumulationSpec

@@ -1,6 +1,5 @@
-"""Parses intervals at which something happens: "1 epoch", "100 steps", "2 rounds", "1 generation".
-
-Owns the spelling. Which unit has a meaning under which strategy is for the job to check.
+"""Parse the small fields of a job that several sections share: intervals, names, metrics and the
+row order.
 """
 
 import re
@@ -24,7 +23,10 @@ from stratagem.common.schema.json import not_one_of, unknown_key
 from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import Custom, PopulationBased, Strategy
 
-# ---- interval ----
+# ---- Intervals ----
+#
+# An interval says how often something happens: "1 epoch", "100 steps", "2 rounds", "1
+# generation". The job checks which unit has a meaning under which strategy.
 
 Unit: TypeAlias = Literal["epoch", "step", "round", "generation"]
 
@@ -57,12 +59,12 @@ EveryField: TypeAlias = Annotated[
 ]
 
 
-# ---- built in names ----
+# ---- Built-in losses and metrics ----
 #
-# Lists the losses and metrics that a job can name, for places without torch.
+# These tables list the losses and metrics that a job can name, for places without torch.
 #
 # The worker has their functions; a test compares the two. Names are checked with the section that
-# holds them, so that a wrong one is refused with everything else that is wrong in a job.
+# holds them, so a wrong one is refused together with all other errors of a job.
 
 LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
     "bce_with_logits": ("pos_weight",),
@@ -102,9 +104,9 @@ def check_loss_kwargs(name: str, kwargs: Mapping[str, Any]) -> Iterator[Violatio
             yield Violation(f"kwargs.{key}", unknown_key(key, LOSSES[name]))
 
 
-# ---- client spread ----
+# ---- Spread over clients ----
 #
-# The names under which the spread of a metric over the clients of a federation stands beside it,
+# The spread of a metric over the clients of a federation stands beside the metric under names
 # such as `test.accuracy.client_p10` beside `test.accuracy`.
 
 CLIENT_MEAN: Final = "client_mean"
@@ -145,12 +147,11 @@ def range_of(metrics: Mapping[str, float], name: str) -> tuple[float, float] | N
     return None if low is None or high is None else (low, high)
 
 
-# ---- followed metric ----
+# ---- Followed metrics ----
 #
-# The section `evaluation.stop`, and the metrics whose course decides how a run goes on.
-#
-# Checks itself; what a run then does is decided by the coordinator, from the evaluations that it
-# has journaled (`strategies/evaluation/metric_course.py` there).
+# The section `evaluation.stop`, and a schedule that follows a metric, name the metrics whose
+# course decides how a run continues. The coordinator decides that from the journaled evaluations
+# (coordinator/core/courses.py).
 
 Mode: TypeAlias = Literal["max", "min"]
 
@@ -270,9 +271,9 @@ def _followed(
     return FollowedMetric(f"{evaluation.split}.{name}", mode or evaluation.mode, min_delta)
 
 
-# ---- order section ----
+# ---- Row order ----
 #
-# The section `data.order`: in which order a run passes the training rows.
+# The section `data.order` says in which order a run passes the training rows.
 
 _OWNERS = {
     "weights": "weighted",

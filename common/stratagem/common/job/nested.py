@@ -1,14 +1,13 @@
-"""The strategies inside a job's own, as the one strategy that is carried out.
+"""Reduce nested strategies of a job to the one strategy that is carried out.
 
-Groups of replicas inside replicas are the replicas of one flat strategy: `flat`. The tree in which
-gradients are added would be another one, group by group, and so would the bits; and who adds what
-is a matter of the exchange, not of the sum.
+`flat` turns groups of replicas inside replicas into the replicas of one flat strategy. A tree of
+additions group by group would give other bits; which process adds what is a matter of the
+exchange, not of the sum.
 
-A subgraph that has no strategy inherits that of the graph around it: `effective`. One with another
-strategy must hold all that is trained; its strategy then runs inside the outer one, exactly as if
-it stood in the outer one's `options.inner`. Stages of a pipeline that are all replicated alike are
-replicas of the whole pipeline. Other mixes are refused: two strategies for two halves of one step
-would have to agree on every gradient.
+`effective` gives a subgraph without a strategy that of the graph around it. A subgraph with
+another strategy must hold all that is trained; its strategy then runs inside the outer one,
+exactly as if it stood in the outer one's `options.inner`. Stages of a pipeline that are all
+replicated alike are replicas of the whole pipeline. Other mixes are refused.
 """
 
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ _OF_GROUPS: Final = ("min_replicas", "inner")
 """Options of DataParallel that groups of replicas may have of their own."""
 
 
-# ---- groups of replicas ----
+# ---- Groups of replicas ----
 
 
 def flat(strategy: Strategy, path: str = "strategy") -> Strategy:
@@ -101,7 +100,7 @@ def _why_not_flat(outer: DataParallel, inner: DataParallel, path: str) -> Iterat
         yield Violation(f"{path}.num_replicas", f"{text}; at most {MAX_REPLICAS}")
 
 
-# ---- strategies of subgraphs ----
+# ---- Strategies of subgraphs ----
 
 
 def effective(strategy: Strategy, graph: GraphSpec) -> Strategy:

@@ -1,7 +1,6 @@
-"""The section `optimizer`: an optimizer of torch by name, or one of the user's by entry point, and
-groups of parameters with values of their own.
+"""This module defines the sections `optimizer` and `weight_average` of a job.
 
-Checks itself, but for keywords: what a population draws may make them fit.
+The sections check themselves, except for keywords: a population's draw may make them fit.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,10 @@ from stratagem.common.strategy import (
     Strategy,
 )
 
-# ---- optimizer section ----
+# ---- Section ----
+#
+# The section names an optimizer of torch, or one of the user's by entry point, and groups of
+# parameters with values of their own.
 
 MAX_GROUPS: Final = 64
 _NUM_NAMES: Final = 5
@@ -291,13 +293,14 @@ def _gathered(cls: type[Section], value: object) -> object:
     return {**own, "kwargs": {**given, **further}}
 
 
-# ---- optimizers ----
+# ---- Table of optimizers ----
 #
-# Lists the optimizers and the keyword arguments that each takes, for places without torch.
+# The table lists the optimizers and the keyword arguments that each takes, for places without
+# torch.
 #
-# The table is that of the torch that workers are installed with; a test compares the two. It leaves
-# out those that need a closure (LBFGS) or gradients of another kind (SparseAdam). A job is checked
-# by it when it is submitted; what range a number may have, the optimizer says on the worker.
+# It is that of the torch that workers are installed with; a test compares the two. It leaves out
+# those that need a closure (LBFGS) or gradients of another kind (SparseAdam). A job is checked by
+# it at submission; the optimizer itself checks the range of a number on the worker.
 
 _ALL: Final = ("maximize", "weight_decay")
 _ADAM: Final = ("betas", "differentiable", "eps", *_ALL)
@@ -352,12 +355,10 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-# ---- weight average section ----
+# ---- Weight average ----
 #
-# The section `weight_average`: an average of the parameters over the steps of a run.
-#
-# It is kept beside the parameters and changes nothing of the training. Checks itself; knows no
-# torch.
+# The section `weight_average` keeps an average of the parameters over the steps of a run, which
+# changes nothing of the training.
 
 _DECAY: Final = 0.999
 

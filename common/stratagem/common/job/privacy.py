@@ -1,6 +1,8 @@
-"""The section `privacy`: differential privacy of the clients of a federation, or of their rows.
+"""This module defines the section `privacy`: differential privacy of the clients of a federation,
+or of their rows.
 
-Checks itself, and what a job with it may not say besides. Knows no accountant and no noise.
+It checks the section and what a job with it must not contain besides. It depends on neither the
+accountant nor the noise.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from stratagem.common.strategy import ByCapability, Federated, FederatedOptions,
 if TYPE_CHECKING:
     from stratagem.common.job.job import JobSpec
 
-# ---- privacy section ----
+# ---- Section ----
 
 BelowOne = Annotated[float, Field(gt=0, lt=1)]
 
@@ -151,13 +153,13 @@ def too_few(noise_multiplier: float, num_expected: float) -> str:
     )
 
 
-# ---- row rules ----
+# ---- Protected rows ----
 #
-# What a job may not say whose rows are protected (`privacy.unit: row`), before a model is there.
+# A job whose rows are protected (`privacy.unit: row`) is checked before a model exists.
 #
-# A row must have no way into what is published but its clipped gradient. So what looks at several
-# rows at once, publishes numbers of them, or decides by them is refused; so is every option of a
-# round that is not known to see protected updates alone.
+# A row must influence published results only through its clipped gradient. The rules therefore
+# refuse everything that looks at several rows at once, publishes numbers of them, or decides by
+# them, and every option of a round that is not known to see protected updates alone.
 
 AFTER_THE_NOISE: Final = frozenset(
     {

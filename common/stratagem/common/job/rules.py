@@ -1,7 +1,7 @@
-"""The rules of a job that concern several of its sections at once.
+"""Check the rules of a job that concern several of its sections at once.
 
-Each section checks what is its own; what several say together is checked here once all of them are
-read, so that all that is wrong is told at once.
+Each section checks itself; the combined rules run once all sections are read, so all errors are
+reported at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -49,12 +49,10 @@ from stratagem.common.strategy.regions import are_named
 if TYPE_CHECKING:
     from stratagem.common.job.job import JobSpec
 
-# ---- evaluation only ----
+# ---- Evaluation only ----
 #
-# The job that trains nothing: `execution.gradient: None`.
-#
-# It evaluates one state, once, on all rows of one split. Says which fields such a job has, and why
-# the others have no place in it.
+# A job with `execution.gradient: None` trains nothing. It evaluates one state, once, on all rows
+# of one split. The rules name the fields such a job has, and say why others have no place in it.
 
 _WHY: Final = "execution.gradient is None, so nothing is trained"
 _EXAMPLE: Final = "evaluation: {split: test}"
@@ -152,7 +150,7 @@ def _strategy(job: "JobSpec") -> list[Violation]:
             return [Violation("strategy.type", text)]
 
 
-# ---- whole job rules ----
+# ---- Whole job ----
 
 _Rules: TypeAlias = tuple[Callable[["JobSpec"], Iterable[Violation]], ...]
 

@@ -1,7 +1,7 @@
-"""The section `optimizer.schedule`: the factor by which the learning rate follows the steps, or an
-entry point that makes a scheduler of torch's kind.
+"""This module defines how hyperparameters change over the steps of a job: schedules, settings, and
+phases.
 
-Checks itself; the curves are computed by the worker (`engine/apply_step.py`).
+The sections check themselves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,10 @@ from stratagem.common.strategy import (
     Strategy,
 )
 
-# ---- schedule section ----
+# ---- Learning rate schedule ----
+#
+# The section `optimizer.schedule` gives the factor of the learning rate by step, or an entry
+# point that makes a scheduler of torch's kind. The worker computes the curves.
 
 MAX_PARTS: Final = 64
 _NEEDED: Final = {
@@ -199,12 +202,11 @@ class ScheduleSpec(Section):
                 yield Violation(f"parts[{number}].steps", text)
 
 
-# ---- hyperparameter schedule ----
+# ---- Settings by step ----
 #
-# The hyperparameters and seeds that one state is trained with, by step.
-#
-# What a population has found, as a section of a job that has none: the job is trained as the
-# winner's state was, member after member of its lineage.
+# The hyperparameters and seeds of one state are given by step. A population's result thereby
+# becomes a section of a plain job, which is trained as the winner's state was, member after
+# member of its lineage.
 
 
 class _Job(Protocol):
@@ -320,12 +322,12 @@ def _uncommitted(
             return
 
 
-# ---- phases section ----
+# ---- Phases ----
 #
-# The section `phases`: steps whose gradient is predicted instead of computed.
+# The section `phases` has steps whose gradient is predicted instead of computed.
 #
 # A cycle is `full_steps` exact steps, then `predict_steps` predicted ones with one exact step (a
-# correction) after every `correct_every` of them. Checks itself; knows no torch and no strategy.
+# correction) after every `correct_every` of them.
 
 # A prediction is a line through at least two gradients.
 _Lengths = Annotated[int, Field(ge=2, le=10_000)]

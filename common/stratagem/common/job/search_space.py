@@ -1,7 +1,8 @@
-"""The search space of a population: which hyperparameters there are and what they may be.
+"""This module defines the search space of a population: its hyperparameters and their possible
+values.
 
-Owns the values, their validity and the JSON form shared with the Rust programs. Draws nothing:
-sampling is for the strategy that explores.
+It owns the values, their validity and the JSON form shared with the Rust programs. The strategy
+that explores does the sampling.
 """
 
 import re
@@ -29,7 +30,7 @@ from stratagem.common.schema.document import (
 from stratagem.common.schema.json import not_one_of, under
 from stratagem.common.schema.rules import rule
 
-# ---- search space ----
+# ---- Values ----
 
 
 class Scale(StrEnum):
@@ -179,9 +180,9 @@ def _wrong_bounds(low: float, high: float, scale: Scale) -> Iterator[Violation]:
         yield Violation("low", f"{low} is not allowed on a Log scale; must be > 0")
 
 
-# ---- search section ----
+# ---- Section ----
 #
-# The search space as a job file writes it: job fields by dotted path, each with its range.
+# A job file writes the search space as job fields by dotted path, each with its range:
 #
 #     search_space:
 #       optimizer.lr: {low: 1.0e-4, high: 1.0, scale: log}
@@ -191,8 +192,8 @@ def _wrong_bounds(low: float, high: float, scale: Scale) -> Iterator[Violation]:
 #       model.kwargs.depth: {low: 1, high: 4}      # whole bounds: a whole number
 #       model.kwargs.norm: {choices: [a, b], structural: true}
 #
-# The form of the Rust programs (an object with `dimensions`) is read as well, and is the canonical
-# one. Knows no strategy.
+# The form of the Rust programs (an object with `dimensions`) is read as well, and is the
+# canonical one.
 
 _SCALES: Final = {
     "linear": Scale.LINEAR,

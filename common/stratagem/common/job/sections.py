@@ -1,7 +1,8 @@
-"""The sections of a job: what is trained, on what, how, and what is measured and kept.
+"""This module defines the sections of a job: the model, the data, the evaluation, and the initial
+state.
 
-Each section checks itself; what concerns several sections at once is checked by `JobSpec`.
-User code is only named here (an entry point is text), never imported.
+Each section checks itself; `JobSpec` checks what concerns several sections at once. User code is
+only named here (an entry point is text), never imported.
 """
 
 import re
@@ -48,7 +49,7 @@ from stratagem.common.strategy import (
     Strategy,
 )
 
-# ---- sections ----
+# ---- Sections ----
 
 MAX_METRICS: Final = 64
 MAX_READERS: Final = 256
@@ -257,13 +258,13 @@ class PartitionSpec(Section):
             yield Violation("client", text)
 
 
-# ---- initial state ----
+# ---- Initial state ----
 #
-# Names the stored state from which a run's weights come, unless they are drawn from the seed.
+# A run's weights come from a stored state, unless they are drawn from the seed.
 #
-# A run begins from a stored state, which a digest names. What a person would rather name, an
-# earlier run or a file, is turned into that digest by the client before the job is submitted: what
-# a run began from then stands in its job, whatever happens to the run or the file later.
+# A digest names the stored state. A person may name an earlier run or a file instead; the client
+# turns it into that digest before the job is submitted. The job thus records the start of the
+# run, whatever happens to the run or the file later.
 
 
 def _check_which(value: str) -> str:

@@ -1,7 +1,5 @@
-"""The settings that go together with training rows that come as a stream, whose length is unknown.
-
-A job says that its rows do by `data.streams` or `data.shuffle_rows`; where it says neither, only
-the worker that loads the data knows, and asks here again.
+"""Check the settings of a job that go together with streams, steps, slices, local steps, and
+federated options.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -29,7 +27,11 @@ from stratagem.common.strategy import (
 if TYPE_CHECKING:
     from stratagem.common.job.job import JobSpec
 
-# ---- stream rules ----
+# ---- Streams ----
+#
+# Training rows may come as a stream, whose length is unknown. A job says so by `data.streams` or
+# `data.shuffle_rows`; if it says neither, only the worker that loads the data knows, and applies
+# the same rules again.
 
 
 def says_stream(job: "JobSpec") -> bool:
@@ -126,12 +128,11 @@ def _inner(strategy: Strategy) -> Strategy | None:
     return inner
 
 
-# ---- step checks ----
+# ---- Objective ----
 #
-# The objective of a job: one of `loss` and `step`, and what goes with it.
-#
-# `step` names a function of (model, batch) that computes the loss itself; `predict` one that
-# returns (output, target) for metrics. Neither can be cut into stages.
+# The objective of a job is one of `loss` and `step`. `step` names a function of (model, batch)
+# that computes the loss itself; `predict` one that returns (output, target) for metrics. Neither
+# can be cut into stages.
 
 _NO_LOSS: Final = (
     "missing; a job has a loss, or a step that computes one, or turns; one of "
@@ -206,13 +207,12 @@ def _returned_loss(job: Job) -> Iterator[Violation]:
         yield Violation("loss", text)
 
 
-# ---- partition rules ----
+# ---- Divided state ----
 #
-# The settings that go together with a divided state (`strategy.options.partition_state`).
-#
-# Each worker steps its own slice of all parameters. So an optimizer must make of each element what
-# it makes of it with the whole parameter, to the last bit, and what needs whole gradients finds
-# none. With `full` what needs whole parameters between the passes of a model finds none, either.
+# With `strategy.options.partition_state`, each worker steps its own slice of all parameters. An
+# optimizer must give each element the same result as with the whole parameter, to the last bit,
+# and whole gradients are not available. With `full`, whole parameters are not available between
+# the passes of a model, either.
 
 BY_ELEMENT: Final = (
     *("adadelta", "adagrad", "adam", "adamax", "adamw", "nadam", "radam", "rmsprop", "sgd"),
@@ -273,12 +273,11 @@ def _check_partitions_below(strategy: Strategy, path: str) -> Iterator[Violation
     yield from _check_partitions_below(inner, path)
 
 
-# ---- local step rules ----
+# ---- Local steps ----
 #
-# The settings that go together with local steps (`strategy.options.local_steps`).
-#
-# Between two joins of the replicas there is no model that all of them have: what follows one model
-# from step to step has nothing to follow, and what is committed or evaluated is where they meet.
+# With `strategy.options.local_steps`, no model is common to all replicas between two joins.
+# Features that follow one model from step to step cannot work, and commits and evaluations happen
+# at the joins.
 
 OF_ONE_MODEL: Final = {
     "compression": "it codes gradients of single steps, which are not exchanged",
@@ -337,12 +336,11 @@ def _steps_not_a_multiple(
         yield Violation(name, f"{what}; the nearest is {texts}")
 
 
-# ---- control rules ----
+# ---- Correction of steps ----
 #
-# What a job must be for the steps of its clients to be corrected, `strategy.options.control`.
-#
-# A client measures its mean gradient by how far its steps have led, so each step must be exactly
-# the learning rate times the gradient of its rows, weight decay included.
+# With `strategy.options.control`, a client measures its mean gradient by how far its steps have
+# led. Each step must therefore be exactly the learning rate times the gradient of its rows,
+# weight decay included.
 
 _CONTROL: Final = "strategy.options.control"
 _TOGETHER: Final = "is not possible with strategy.options.control: scaffold"
@@ -400,12 +398,11 @@ def _against_keywords(kwargs: Mapping[str, Any], path: str) -> Iterator[Violatio
             yield Violation(f"{path}.{key}", f"{kwargs[key]} {_THE_GRADIENT_ALONE}")
 
 
-# ---- weighing rules ----
+# ---- Weights of clients ----
 #
-# What a job must be for clients to count otherwise than by rows.
-#
-# With `strategy.options.q` a client's change of the model stands for a gradient of one loss, at one
-# learning rate. With `strategy.options.normalize` it is known how far its steps can go.
+# With `strategy.options.q` a client's change of the model stands for a gradient of one loss, at
+# one learning rate. With `strategy.options.normalize` the distance that its steps can go must be
+# known.
 
 _Q: Final = "strategy.options.q"
 _NORMALIZE: Final = "strategy.options.normalize"
@@ -502,9 +499,9 @@ def _against_pull(mu: float, optimizer: OptimizerSpec) -> Iterator[Violation]:
         yield Violation("strategy.aggregation.mu", f"{text}, is {optimizer.lr * mu:g}")
 
 
-# ---- secure rules ----
+# ---- Secure aggregation ----
 #
-# What a job with `strategy.options.secure_aggregation` may not say besides.
+# These rules apply to a job with `strategy.options.secure_aggregation`.
 
 
 def check_secure_aggregation(
@@ -550,9 +547,9 @@ def check_secure_aggregation(
         yield Violation("recording.client_steps", text)
 
 
-# ---- client state rules ----
+# ---- States of clients ----
 #
-# What goes together with state that the clients of a federation keep from round to round.
+# These rules apply when the clients of a federation keep state from round to round.
 
 _WHERE: Final = "strategy.options"
 

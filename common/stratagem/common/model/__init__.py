@@ -1,1 +1,3 @@
-"""A model as data: its graph, its flat program of calls, and the partition of that into stages."""
+"""A model is described as data: its graph, its flat program of calls, and the partition of that
+program into stages.
+"""

@@ -1,1 +1,3 @@
-"""The arithmetic that all parts must agree on to the bit: shards, tree sums, random numbers."""
+"""This package defines the arithmetic that all parts must agree on to the bit: shards, tree sums,
+random numbers.
+"""

@@ -1,9 +1,4 @@
-"""Random numbers that are a function of (seed, place): the same on every machine and device.
-
-`lowbias32` is a bijection of 32-bit words with little bias
-(https://nullprogram.com/blog/2018/07/31/). Nothing is drawn in an order, so any part of a tensor
-can be computed alone. Must not know codecs.
-"""
+"""Derive random numbers from (seed, place), so they are the same on every machine and device."""
 
 import hashlib
 import zlib
@@ -13,7 +8,11 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-# ---- counter random ----
+# ---- Counter-based random numbers ----
+#
+# `lowbias32` is a bijection of 32-bit words with little bias
+# (https://nullprogram.com/blog/2018/07/31/). Nothing is drawn in an order, so any part of a
+# tensor can be computed alone.
 
 Words = NDArray[np.uint32]
 
@@ -68,11 +67,9 @@ def places(num: int) -> Words:
     return np.arange(num, dtype=np.uint32)
 
 
-# ---- mixed keys ----
+# ---- Mixed keys ----
 #
-# Keys of random numbers: what is drawn depends on what is computed, named by numbers and words.
-#
-# Must not know generators.
+# A key names a computation by numbers and words, and its random numbers depend on nothing else.
 
 Key: TypeAlias = tuple[int | str, ...]
 

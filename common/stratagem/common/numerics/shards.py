@@ -1,9 +1,9 @@
-"""The split of a batch into logical shards, and the tree in which shards are summed.
+"""Split a batch into logical shards, and define the tree in which shards are summed.
 
-Floating-point addition is not associative, so "the sum over shards" only has defined bits once
-the order is fixed. Here it is: a binary tree over shard numbers that depends on nothing but how
-many shards there are. Wherever shards are computed, the same tree is walked, so the same bits
-come out. Pure arithmetic on integers: knows neither torch nor the network.
+Floating-point addition is not associative, so "the sum over shards" has defined bits only once the
+order is fixed. The order is a binary tree over shard numbers that depends only on the number of
+shards. Wherever shards are computed, the same tree is walked, so the same bits result. The module
+is pure and depends on neither torch nor the network.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-# ---- batch shards ----
+# ---- Shards ----
 
 T = TypeVar("T")
 
@@ -105,9 +105,9 @@ def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
     return value(Node(0, n))
 
 
-# ---- tree sums ----
+# ---- Sums of float64 ----
 #
-# Sums of float64 numbers whose bits every device can give.
+# Every device can reproduce the bits of these sums.
 #
 # Numbers are added over the binary tree of neighbours: 0 with 1, 2 with 3, and so on until one is
 # left, a missing neighbour being 0. Any aligned power of two of them can be added alone, so a

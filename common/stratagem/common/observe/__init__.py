@@ -1,1 +1,1 @@
-"""Reports on every process: metrics, logs, traces."""
+"""This package provides the metrics, logs, traces and diagnosis that every process has."""

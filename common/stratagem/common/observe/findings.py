@@ -1,9 +1,4 @@
-"""States what is found about one process, with advice where that is not well, for `stratagem
-doctor`.
-
-Owns the thresholds and the words of what can be said about any process of ours, from what it finds
-around itself (`environment.py`). Pure; measures nothing.
-"""
+"""Measure the environment of a process and state findings, with advice, for `stratagem doctor`."""
 
 import os
 import platform
@@ -32,13 +27,10 @@ from stratagem.common.process import process
 from stratagem.common.tensors.leaves import folder_mismatch
 from stratagem.v1 import types_pb2
 
-# ---- environment ----
+# ---- Measurement ----
 #
-# Measures the environment of a process for `stratagem doctor`: versions, limits, disk,
-# certificates.
-#
-# Measured on request, and at no other time: writing to the disk takes a while, so not on an event
-# loop. Says what is, and judges nothing.
+# The measurement covers versions, limits, disk and certificates. It runs on request only: writing
+# to the disk takes a while, so it must not run on an event loop. It judges nothing.
 
 PACKAGES: Final = ("stratagem", "grpcio", "protobuf", "numpy", "pydantic")
 """Of every process; torch only where there is one."""
@@ -118,7 +110,10 @@ def _add_certificate(environment: types_pb2.Environment, tls: TlsFiles) -> None:
             environment.certificate += f" by {first}"
 
 
-# ---- findings ----
+# ---- Findings ----
+#
+# The findings are pure functions of the measurement; they own the thresholds and the wording that
+# apply to any process.
 
 SLOW_ROUND_TRIP_S: Final = 0.25
 SKEW_S: Final = 1.0

@@ -1,7 +1,5 @@
-"""Defines metrics as data, by name and meaning, for the scrape, the documentation and tests.
-
-Owns the shape of a definition and of its values. Values are plain numbers that the process keeps
-anyway or adds up as it goes; nothing here knows how they are written down for Prometheus.
+"""This module defines metrics as data, by name and meaning, and measures the lag of the event
+loop.
 """
 
 import asyncio
@@ -10,7 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-# ---- metric definition ----
+# ---- Definitions ----
+#
+# The scrape, the documentation and the tests use the same definitions. Values are plain numbers
+# that the process keeps anyway or adds up as it goes; they are independent of the text format of
+# Prometheus.
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -65,12 +67,11 @@ def one(value: Value) -> Values:
     return {(): value}
 
 
-# ---- event loop lag ----
+# ---- Event loop lag ----
 #
-# Measures how late the event loop is: everything that must answer soon waits for it.
-#
-# A task sleeps a fixed time and looks how much longer it took. A loop that is blocked, and a
-# process that is frozen, show as one long lag afterwards.
+# Everything that must answer soon waits for the event loop. A task sleeps a fixed time and
+# measures how much longer it took. A blocked loop and a frozen process both show as one long lag
+# afterwards.
 
 INTERVAL_S: Final = 0.25
 BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)

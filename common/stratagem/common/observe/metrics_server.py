@@ -1,8 +1,9 @@
-"""Serves metrics over HTTP: `GET /metrics` on a port of their own, and nothing else.
+"""Serve the metrics of a process over HTTP: `GET /metrics` on a port of their own, and nothing
+else.
 
-What belongs to the event loop is read on it, which takes microseconds; the text is made in a
-thread. Requests are bounded in size, time and number: a peer that reaches the port must not be able
-to hold up the process.
+Values of the event loop are read on it, which takes microseconds; the text is made in a thread.
+Requests are bounded in size, time and number, so a peer that reaches the port cannot hold up the
+process.
 """
 
 import asyncio
@@ -36,13 +37,13 @@ from stratagem.common.identity.tls import (
 from stratagem.common.observe.metrics import Durations, LoopLag, Metric, Readings, Values, one
 from stratagem.common.tensors import stream
 
-# ---- scrape guard ----
+# ---- Protection ----
 #
-# Protects the scrape of metrics: TLS, a scraper's certificate, a token.
+# The scrape is protected by TLS, a scraper's certificate, and a token.
 #
-# The files are looked at again at each handshake and each request, so that they can be renewed
-# while the process runs; what cannot be used is logged, and the old content is used until it is
-# mended. Knows nothing of HTTP.
+# The files are checked again at each handshake and each request, so they can be renewed while the
+# process runs. A file that cannot be used is logged, and its old content is used until it is
+# repaired.
 
 MIN_TOKEN_CHARS: Final = 16
 _SCHEME: Final = b"bearer "
@@ -190,7 +191,7 @@ def _unusable(field: str, file: object, reason: object) -> InvalidInputError:
     return InvalidInputError.at(field, f"{file}: {reason}")
 
 
-# ---- metrics endpoint ----
+# ---- Endpoint ----
 
 MAX_REQUEST_BYTES: Final = 8 << 10
 MAX_CONNECTIONS: Final = 16
@@ -314,12 +315,13 @@ def _response(
     return head.encode() + (body if with_body else b"")
 
 
-# ---- call metrics ----
+# ---- Calls ----
 #
-# The calls that a server answers: how long they took, how many are open, why some were refused.
+# These metrics count the calls that a server answers: their duration, the open ones, and the
+# causes of refusals.
 #
-# Plain numbers on the event loop, two additions per call. A method is one that the server has, an
-# error one of our tree: neither can be made up by a caller.
+# They are plain numbers on the event loop, two additions per call. A method is one that the
+# server has, an error one of common/base/errors.py: a caller can make up neither.
 
 BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
 DEFECT: Final = ("INTERNAL", "internal")
@@ -365,13 +367,13 @@ def name_of(path: str) -> str:
     return path.removeprefix(_PACKAGE).lstrip("/")
 
 
-# ---- certificate expiry ----
+# ---- Certificate expiry ----
 #
-# Exposes when the certificates of a process expire, for alerts that come before they do.
+# The expiry of the certificates of a process is exposed, for alerts that come before it.
 #
-# Told as points in time, with their beginning: how near an end is too near depends on how long a
-# certificate is valid. Files are read when somebody scrapes, in its thread; what cannot be read
-# tells nothing here, and is said by whoever uses it.
+# The values are points in time, with the beginning of the validity: how near an end is too near
+# depends on how long a certificate is valid. Files are read during a scrape, in its thread; an
+# unreadable file gives no values here, and its user reports it.
 
 EXPIRY: Final = Metric(
     "stratagem_certificate_expiry_seconds",
@@ -420,12 +422,10 @@ def _material(settings: MetricsSettings) -> Material | None:
         return None
 
 
-# ---- process metrics ----
+# ---- Process metrics ----
 #
-# The metrics that coordinator and worker have in common, under the same names.
-#
-# Owns their definitions and where their values come from. What else Prometheus is told of a process
-# (CPU time, memory, open files) are the standard `process_*` metrics of its own library.
+# Coordinator and worker have these metrics in common, under the same names. Prometheus's own
+# library adds the standard `process_*` metrics (CPU time, memory, open files).
 
 BUILD_INFO: Final = Metric(
     "stratagem_build_info",

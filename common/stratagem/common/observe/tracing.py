@@ -1,9 +1,9 @@
-"""OpenTelemetry traces: one trace per run, over client, coordinator and workers.
+"""Trace runs with OpenTelemetry: one trace per run, over client, coordinator and workers.
 
-Off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or its form for traces) is set; then
-nothing of OpenTelemetry is imported, and a span costs a look at one variable. Owns the exporter of
-this process and how a context travels: as W3C `traceparent`, in the metadata of calls, and as text
-for code that must remember it. Knows nothing of what is traced.
+Tracing is off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or its form for traces) is
+set; then nothing of OpenTelemetry is imported, and a span costs the look-up of one variable. A
+context travels as W3C `traceparent`, in the metadata of calls, and as text for code that must
+remember it.
 """
 
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
-# ---- tracing ----
+# ---- Tracing ----
 
 ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -206,12 +206,11 @@ def _propagator() -> Any:
     return TraceContextTextMapPropagator()
 
 
-# ---- request ids ----
+# ---- Identifiers of requests ----
 #
-# Finds which run, party, segment and worker a request is about, for the log lines of its call.
-#
-# Owns where requests of our services carry such ids. Bound to the task of the call, and so gone
-# with it; the values are the caller's, and are only ever shown.
+# The log lines of a call name the run, party, segment and worker that its request is about. The
+# identifiers are bound to the task of the call, and disappear with it. Their values are the
+# caller's, and are only displayed.
 
 _PLACES: Final = (
     ("run_id", ("run_id",)),

@@ -1,1 +1,1 @@
-"""Pipeline parallelism as data: schedules, their simulation, the tags of transfers."""
+"""Pipeline parallelism is described as data: schedules, their simulation, the tags of transfers."""

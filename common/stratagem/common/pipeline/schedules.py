@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: for each rank the list of what it does, in order.
+"""This module defines pipeline schedules as data: for each rank the list of its actions, in order.
 
 Sends and receives are not in the lists: a rank sends an activation as soon as it is computed and
-waits for what an action needs before the action. Forward and backward numbers rise in every list,
-so gradients are added in the same order under each of them. A list is checked by `simulation`
-before it runs. Times in this file are in units of one forward.
+waits for the inputs of an action before the action. Forward and backward numbers rise in every
+list, so gradients are added in the same order under each of them. A list is checked by
+`simulation` before it runs. Times in this file are in units of one forward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from stratagem.common.base.errors import InvalidInputError, LimitError
 
-# ---- schedules ----
+# ---- Schedules ----
 
 
 class TaskKind(StrEnum):
@@ -276,13 +276,14 @@ def _check(num_stages: int, num_micro_batches: int) -> None:
             raise InvalidInputError.at(name, f"{value} is not >= 1")
 
 
-# ---- transfer tags ----
+# ---- Transfer tags ----
 #
-# The numbers of activation transfers: tag = base + 2·micro-batch (+ 1 for a gradient), uint32.
+# The tag of an activation transfer is base + 2·micro-batch (+ 1 for a gradient), a uint32.
 #
-# The base is a function of the boundary between two stages and computed alike by both ends, so all
-# (boundary, micro-batch, direction) have tags of their own, also when two boundaries join the same
-# pair of workers. Numbers above those of all boundaries are for what is said once per step.
+# The base is a function of the boundary between two stages and is computed alike by both ends.
+# Every (boundary, micro-batch, direction) therefore has a tag of its own, also when two
+# boundaries join the same pair of workers. Numbers above those of all boundaries are for messages
+# that are sent once per step.
 
 MAX_TAG: Final = 2**32 - 1
 _MAX_WORD: Final = 2**64 - 1

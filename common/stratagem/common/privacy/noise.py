@@ -1,15 +1,4 @@
-"""Gaussian noise drawn from a key: the same key gives the same noise, any part of it at any time.
-
-    key   = HKDF-SHA256(secret, info = the names of what is noised, such as run, round and tensor)
-    block = AES-256(key, index of the element), 128 bits
-    noise = sqrt(-2 ln u1) · cos(2π u2), u1 in (0, 1] and u2 in [0, 1) of 53 bits each
-
-(Box-Muller). To who does not know the secret it cannot be told from fresh noise, while work that
-a crash has interrupted is redone with the noise that it had: there is never a second draw of which
-an average could be taken. Sums are rounded to a grid after the noise, so the last bits of floating
-point arithmetic, which depend on the values (https://www.microsoft.com/en-us/research/publication/
-on-significance-of-the-least-significant-bits-for-differential-privacy/), are not in the result.
-"""
+"""Draw Gaussian noise from a key: the same key gives the same noise, any part of it at any time."""
 
 import math
 import os
@@ -30,7 +19,18 @@ from numpy.typing import NDArray
 from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.base.files import check_private, whole_file
 
-# ---- gaussian noise ----
+# ---- Noise ----
+#
+#     key   = HKDF-SHA256(secret, info = the names of what is noised, such as run, round and tensor)
+#     block = AES-256(key, index of the element), 128 bits
+#     noise = sqrt(-2 ln u1) · cos(2π u2), u1 in (0, 1] and u2 in [0, 1) of 53 bits each
+#
+# The last line is the Box-Muller transform. Without the secret the noise cannot be told from
+# fresh noise, while work that a crash has interrupted is repeated with its own noise: there is
+# never a second draw of which an average could be taken. Sums are rounded to a grid after the
+# noise, so the result does not contain the last bits of floating-point arithmetic, which depend
+# on the values (https://www.microsoft.com/en-us/research/publication/
+# on-significance-of-the-least-significant-bits-for-differential-privacy/).
 
 Floats = NDArray[np.float64]
 
@@ -81,13 +81,13 @@ def _uniforms(key: bytes, start: int, num: int) -> tuple[Floats, Floats]:
     return np.ascontiguousarray(pair[:, 0]), np.ascontiguousarray(pair[:, 1])
 
 
-# ---- privacy secret ----
+# ---- Secret ----
 #
-# The secret of private runs: 32 random bytes, from which draws and noise are derived.
+# The secret of private runs is 32 random bytes, from which draws and noise are derived.
 #
-# It is read from a file that the operator keeps, never stored with the runs, and never in a
+# It is read from a file that the operator keeps. It is never stored with the runs, nor in a
 # journal, a blob, a log or a reply: whoever has it can compute the noise and subtract it. The
-# journal has its fingerprint, so that a run is not continued with another one, whose noise would
+# journal has its fingerprint, so a run is not continued with another secret, whose noise would
 # differ for the same round and could be averaged away.
 
 SETTING: Final = "privacy_secret"

@@ -1,1 +1,1 @@
-"""Sets up a process: signals, file descriptors, malloc, settings, failpoints."""
+"""This package sets up a process: signals, file descriptors, allocator, settings, failpoints."""

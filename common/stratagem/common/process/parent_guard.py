@@ -3,7 +3,7 @@
     python -I -S parent_guard.py PARENT_PID COMMAND [ARGUMENT...]
 
 Asks the kernel to SIGKILL this process when its parent dies, for any reason, then
-becomes the command (the wish survives exec). Run as a file by process_supervisor.py; imports
+becomes the command (the wish survives exec). Run as a file by client/local/supervisor.py; imports
 nothing of this package, so that it costs milliseconds. Elsewhere than on Linux it only becomes the
 command.
 """

@@ -1,10 +1,4 @@
-"""Tuning of glibc's allocator for processes that move tensors.
-
-By default every chunk is mapped, faulted in and given back once per copy, and these page
-faults bound the speed of a Python gRPC stream: with the four values below it is 2 to 4 times as
-fast (benchmarks/tensor_stream.py). Only all four together help. Must be called before
-the first big allocation, so at the start of a process, and knows nothing of the rest.
-"""
+"""Tune the allocator, own temporary folders, and check settings at the start of a process."""
 
 import ctypes
 import fcntl
@@ -21,7 +15,12 @@ from pydantic import ValidationError
 
 from stratagem.common.base.errors import InvalidInputError
 
-# ---- malloc ----
+# ---- Allocator ----
+#
+# By default glibc maps, faults in and gives back every chunk once per copy, and these page faults
+# bound the speed of a Python gRPC stream: with the four values below it is 2 to 4 times as fast
+# (benchmarks/tensor_stream.py). Only all four together help. The tuning must happen before the
+# first big allocation, so at the start of a process.
 
 SWITCH: Final = "STRATAGEM_MALLOC"
 
@@ -74,13 +73,13 @@ def _tuned() -> str:
     return "malloc: tuned for chunks of a tensor stream"
 
 
-# ---- own folder ----
+# ---- Folders of a process ----
 #
-# Folders that one process alone uses, and the removal of those that killed ones have left.
+# One process alone uses such a folder, and folders that killed processes have left are removed.
 #
-# A folder is locked as long as its process lives: the kernel forgets the lock of one that was
-# killed, in whatever container it ran. So a lock that can be had says that nobody uses the folder
-# any more.
+# A folder is locked as long as its process lives: the kernel drops the lock of a killed process,
+# in whatever container it ran. A lock that can be taken therefore shows that nobody uses the
+# folder any more.
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -172,11 +171,10 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
-# ---- settings rules ----
+# ---- Settings ----
 #
-# Settings that contradict each other, and how wrong settings are told to an operator.
-#
-# Both processes refuse at their start what would only show hours later. Knows no setting.
+# Both processes refuse contradictory settings at their start, since the error would otherwise
+# show hours later. Wrong settings are described for an operator.
 
 HEARTBEATS_PER_TTL: Final = 2.4
 """A worker whose lease runs out after fewer is lost with the first heartbeat that is late."""

@@ -1,10 +1,10 @@
-"""Starts programs as forks of one process that has imported them: in a tenth of the time.
+"""Start programs as forks of one process that has imported them, in a tenth of the time.
 
-Owns the fork server of this process (process_template.py): started when it is first wanted, or
-before that by who knows that it will be, again when it has died, and gone with this process.
-Imports nothing that takes time. Programs that it cannot run the same way are started
-as usual: other systems than Linux, other interpreters, and an environment whose difference a
-library would have read while it was loaded.
+This process starts the fork server when it is first wanted, or earlier on request, and again when
+it has died; the server ends with this process. The module imports nothing that takes time.
+Programs that the server cannot run the same way are started as usual: on systems other than Linux,
+with other interpreters, and with an environment whose difference a library would have read while
+it was loaded.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from stratagem.common.process.cpu_threads import wait_passively
 from stratagem.common.process.parent_guard import PR_SET_PDEATHSIG, guarded
 from stratagem.common.process.process_exit import end
 
-# ---- preloaded programs ----
+# ---- Preloaded programs ----
 
 PRELOADED: Final = (
     "stratagem.coordinator.process.main",
@@ -291,21 +291,23 @@ def _close_servers() -> None:
         server.close()
 
 
-# ---- process template ----
+# ---- Fork server ----
 #
-# Becomes one program after another, each in a fork of this process, which has imported them all.
+# The fork server becomes one program after another, each in a fork of its own process, which has
+# imported them all.
 #
 #     python -m stratagem.common.process.template SOCKET_FD MODULE...
 #
-# Importing torch takes longer than everything else that a starting worker does. The modules are
+# Importing torch takes longer than everything else in the start of a worker. The modules are
 # imported in their order, and between two of them programs are forked that need nothing more: a
-# coordinator is up, and holds no torch, while torch is imported for the workers. A request is one
-# message of JSON {argv, environment, folder}, argv being [-m, MODULE, ARGUMENT...] or [FILE.py,
-# ARGUMENT...], with four descriptors: standard input, output and error, and a socket on which the
-# fork's process id and pidfd are answered at once and its exit status at its end. The fork goes on
-# as `python ARGV...` would. This process has one thread of its own and has made no object of gRPC
-# or torch, so that nothing half-done is copied. It ends when the other end of its socket is closed,
-# and its forks end with it, in whatever way it ends. Linux only.
+# coordinator is up, and holds no torch, while torch is imported for the workers.
+#
+# A request is one message of JSON {argv, environment, folder}, argv being [-m, MODULE,
+# ARGUMENT...] or [FILE.py, ARGUMENT...], with four descriptors: standard input, output and error,
+# and a socket on which the fork's process id and pidfd are answered at once and its exit status
+# at its end. The fork goes on as `python ARGV...` would. The server has one thread of its own and
+# has made no object of gRPC or torch, so nothing half-done is copied. It ends when the other end
+# of its socket is closed, and its forks end whenever it ends. Linux only.
 
 NUM_DESCRIPTORS: Final = 4
 
@@ -414,7 +416,7 @@ def _tell(channel: socket.socket, message: dict[str, Any], descriptors: list[int
         socket.send_fds(channel, [json.dumps(message).encode()], descriptors)
 
 
-# ---- in the fork ----
+# ---- In the fork ----
 
 
 def _detach(

@@ -1,1 +1,1 @@
-"""Holds what every gRPC client and server of this project has in common."""
+"""This package holds the parts that every gRPC client and server of this project has in common."""

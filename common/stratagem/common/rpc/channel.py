@@ -1,9 +1,9 @@
-"""Channels to our services.
+"""Open channels to our services, and follow the leader of several coordinators.
 
-Owns that each call carries the protocol version, the caller's token and the trace that it is part
-of, that chunks are read without copies, and that a new certificate is used from the next call on.
-This is done by a channel around gRPC's own, and not by its interceptors: those put a queue and two
-tasks between a caller and every message of a stream. Deadlines and retries are the caller's.
+Each call carries the protocol version, the caller's token and its trace; chunks are read without
+copies, and a new certificate is used from the next call on. A wrapper around gRPC's channel does
+this, not gRPC's interceptors: those put a queue and two tasks between a caller and every message
+of a stream. Deadlines and retries are the caller's.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ from stratagem.common.observe import tracing
 from stratagem.common.rpc.status_codes import name_of
 from stratagem.common.tensors.stream import reading_frames
 
-# ---- grpc options ----
+# ---- gRPC options ----
 #
-# Settings of gRPC that clients and servers must agree on.
+# Clients and servers must agree on these settings of gRPC.
 #
-# Owns the numbers. Limits on messages are finite on purpose: a peer must not be able to make this
-# process buffer what it likes. The other knobs of gRPC were measured to change nothing.
+# Limits on messages are finite on purpose: a peer must not be able to make this process buffer
+# arbitrary amounts. Measurements of gRPC's other options showed no effect.
 
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
 _KEEPALIVE_MS: Final = 30_000
@@ -95,7 +95,7 @@ SERVER_OPTIONS: Final[Options] = (
 )
 
 
-# ---- channel ----
+# ---- Channel ----
 
 _PROTOCOL: Final = ((PROTOCOL_KEY, PROTOCOL_VERSION),)
 _LOOK_EVERY_S: Final = 1.0
@@ -311,13 +311,14 @@ class _RenewedChannel(DelegatingChannel):
         await asyncio.gather(*self._closing)
 
 
-# ---- leader channel ----
+# ---- Leader ----
 #
-# A channel to a cluster of several coordinators, of which one leads.
+# A cluster may have several coordinators, of which one leads.
 #
-# Owns going on to the next address when a call fails because no server answers there, or because
-# that coordinator only stands by. Repeating the call is the caller's: all of ours are repeated with
-# pauses, so the next attempt meets the next address. Knows no service.
+# When a call fails because no server answers at an address, or because that coordinator only
+# stands by, the channel switches to the next address. Repeating the call is the caller's
+# responsibility: all of ours are repeated with pauses, so the next attempt meets the next
+# address.
 
 
 def split_addresses(text: str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Why a connection does not come about, where identity is the reason.
+"""Explain why a connection fails, where identity or a proxy is the reason.
 
 gRPC says "Socket closed" when a server wants a certificate, has another authority or is no TLS
-server at all. So after such a failure the handshake is done once more by hand, and what happens to
-it becomes a sentence with the file and the remedy. Blocking; asks and decides nothing else.
+server at all. After such a failure the handshake is repeated by hand, and its result becomes a
+sentence with the file and the remedy. All of this blocks.
 """
 
 import asyncio
@@ -36,12 +36,11 @@ from stratagem.common.rpc.channel import Proof
 if TYPE_CHECKING:
     from cryptography import x509
 
-# ---- http proxy ----
+# ---- HTTP proxy ----
 #
-# The HTTP proxy between this process and a server: which one it is, and connections through it.
-#
-# gRPC goes through proxies by itself; this does the same for those who look by hand why that fails.
-# The proxy is asked to CONNECT to a name, and resolves the name itself.
+# gRPC goes through proxies by itself; this section finds the HTTP proxy between this process and
+# a server and connects through it in the same way, for diagnosis. The proxy is asked to CONNECT
+# to a name, and resolves the name itself.
 
 MAX_ANSWER_BYTES: Final = 16 * 2**10
 MAX_STATUS_CHARS: Final = 200
@@ -175,7 +174,7 @@ def _answer(connection: socket.socket) -> bytes:
     return head
 
 
-# ---- tls probe ----
+# ---- TLS handshake ----
 
 TIMEOUT_S: Final = 3.0
 _HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")

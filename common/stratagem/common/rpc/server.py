@@ -1,11 +1,10 @@
-"""Servers of our services.
+"""Make servers of our services that apply the same rules to every call.
 
-Owns what holds for every call of every service: the caller may make it (see `authentication.py`),
-the protocol version is right, requests arrive in time and within the limits (see `admission.py`),
-what does not parse is the caller's fault (INVALID_ARGUMENT), errors of our tree become their status
-with the reason, any other exception becomes INTERNAL with an id that stands in the log, never a
-traceback. Handlers that stream answers must be async generators, and read requests from their
-iterator.
+The caller may make the call (identity/callers.py), the protocol version is right, and requests
+arrive in time and within the limits (admission.py). A request that does not parse is the caller's
+fault (INVALID_ARGUMENT). Errors of common/base/errors.py become their status with the reason; any
+other exception becomes INTERNAL with an id that stands in the log, never a traceback. Handlers
+that stream answers must be async generators, and read requests from their iterator.
 """
 
 import asyncio
@@ -71,7 +70,7 @@ from stratagem.common.rpc.status_codes import to_status
 from stratagem.common.rpc.streams import StallTimeout, takes_nothing
 from stratagem.common.tensors.stream import reading_frames
 
-# ---- server ----
+# ---- Server ----
 
 log = structlog.get_logger()
 
@@ -411,12 +410,13 @@ async def _abort(context: Context, method: str, raised: Exception, calls: CallSt
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}")
 
 
-# ---- ownership check ----
+# ---- Ownership checks ----
 #
-# Makes a servicer check that what a request names is for its caller, before the handler sees it.
+# A servicer checks that the resources named in a request belong to its caller, before the handler
+# sees the request.
 #
-# Owns how the rules of `authorization.TABLE` are put before the handlers of a servicer: all of
-# them, or the class is not made. What belongs to whom the servicer knows.
+# The rules of the table in identity/callers.py are put before all handlers of a servicer, or the
+# class is not made. The servicer knows what belongs to whom.
 
 Check = Callable[[Any, Any, Caller], Awaitable[None] | None]
 """Of the servicer, the request and the caller: raises when what is named is not for that one. Of a

@@ -1,8 +1,5 @@
-"""Ends a block of one stream when its peer lets it wait for too long.
-
-gRPC waits without end for a peer that has stopped reading or writing: the call, its file and its
-buffers would never end. The limit is on progress: a peer may take its time over a stream, and only
-the waits for it count, not what happens here in between. One timer serves all messages of a stream.
+"""This module provides parts of streaming calls: the stall timeout, the begin message, unix
+sockets, and relays.
 """
 
 import asyncio
@@ -18,7 +15,12 @@ from typing import Any, Final, Self
 from stratagem.common.base.errors import LimitError, UnavailableError
 from stratagem.common.process.process import OwnFolder, machine_prefix, temporary_folder
 
-# ---- stall timeout ----
+# ---- Stall timeout ----
+#
+# gRPC waits forever for a peer that has stopped reading or writing: the call, its file and its
+# buffers would never end. The limit is on progress: a peer may take its time over a stream, and
+# only the waits for it count, not the work between them. One timer serves all messages of a
+# stream.
 
 _NUM_LOOKS: Final = 8
 """How often a wait is looked at within the limit, so that it may take an eighth longer."""
@@ -87,12 +89,11 @@ class StallTimeout:
             self._look_later()
 
 
-# ---- stream begin ----
+# ---- Begin of a stream ----
 #
-# How a coordinator says that it follows something, before there is any news to send.
-#
-# Without it a caller cannot tell a stream that is quiet from one that nobody has taken.
-# Coordinators of 0.2.0 do not say so.
+# A coordinator acknowledges that it follows something before there is any news to send. Without
+# that, a caller cannot tell a quiet stream from one that nobody has taken. Coordinators of 0.2.0
+# send no acknowledgement.
 
 BEGUN: Final = (("stratagem-stream", "begun"),)
 """The initial metadata that say so; gRPC itself gives empty ones for a call that has failed."""
@@ -103,9 +104,7 @@ def has_begun(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
     return set(BEGUN) <= {(key, value) for key, value in metadata or ()}
 
 
-# ---- socket folder ----
-#
-# A folder for the unix sockets of a process.
+# ---- Unix sockets ----
 
 KIND: Final = "sockets"
 LONGEST_PATH: Final = 107
@@ -136,12 +135,11 @@ class SocketFolder:
             self._folder = None
 
 
-# ---- relay copy ----
+# ---- Relay ----
 #
-# Copies the bytes of a socket over a stream of frames, and back: both ends of a tunnel do.
-#
-# A socket is read only once the frame before has been written, so that nothing is queued here: who
-# reads slowly makes the other end wait, as over a plain connection.
+# Both ends of a tunnel copy the bytes of a socket over a stream of frames, and back. A socket is
+# read only once the frame before has been written, so nothing is queued here: a slow reader makes
+# the other end wait, as over a plain connection.
 
 FRAME_BYTES: Final = 256 * 2**10
 """Most bytes of a frame: larger ones gained nothing, smaller ones cost a turn of the loop each."""

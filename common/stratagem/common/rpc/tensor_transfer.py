@@ -1,10 +1,11 @@
-"""Tensor streams over gRPC, both directions and both sides.
+"""Transfer tensor streams over gRPC, in both directions and on both sides.
 
-Owns the order of messages, resuming after a cut, and the idle timeout: a peer that is silent for
-`idle_timeout_s` inside a stream counts as gone. gRPC shows whole messages only, so a chunk must
-arrive within that time, and a slow stream is given small ones: a download begins with them, each
-time it is resumed, and an upload that was too slow goes on with them. Bytes pass through a piece at
-a time and are never gathered here. Must not know torch, sessions or where bytes are stored.
+The module owns the order of messages, resuming after a cut, and the idle timeout: a peer that is
+silent for `idle_timeout_s` inside a stream counts as gone. gRPC shows whole messages only, so a
+chunk must arrive within that time, and a slow stream gets small ones: a download begins with them,
+each time it is resumed, and an upload that was too slow continues with them. Bytes pass through a
+piece at a time and are never gathered here. The module must not depend on torch, sessions or the
+place of the bytes.
 
     download  caller: request with offset  server: Manifest, Chunk…               pull, serve_get
     upload    caller: header, Chunk…       server: resume_offset, then committed  push, receive_…
@@ -90,7 +91,7 @@ Accept = Callable[[Manifest], Sink | memoryview]
 """Called once with the checked manifest: refuses it by raising, or says where the bytes go."""
 
 
-# ---- the side that serves ----
+# ---- The side that serves ----
 
 
 async def serve_get(
@@ -194,7 +195,7 @@ def _kind(message: Any) -> str:
     return message.WhichOneof("message") or "nothing"
 
 
-# ---- the side that calls ----
+# ---- The side that calls ----
 
 
 def all_of_it(_first: Any, manifest: Manifest) -> int:

@@ -1,1 +1,1 @@
-"""Strict reading of JSON documents: classes and types of fields, errors that name a field."""
+"""Read JSON documents strictly, by classes with typed fields and errors that name a field."""

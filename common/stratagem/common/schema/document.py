@@ -1,9 +1,9 @@
-"""Holds what all classes of our documents (job, graph, strategy) share: strict reading, usable
-errors, one canonical way to write.
+"""This module holds what all document classes (job, graph, strategy) share: strict reading, clear
+errors, one canonical form.
 
-A field is declared once, with its type, its constraints and its default; pydantic reads and writes
-by that, and so does the reference. What is wrong becomes one `InvalidInputError` with one violation
-per wrong field, in our words. Knows no document.
+A field is declared once, with its type, its constraints and its default; pydantic and the
+reference documentation use that declaration. Errors become one `InvalidInputError` with one
+violation per wrong field, in our words.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ from stratagem.common.schema.json import (
 from stratagem.common.schema.messages import to_invalid_input
 from stratagem.common.schema.rules import Partial, contradictions, for_example, partial_class
 
-# ---- document ----
+# ---- Documents ----
 
 _log = structlog.get_logger(__name__)
 
@@ -286,12 +286,11 @@ def refuse(violations: Sequence[Violation]) -> None:
         raise InvalidInputError(violations=violations)
 
 
-# ---- field types ----
+# ---- Field types ----
 #
-# The types that fields of several documents have, each with its constraints.
-#
-# A constraint is pydantic's own where it has one; a name or a spelling is checked by a function
-# that says what is allowed.
+# Fields of several documents have these types, each with its constraints. A constraint is
+# pydantic's own where it has one; a function checks a name or a spelling and says what is
+# allowed.
 
 MAX_COUNT: Final = 2**63 - 1  # what the journal's integer columns and torch's seeds can hold
 MAX_UNSIGNED: Final = 2**64 - 1  # what the shared form of strategies can hold

@@ -1,9 +1,4 @@
-"""JSON as every document of ours is read and written.
-
-Owns the strictness that the standard library lacks: duplicate keys, NaN and infinities, lone
-surrogates and bottomless nesting are refused, on reading and on writing. Also owns the sentence
-that suggests a name for a misspelt one. Knows nothing of what a document means.
-"""
+"""Read and write JSON strictly, and freeze parsed values."""
 
 import json
 import math
@@ -14,7 +9,11 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 from stratagem.common.base import ids
 from stratagem.common.base.errors import InvalidInputError, Violation
 
-# ---- json text ----
+# ---- Text ----
+#
+# Duplicate keys, NaN and infinities, lone surrogates and bottomless nesting are refused, on
+# reading and on writing, unlike in the standard library. This section also suggests a name for a
+# misspelt one.
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
@@ -222,13 +221,13 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-# ---- frozen ----
+# ---- Frozen values ----
 #
-# Plain JSON values that cannot be changed: a parsed document is shared by all who read it.
+# All readers of a parsed document share it, so its values cannot be changed.
 #
 # A frozen mapping or list is a dict or list to every reader (it compares, iterates and dumps like
-# one), and is hashable; what would change it raises. `thawed` makes the fresh plain copy that
-# foreign code is given. Knows no document.
+# one), and is hashable; changing it raises. `thawed` makes the fresh plain copy that foreign code
+# is given.
 
 _T = TypeVar("_T")
 

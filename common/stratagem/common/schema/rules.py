@@ -1,9 +1,9 @@
-"""The rules of a class of a document, beyond the types of its fields, and how they run over a value
-of which some fields are wrong.
+"""Run the rules of a document's class over a value of which some fields may be wrong, and give
+examples.
 
-A rule is a method that yields violations. One that asks for a field that is wrong ends there: what
-it would say is a consequence, or cannot be known yet. So each rule says what it can, and one answer
-has all. Knows no document.
+A rule is a method that yields violations, beyond the types of the fields. A rule that asks for a
+wrong field ends there: its answer would be a consequence, or cannot be known yet. Each rule thus
+reports what it can, and one answer has all violations.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from stratagem.common.base.errors import Violation
 from stratagem.common.schema.json import JSON
 
-# ---- rules ----
+# ---- Rules ----
 
 UNREAD: Final = object()
 """Stands for a field that is wrong."""
@@ -123,13 +123,11 @@ def partial_class(cls: Any) -> Any:
     return made
 
 
-# ---- examples ----
+# ---- Examples ----
 #
-# Lines that can be pasted into a document, made of what its fields declare: for who has left one
-# out.
-#
-# A field says its own example where the least value of its type would teach nothing. Knows no
-# document.
+# If a required field is missing, the error shows a line that can be pasted into the document,
+# made from the field's declaration. A field declares its own example where the least value of its
+# type would not be instructive.
 
 
 def for_example(name: str, info: FieldInfo, *, is_choice: bool = True) -> str:

@@ -1,1 +1,3 @@
-"""Secure aggregation: arithmetic and cryptography that clients and the coordinator share."""
+"""This package holds the arithmetic and cryptography of secure aggregation that clients and the
+coordinator share.
+"""

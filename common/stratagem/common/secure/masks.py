@@ -1,10 +1,4 @@
-"""Masks: the endless sequence of pseudo-random words of a key, any part of it at any time.
-
-    words = AES-256-CTR(key, counter from 0), as little-endian uint32 or uint64
-
-A key is used for one mask of one round and for nothing else, so the counter begins at zero. Memory
-is one piece, whatever the size of the model.
-"""
+"""Make the masks of secure aggregation, and define the layout of a masked update."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -24,7 +18,14 @@ from stratagem.common.tensors.manifest import (
     dtype_named,
 )
 
-# ---- mask stream ----
+# ---- Masks ----
+#
+# A mask is the endless sequence of pseudo-random words of a key, any part of it at any time:
+#
+#     words = AES-256-CTR(key, counter from 0), as little-endian uint32 or uint64
+#
+# A key is used for one mask of one round and for nothing else, so the counter begins at zero.
+# Memory is one piece, whatever the size of the model.
 
 _BLOCK_BYTES: Final = 16
 _PIECE_BYTES: Final = 1 << 17
@@ -54,12 +55,10 @@ def apply_mask(key: bytes, start: int, words: Words, *, subtract: bool = False) 
             piece += mask
 
 
-# ---- masked layout ----
+# ---- Layout ----
 #
-# Where the elements of a model stand in a masked update.
-#
-# A masked update is one tensor: the floating elements of the model in the order of its bytes, then
-# the weight. Integers and bools are not in it, and tied tensors are once.
+# A masked update is one tensor: the floating elements of the model in the order of its bytes,
+# then the weight. It omits integers and bools, and contains tied tensors once.
 
 MASKED: Final = "masked"
 """Name of the only tensor of a masked update. Its type is that of the words with a sign: the tensor

@@ -1,4 +1,4 @@
-"""The secrets of one client in one attempt of a round, all derived from 32 random bytes.
+"""Derive all secrets of one client in one attempt of a secure round from 32 random bytes.
 
     root                     random, made when the client posts its keys, and kept until the round
                              is over
@@ -7,9 +7,8 @@
     mask key's private half  shared among the holders, opened if the client drops out
     pair mask with v         HKDF(X25519(mask key, v's mask key)): one adds it, the other subtracts
 
-As all of them follow from the root, a call that is repeated is answered with the same bytes. The
-text of a derivation names the round, both clients and both public keys. Sources: Bonawitz et al.
-2017, https://eprint.iacr.org/2017/281.
+All secrets follow from the root, so a repeated call is answered with the same bytes (Bonawitz et
+al. 2017, https://eprint.iacr.org/2017/281).
 """
 
 import hashlib
@@ -31,14 +30,16 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
 from stratagem.common.secure.sharing import COEFFICIENT_BYTES, SHARE_BYTES, share
 
-# ---- transcripts ----
+# ---- Transcripts ----
 #
-# The bytes that are signed, and from which keys are derived: every one says what it is for.
+# A transcript is a byte string that is signed, or from which keys are derived. It names its
+# purpose.
 #
-# A text is a list of parts, each with its length before it, so that no two lists give the same
-# bytes. It begins with the protocol and with what the bytes are for, and names the run, the party,
-# the round, the attempt and the client. A signature or a key of one purpose, round or client is
-# therefore worth nothing for another. Pure functions; nothing here is secret.
+# It is a list of parts, each with its length before it, so no two lists give the same bytes. It
+# begins with the protocol and the purpose, and names the run, the party, the round, the attempt
+# and the client; that of a pair also names both clients and both public keys. A signature or a
+# key of one purpose, round or client is therefore worthless for another. The functions are pure;
+# nothing here is secret.
 
 PROTOCOL: Final = b"stratagem secure aggregation 1"
 
@@ -94,7 +95,7 @@ def _encoded(part: bytes | int | str) -> bytes:
             return b"s" + part.encode()
 
 
-# ---- client secrets ----
+# ---- Secrets of a client ----
 
 KEY_BYTES: Final = 32
 _TAG_BYTES: Final = 16

@@ -1,9 +1,4 @@
-"""Shamir's secret sharing over the integers modulo 2^521 - 1.
-
-A secret is the value at zero of a polynomial of degree t - 1; a share is its value at another
-place. Any t shares give the secret, and fewer say nothing at all of it. Source: Shamir 1979, How to
-share a secret. Pure functions; where the coefficients come from is the caller's matter.
-"""
+"""Share secrets among clients by Shamir's scheme, and choose the neighbours that hold shares."""
 
 import hashlib
 import math
@@ -11,7 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-# ---- secret sharing ----
+# ---- Shamir's secret sharing ----
+#
+# The scheme works over the integers modulo 2^521 - 1. A secret is the value at zero of a
+# polynomial of degree t - 1; a share is its value at another place. Any t shares give the secret,
+# and fewer reveal nothing about it (Shamir 1979, How to share a secret). The functions are pure;
+# the caller provides the coefficients.
 
 PRIME: Final = 2**521 - 1
 SHARE_BYTES: Final = 66
@@ -70,13 +70,15 @@ def _factors_at_zero(places: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(factors)
 
 
-# ---- neighbourhoods ----
+# ---- Neighbours ----
 #
-# Who shares secrets with whom, how many shares open a secret, and whose secrets can be opened.
+# The neighbours of a client share its secrets. This section also determines how many shares open
+# a secret, and whose secrets can be opened.
 #
-# Up to 64 clients everybody is a neighbour of everybody; beyond, each has `degree` neighbours on a
-# ring in random order, half on either side (Bell et al. 2020, https://eprint.iacr.org/2020/704).
-# The holders of a client's secrets are its neighbours and itself. Pure functions.
+# Up to 64 clients everybody is a neighbour of everybody; beyond, each has `degree` neighbours on
+# a ring in random order, half on either side (Bell et al. 2020,
+# https://eprint.iacr.org/2020/704). The holders of a client's secrets are its neighbours and
+# itself. The functions are pure.
 
 AUTO: Final = "auto"
 MAX_COMPLETE: Final = 64

@@ -1,7 +1,5 @@
-"""Training strategies as values: what a strategy is, which values make sense, its JSON form.
-
-`kinds` has the strategies, `choices` what they are made of, `json_form` how they are written.
-Nothing here knows how a strategy is carried out, or whether this installation can.
+"""This package defines training strategies as values: their fields, their valid ranges, their JSON
+form. It does not depend on how a strategy is carried out, or on whether this installation can.
 """
 
 from stratagem.common.strategy.choices import (

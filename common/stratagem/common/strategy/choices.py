@@ -1,7 +1,8 @@
-"""The choices inside a training strategy: aggregation, placement, selection, evolution.
+"""This module defines the choices inside a training strategy: aggregation, placement, selection,
+evolution.
 
-Every class is frozen and checks its own ranges when it is made. Each kind of choice is a union;
-a reader meets its members with `match` and `assert_never`.
+Every class is frozen and checks its own ranges when it is made. Each kind of choice is a union; a
+reader meets its members with `match` and `assert_never`.
 """
 
 import math
@@ -26,7 +27,7 @@ from stratagem.common.schema.document import (
     ZeroToOne,
 )
 
-# ---- choices ----
+# ---- Choices ----
 
 _TOPOLOGY: Final = re.compile(
     r"ring|complete|star|torus(:[1-9]\d{0,5}x[1-9]\d{0,5})?|hypercube|exponential|random:[1-9]\d{0,5}"
@@ -222,11 +223,10 @@ class Resample(DocumentValue, tag="method"):
 ExploreStrategy: TypeAlias = Perturbation | Resample
 
 
-# ---- schedule names ----
+# ---- Names of schedules ----
 #
-# The names that a job may give a pipeline's schedule; schedules.py makes them.
-#
-# Interleaving is no name: it follows where a worker owns several stages.
+# A job may give a pipeline's schedule one of these names; common/pipeline/schedules.py makes
+# them. Interleaving has no name: it follows where a worker owns several stages.
 
 AUTO: Final = "auto"
 """1f1b, or eager where hops are slow; see `schedules.suited`."""

@@ -1,6 +1,7 @@
-"""What a federated round does beyond its shared form: the `options` of the strategy.
+"""This module defines the `options` of the Federated strategy: the behaviour of a round beyond its
+shared form.
 
-A new option is one line of `FederatedOptions`; a section is a class in a module of its own.
+A new option is one line of `FederatedOptions`, and a section is a class.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,9 +37,10 @@ from stratagem.common.strategy.secure import SecureAggregation
 if TYPE_CHECKING:
     from stratagem.common.strategy.strategies import StrategyField
 
-# ---- membership options ----
+# ---- Membership ----
 #
-# Who takes part in a federation: an open roster, and what becomes of clients that keep failing.
+# An open roster determines who takes part in a federation, and strikes determine what becomes of
+# clients that keep failing.
 
 DEFAULT_WAIT_S: Final = 86_400.0
 """A day: a site that is closed over night is back by then."""
@@ -79,10 +81,9 @@ class Strikes(DocumentValue, is_extras=True):
     bench_rounds: SharedCount = 5
 
 
-# ---- ditto ----
+# ---- Ditto ----
 #
-# Ditto: a model of each client's own beside the global one: the section `options.ditto` of
-# Federated.
+# The section `options.ditto` trains a model of each client's own beside the global one.
 
 KEY: Final = "lambda"
 """As documents have it; Python has the word already."""
@@ -114,13 +115,11 @@ class Ditto(DocumentValue, is_extras=True):
         }
 
 
-# ---- weighing ----
+# ---- Weights ----
 #
-# How updates of a round count otherwise than by rows: `options.q`, `options.normalize` and
-# `options.control`.
-#
-# Says what goes together with them. Knows the strategy alone; what the clients' optimizer must be
-# stands with the job.
+# The options `q`, `normalize` and `control` make updates of a round count otherwise than by rows.
+# The checks here concern the strategy alone; those of the clients' optimizer are in
+# job/training_rules.py.
 
 
 def check_weighing(
@@ -196,13 +195,11 @@ def _against_control(
         yield Violation("options.roster.open", text)
 
 
-# ---- robust ----
+# ---- Robust rules ----
 #
-# Robust rules of a federation, which a minority of false updates cannot lead anywhere: the section
-# `options.robust` of Federated.
-#
-# Every update counts as one, whatever number of rows its client claims. Says how many updates each
-# rule needs; how a rule computes is no concern of this module.
+# The section `options.robust` selects a rule that a minority of false updates cannot control.
+# Every update counts as one, whatever number of rows its client claims. This section also says
+# how many updates each rule needs.
 
 MAX_ROBUST_UPDATES: Final = 1024
 """Every update is compared with every other one, or all are sorted element by element."""
@@ -310,7 +307,7 @@ def fewest_updates(rule: RobustRule | None) -> int:
             assert_never(rule)
 
 
-# ---- federated options ----
+# ---- Options ----
 
 DEFAULT_SERVER_LEARNING_RATE: Final = 0.01
 DEFAULT_MAX_STALENESS: Final = 4

@@ -1,8 +1,9 @@
-"""The training strategies themselves, made of the choices in `choices`.
+"""This module defines the training strategies, made of the choices in choices.py, and their JSON
+form.
 
-Every class is frozen and checks its own ranges when it is made, so a strategy that exists is
-valid. The fields as declared are the JSON form that is shared with the Rust programs; what is ours
-alone stands under `options`. Does not know how any strategy is carried out.
+Every class is frozen and checks its own ranges when it is made, so every existing strategy is
+valid. The declared fields are the JSON form that is shared with the Rust programs; fields that
+only this project has are under `options`.
 """
 
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ from stratagem.common.strategy.nested_regions import check_nested
 from stratagem.common.strategy.regions import check_regions
 from stratagem.common.strategy.secure import against_secure_aggregation, wrong_numbers
 
-# ---- kinds ----
+# ---- Strategies ----
 
 MAX_REPLICAS: Final = 16_384
 MAX_CLIENTS: Final = 1_000_000
@@ -451,12 +452,10 @@ def is_cut(strategy: Strategy) -> bool:
     return isinstance(strategy, ModelParallel) or (inner is not None and is_cut(inner))
 
 
-# ---- json form ----
-#
-# Reads and writes the JSON form of a strategy, shared with the Rust programs that speak it.
+# ---- JSON form ----
 #
 # Variants are objects with their name under a tag key ("type", "method", "protocol"), except a
-# RemoteTarget, which is an object with one key; the classes say the rest.
+# RemoteTarget, which is an object with one key; the classes define the rest.
 
 
 class _Document(Section):
@@ -483,9 +482,7 @@ def dumps_strategy(strategy: Strategy) -> str:
     return dump_json(dump_strategy(strategy))
 
 
-# ---- demand ----
-#
-# How many workers a strategy has work for at once.
+# ---- Demand for workers ----
 
 
 def workers_used(strategy: Strategy) -> int:

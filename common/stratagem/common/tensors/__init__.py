@@ -1,1 +1,1 @@
-"""The tensor stream: element types, manifests, chunks, canonical files and their transfer."""
+"""This package defines the tensor stream: element types, manifests, chunks, and canonical files."""

@@ -1,13 +1,12 @@
-"""States in leaves: how the bytes of a state are cut, and the list of leaves that names it.
+"""This module defines states in leaves: the cut of a state's bytes, and the list of leaves that
+names it.
 
 A tensor of 1 MiB or more is cut into leaves of 64 MiB from its own start; all smaller ones share
-leaves of up to 64 MiB, in order. So parameters that do not train are the same leaves from commit to
-commit, and thousands of small tensors are few objects. How a state is cut follows from its manifest
-alone, and so does its digest from its content: the SHA-256 of the list, which has names, types,
-shapes and metadata as the header of its safetensors file, and the SHA-256 of each leaf. Who wrote
-which leaf is in neither.
-
-Owns the cut, the list and both digests. Must not know torch, files or stores.
+leaves of up to 64 MiB, in order. Parameters that do not train are thus the same leaves from commit
+to commit, and thousands of small tensors are few objects. The cut follows from the manifest alone.
+The digest of a state is the SHA-256 of the list, which has names, types, shapes and metadata as in
+the header of its safetensors file, and the SHA-256 of each leaf; neither depends on who wrote
+which leaf.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ from stratagem.common.tensors.manifest import (
     build_manifest,
 )
 
-# ---- state leaves ----
+# ---- Leaves ----
 
 LEAF_BYTES: Final = 64 * 2**20
 SMALL_BYTES: Final = 2**20
@@ -204,10 +203,10 @@ def state_digest(manifest: Manifest, pieces: Iterable[Any]) -> Digest:
     return hasher.digest()
 
 
-# ---- byte ranges ----
+# ---- Byte ranges ----
 #
-# Ranges of the bytes that a manifest describes: read from the buffers of its tensors, and the
-# tensor of bytes as which they travel. Must not know torch, files or workers.
+# Ranges of the bytes that a manifest describes are read from the buffers of its tensors, and
+# travel as a tensor of bytes.
 
 _NAME: Final = "pieces"
 
@@ -242,20 +241,20 @@ def pieces_manifest(num_bytes: int) -> Manifest:
     return build_manifest([(_NAME, "uint8", (num_bytes,))], Purpose.STATE)
 
 
-# ---- state folder ----
+# ---- Folder of states ----
 #
-# The folder of states in leaves that the coordinator and its workers both see.
+# The coordinator and its workers both see the folder of states in leaves.
 #
-#     store-id               what the coordinator has named the folder
+#     store-id               the name that the coordinator has given the folder
 #     lists/aa/<digest>.leaves
 #                            the list of a state's leaves; written by the coordinator alone
 #     leaves/aa/<sha256>-<upload>
 #                            one leaf, as one upload has written it; several may be equal
 #     leaves/tmp/            leaves that are not whole yet
 #
-# Nothing is ever overwritten, and a leaf appears whole and durable or not at all. Owns these names,
-# writing a leaf, and reading a state with all digests checked. What is deleted, and when, is the
-# coordinator's business.
+# Nothing is ever overwritten, and a leaf appears whole and durable or not at all. This section
+# writes leaves, and reads states with all digests checked. The coordinator decides what is
+# deleted, and when.
 
 LIST_SUFFIX: Final = ".leaves"
 _DIGEST_CHARS: Final = 64

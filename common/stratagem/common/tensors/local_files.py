@@ -1,11 +1,11 @@
-"""Bytes that a process reads from a file which another one on this machine has open.
+"""Read bytes from a file that another process on this machine has open, in place of a tensor
+stream.
 
-They take the place of the chunks of a tensor stream: 4 MB are copied in a millisecond, and sent
-and received over a loopback in ten. Who has the file names it by process and descriptor; who reads
-opens it below /proc, as the same user in the same namespace of processes may. It reads nothing that
-does not have the name it expects, and as a copy nothing that is not memory, so a peer cannot have
-it read other files, and a descriptor that was closed and used again since is not taken for the
-file. Must not know gRPC.
+Copying 4 MB takes a millisecond; sending and receiving them over loopback takes ten. The owner of
+the file names it by process and descriptor. The reader opens it below /proc, which the same user
+in the same namespace of processes may do. It reads only a file with the expected name, and as a
+copy only memory, so a peer cannot make it read other files, and a descriptor that was closed and
+reused is not mistaken for the file.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from stratagem.common.tensors.stream import (
 )
 from stratagem.v1 import tensor_pb2
 
-# ---- open files ----
+# ---- Open files ----
 
 _COPY_NAME: Final = re.compile(r"stratagem-snapshot-[0-9a-f]{32}")
 MAX_COPY_BYTES: Final = 64 * 2**20
@@ -90,7 +90,7 @@ def _looked_up() -> str:
     return hashlib.sha256(f"{boot}/{processes}/{os.geteuid()}".encode()).hexdigest()
 
 
-# ---- the side that has a file ----
+# ---- The side that has a file ----
 
 
 def offer(
@@ -142,7 +142,7 @@ def _write(descriptor: int, view: memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-# ---- the side that reads it ----
+# ---- The side that reads it ----
 
 
 def is_near(other: str) -> bool:
@@ -255,13 +255,11 @@ def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memor
     return None if found is None else contents(found, file, total_bytes)
 
 
-# ---- open file transfer ----
+# ---- Transfer ----
 #
-# Downloads by an open file in place of chunks: one side offers a copy, the other reads it.
-#
-# Both count its bytes as those of a stream. Owns how long a copy is there for its reader; what may
-# be read is in `open_files`, and the calls that bring an offer are in `rpc.tensor_transfer`. Must
-# not know gRPC.
+# In a download by open file, one side offers a copy and the other reads it. Both count its bytes
+# as those of a stream. This section decides how long a copy stays for its reader; the calls that
+# carry an offer are in rpc/tensor_transfer.py.
 
 M = TypeVar("M")
 

@@ -1,9 +1,9 @@
-"""Describes what a tensor stream will carry: names, types, shapes and places, checked before
-anything is allocated for it.
+"""This module describes the content of a tensor stream: names, types, shapes and places, checked
+before anything is allocated.
 
-Owns the value `Manifest`, its rules and its form on the wire. All arithmetic is in Python integers,
-so a header of a few bytes cannot overflow its way to an allocation. Must not know torch, files or
-gRPC.
+It owns the value `Manifest`, its rules and its form on the wire. All arithmetic is in Python
+integers, so a header of a few bytes cannot cause an allocation by overflow. It must not import
+torch, and does not depend on files or gRPC.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Final
 from stratagem.common.base.errors import InvalidInputError, LimitError
 from stratagem.v1 import tensor_pb2
 
-# ---- manifest ----
+# ---- Manifest ----
 
 MAX_MANIFEST_BYTES: Final = 3 * 2**20  # a message is at most 4 MiB, and has other fields too
 MAX_ELEMENTS: Final = 2**63 - 1
@@ -322,12 +322,11 @@ def _purpose(number: int, wanted: Purpose | None) -> Purpose:
     return known[number]
 
 
-# ---- dtypes ----
+# ---- Element types ----
 #
-# The element types of the tensor stream, in one table.
-#
-# Owns which types exist and what they are called by torch, on the wire and in safetensors files.
-# Must not import torch: the base install reads and writes streams without it.
+# One table has the element types of the tensor stream, with their names in torch, on the wire and
+# in safetensors files. It must not import torch, since the base install reads and writes streams
+# without it.
 
 
 @dataclass(frozen=True, slots=True)

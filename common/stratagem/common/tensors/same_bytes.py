@@ -1,8 +1,8 @@
-"""Which bytes of a state are those of an earlier one, so that only the others need to travel.
+"""Find the bytes of a state that an earlier one has, too, so only the others need to travel.
 
 Bytes are compared, in blocks from the start of each tensor, and no digest decides. Parameters that
 do not train are the same from commit to commit, and so are their moments, and rows of an embedding
-that no batch has had. Owns the value `SameBytes` and its rules. Must not know workers or stores.
+that no batch has had.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from stratagem.common.base.errors import InvalidInputError, LimitError
 from stratagem.common.tensors.manifest import Manifest
 
-# ---- same bytes ----
+# ---- Equal ranges ----
 
 BLOCK_BYTES: Final = 2**20
 MAX_RANGES: Final = 2**15  # with the manifest they make one message
@@ -126,13 +126,11 @@ def cut(
             start = stop
 
 
-# ---- state slices ----
+# ---- Names of slices ----
 #
-# The names of slices of a state that is divided among members element by element.
-#
-# What a member keeps of a parameter's optimizer state, or of a parameter, travels under such a
-# name, as a flat tensor or a single number; put together in order, the slices are the tensor that
-# an undivided state has. Pure.
+# A state may be divided among members element by element. A member's slice of a parameter, or of
+# its optimizer state, travels under such a name, as a flat tensor or a single number; in order,
+# the slices make up the tensor of an undivided state. The functions are pure.
 
 _PREFIX: Final = "slice/"
 _PARAMETER: Final = "parameter/"

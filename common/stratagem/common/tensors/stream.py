@@ -1,12 +1,12 @@
-"""The byte range of a tensor stream, cut into checked chunks and put together again.
+"""Cut the byte range of a tensor stream into checked chunks and put it together again.
 
-Owns the size of a chunk, its checksum and the order. Must not know where bytes come from or go to:
-a sender gives memory or a source of pieces, a receiver gives a sink.
+The module owns the size of a chunk, its checksum and the order. A sender gives memory or a source
+of pieces, and a receiver gives a sink.
 
 CHUNK_BYTES is measured (benchmarks/tensor_stream.py --chunks), with the allocator tuned as in
-`malloc.py`: what gRPC and Python do once per message is a tenth of the time at 1 MiB. It is also
-the most that a receiver takes. Small ranges are cut smaller (`piece_bytes`): several pieces are on
-their way at once, at both ends and for each stream.
+process/process.py: the fixed cost of gRPC and Python per message is a tenth of the time at 1 MiB.
+It is also the most that a receiver takes. Small ranges are cut smaller (`piece_bytes`): several
+pieces are on their way at once, at both ends and for each stream.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ from stratagem.common.base.errors import IntegrityError, LimitError, OutOfRangeE
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.v1 import tensor_pb2
 
-# ---- frames ----
+# ---- Frames ----
 #
-# Messages that carry a chunk, written and read with as few copies as possible.
+# Messages that carry a chunk are written and read with as few copies as possible.
 #
 # On the wire these are the plain messages of the `.proto` files, byte for byte as protobuf writes
 # them; any generated class reads and writes the same. Protobuf copies the payload three times to
-# write it and twice to read it; this copies it once to write and not at all to read. The checksum
-# is taken of the copy while it is in the cache: that costs a third of a pass over the tensor's
-# memory (benchmarks/tensor_stream.py). Everything that is not exactly such a message is left to
-# protobuf. Knows only the layout of `Chunk` and that its field is number 2.
+# write it and twice to read it; this code copies it once to write and not at all to read. The
+# checksum is taken of the copy while it is in the cache: that costs a third of a pass over the
+# tensor's memory (benchmarks/tensor_stream.py). Protobuf handles every other message. The code
+# relies only on the layout of `Chunk` and on its field having number 2.
 
 Data = bytes | memoryview
 Piece = Data | Sequence[Data]
@@ -214,7 +214,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
     return -1, at
 
 
-# ---- chunks ----
+# ---- Chunks ----
 
 CHUNK_BYTES: Final = 2 * 2**20
 MAX_CHUNK_BYTES: Final = CHUNK_BYTES  # what a receiver takes
@@ -362,13 +362,13 @@ def _as_bytes(buffer: memoryview) -> memoryview:
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
 
 
-# ---- traffic ----
+# ---- Traffic ----
 #
-# Counts the bytes of tensors that this process has sent and received.
+# The process counts the bytes of tensors that it has sent and received.
 #
 # A process has one network, so there is one count of it, as plain numbers: one addition per chunk
 # or message, of some 50 ns. Two threads that add at the same moment may lose a message; rates,
-# which is what these numbers are for, do not notice. Knows nothing of who reads them.
+# the purpose of these numbers, are not affected.
 
 SENT: Final = "sent"
 RECEIVED: Final = "received"

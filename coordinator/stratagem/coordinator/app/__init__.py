@@ -1,1 +1,1 @@
-"""The coordinator that leads, put together: its storage, listeners and chores."""
+"""This package assembles the leading coordinator from its storage, listeners and chores."""

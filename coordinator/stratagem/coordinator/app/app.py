@@ -1,7 +1,8 @@
-"""The coordinator process, put together: stores, loop, effects, leases, barriers.
+"""App assembles the coordinator process from its stores, loop, effects, leases and barriers.
 
-Owns the life of the process: take the lead, replay, serve, and end when the lead is lost. What
-follows from a batch of facts (events for watchers, links to drop, files to delete) is in _changed.
+It owns the life of the process: take the lead, replay, serve, and end when the lead is lost.
+`_changed` performs what follows from a batch of facts (events for watchers, links to drop, files
+to delete).
 """
 
 import asyncio
@@ -74,7 +75,7 @@ from stratagem.coordinator.store.lead import Holder, Lead
 from stratagem.coordinator.store.leaves import LeafBlobs
 from stratagem.coordinator.store.postgres import SCHEME
 
-# ---- app ----
+# ---- Process ----
 
 log = structlog.get_logger()
 
@@ -403,9 +404,10 @@ def _take_lead(settings: Settings, entrance: LeaderGate) -> tuple[Journal, Lead]
     return journal, lead
 
 
-# ---- shown facts ----
+# ---- Facts of secret draws ----
 #
-# Reads the facts of a run whose clients are drawn in secret, by the numbers that readers get.
+# A reader of a run whose clients are drawn in secret gets its facts under numbers of their own,
+# without the hidden ones.
 
 PAGE_FACTS: Final = 256
 

@@ -1,8 +1,7 @@
-"""Deletes what no run needs any more: blobs that no state names, and updates of clients that a
-committed round has folded in.
+"""Delete data that no run needs any more, and keep data that jobs or backups name.
 
-Blobs are collected together, with pauses: each collection looks at all of them. Blobs that backups
-hold are kept, and so are those that are too new to be named.
+All blobs are collected together, with pauses, since each collection looks at all of them. Blobs
+that backups hold are kept, and so are those that are too new to be named.
 """
 
 import asyncio
@@ -49,7 +48,10 @@ from stratagem.coordinator.store.snapshot import Snapshot
 from stratagem.coordinator.strategies.federated.regions import rounds_inside
 from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
 
-# ---- collector ----
+# ---- Collection ----
+#
+# The collector deletes blobs that no state names, and updates of clients that a committed round
+# has folded in.
 
 BLOB_GRACE_S = 600.0
 """Seconds for which a blob that no fact names yet is kept: a fact, or a job, may soon name it."""
@@ -192,12 +194,11 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
             return ()
 
 
-# ---- housekeeping ----
+# ---- Housekeeping ----
 #
-# Deletes what has expired (lost workers, ended runs, old logs) and merges what was recorded of
-# steps: chores of the leader that nothing waits for.
-#
-# Owns when it is done; what may be forgotten of workers and runs is decided by the core.
+# Housekeeping deletes what has expired (lost workers, ended runs, old logs) and merges the
+# recorded step history. These are chores of the leader that nothing waits for. The core decides
+# which workers and runs may be forgotten; this code decides when.
 
 log = structlog.get_logger()
 
@@ -309,14 +310,15 @@ class House:
         return self.loop.clock.now() - span_s
 
 
-# ---- kept blobs ----
+# ---- Blobs named by jobs ----
 #
-# Keeps the blobs that jobs name, in the background: who submits a job asks until it is done.
+# The blobs that a job names are kept in the background, and the submitting client repeats its
+# call until that is done.
 #
-# In an object store what an earlier term has written is copied first. That may take longer than a
-# client waits for an answer, so no call ends it: a call is answered before that, and the next one
-# joins. What the store refuses is still the answer to who submits, since the call that learns it is
-# one of theirs.
+# In an object store the blobs that an earlier term has written are copied first. That may take
+# longer than a client waits for an answer, so no call ends it: a call is answered before that,
+# and the next one joins. A refusal of the store still reaches the client, since one of its calls
+# learns of it.
 
 ANSWER_AFTER_S: Final = 5.0
 """Less than a client waits that can ask another coordinator instead."""
@@ -385,15 +387,15 @@ class KeptBlobs:
             del self._under_way[digest]
 
 
-# ---- backups ----
+# ---- Backups ----
 #
-# Backups: one moment of the journal, and a hold on all blobs that its facts need.
+# A backup consists of one moment of the journal and a hold on all blobs that its facts need.
 #
 # Nothing is collected while the moment is fixed, so every blob that the copy of the journal names
 # is in the list that the hold keeps. The list is a blob of its own, durable before the fact that
-# names it. What a backup copies is then there for a day, though its runs may be deleted meanwhile.
-# Lists are in no backup: a coordinator that goes on from its journal holds nothing for those of
-# another.
+# names it. The blobs of a backup then stay for a day, even if their runs are deleted meanwhile.
+# Lists are in no backup: a coordinator that continues from the copied journal holds nothing for
+# another one's backups.
 
 HOLD_S: Final = 86_400.0
 _DIGEST_BYTES: Final = 32

@@ -1,7 +1,8 @@
-"""The storage of blobs and updates: local folders of the coordinator, or an object store.
+"""Open the storage of blobs and updates, in local folders or an object store, and the addresses to
+listen on.
 
-Opened before the lead is taken: wrong keys are to be found when a standby starts, not when it has
-to take over. What the stores then do is bound to the term of the lead.
+The storage is opened before the lead is taken, so wrong keys are found when a standby starts and
+not when it has to take over. Later operations of the stores are bound to the term of the lead.
 """
 
 import os
@@ -26,13 +27,12 @@ from stratagem.coordinator.store.leaves import LISTS, LeafBlobs, in_folder, in_o
 from stratagem.coordinator.store.shared_blobs import BlobCache, SharedBlobs, default_limit_bytes
 from stratagem.coordinator.updates.spool import SharedSpool, Spool
 
-# ---- listeners ----
+# ---- Listeners ----
 #
-# The addresses that a coordinator listens on, and the credentials that it asks for on each.
-#
-# With certificates `--listen` asks every caller for one, and `--token-listen` for a token instead.
-# Without them everything is in plaintext and no caller proves its identity, so only loopback is
-# bound unless the operator allows more. Health is always in plaintext: it says nothing but SERVING.
+# With certificates, `--listen` asks every caller for one, and `--token-listen` for a token
+# instead. Without them everything is in plaintext and no caller proves its identity, so only
+# loopback is bound unless the operator allows more. Health is always in plaintext: it says
+# nothing but SERVING.
 
 log = structlog.get_logger()
 
@@ -113,7 +113,7 @@ def _trust_domain(tls: TlsFiles | None) -> str:
     return identity.trust_domain
 
 
-# ---- storage ----
+# ---- Storage ----
 
 FOLDER: Final = "states"
 """Below the data folder, of states in leaves."""

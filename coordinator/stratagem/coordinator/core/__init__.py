@@ -1,1 +1,3 @@
-"""The values of the coordinator: facts, state, commands, effects, the contract of strategies."""
+"""The core is the pure part of the coordinator: facts, state, commands, effects, and the contract
+of strategies.
+"""

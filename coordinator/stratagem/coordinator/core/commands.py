@@ -1,4 +1,6 @@
-"""Commands to the coordinator as values, the refusals that answer them, and journal entries."""
+"""This module defines the commands to the coordinator as values, together with the refusals that
+answer them and the entries of the journal.
+"""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -6,7 +8,7 @@ from enum import StrEnum
 from stratagem.common.base.ids import Digest, Incarnation, Party, RunId
 from stratagem.coordinator.core.facts import ROOT, Capability, Fact, Member
 
-# ---- commands ----
+# ---- Commands ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +205,7 @@ class JournalEntry:
     """Idempotency key, unique inside the run."""
 
 
-# ---- event span ----
-#
-# A span of the events of one run, as a reader asks for it.
+# ---- Spans of events ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The course of a metric over the evaluations of a run: a fold that says when training stops early,
-and when a plateau lowers the learning rates.
+"""Fold the evaluations of a run into early stopping and plateau decisions, and count deaths of its
+processes.
 
-What the fold has counted stands among the metrics of each commit, under names of its own. A run
-that goes back to a commit counts on from there, and so does one that begins from it.
+The fold over a metric keeps its counters among the metrics of each commit, under names of its own.
+A run that goes back to a commit counts on from there, and so does a run that begins from it.
 """
 
 import math
@@ -16,7 +16,7 @@ from stratagem.common.job import JobSpec, ScheduleSpec
 from stratagem.common.job.fields import FollowedMetric, plateau_metric, stop_metric
 from stratagem.coordinator.core.facts import Member, ProcessDied
 
-# ---- metric course ----
+# ---- Early stopping and plateaus ----
 
 STOP: Final = "stop."
 PLATEAU: Final = "plateau."
@@ -126,26 +126,24 @@ def _counted(
     return {f"{prefix}{_NUM_WITHOUT}": num_without + 1.0}
 
 
-# ---- crash loops ----
+# ---- Crash loops ----
 #
-# Distinguish work that ends its own process from processes that others end: one rule for all
-# strategies.
+# These rules distinguish work that ends its own process from processes that others end. All
+# strategies share them.
 #
-# Any process may be killed at any time, and that is no fault of the job. What counts is the same
-# work (a segment, a client's round, a build, an evaluation) that loses process after process and
-# comes no further:
+# Any process may be killed at any time, which is no fault of the job. The rules count how often
+# the same work (a segment, a client's round, a build, an evaluation) loses a process without
+# making progress:
 #
-# * a process that was stopped (by a signal that asks for it, a drain, its supervisor), or that did
-#   something else, does not count: no ProcessDied is journaled for it
-# * processes that were at the work together and end one after the other count as one death, so that
-#   all workers killed at once are one
-# * work that comes further than ever before has its whole budget again
+# * A process that was stopped (by a signal that asks for it, a drain, its supervisor), or that did
+#   something else, does not count: no ProcessDied is journaled for it.
+# * Processes that were at the work together and end one after the other count as one death, so
+#   killing all workers at once counts as one.
+# * Work that comes further than ever before regains its whole budget.
 # * OWN deaths are enough where the process ended by itself: it exited, or the processor refused
-# what
-#   it did. SIGKILL, and an unobserved end, can be the operator's, the kernel's for want of
-#   memory, or the job's: those it takes UNEXPLAINED of, over UNEXPLAINED_S, which random kills do
-#   not
-#   reach while the work comes further now and then
+#   what it did. SIGKILL and an unobserved end can be caused by the operator, by the kernel when
+#   memory is short, or by the job: for those the limit is UNEXPLAINED deaths over UNEXPLAINED_S,
+#   which random kills do not reach while the work makes progress now and then.
 
 OWN: Final = 3
 UNEXPLAINED: Final = 10

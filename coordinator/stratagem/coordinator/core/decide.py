@@ -1,7 +1,7 @@
 """Answer a command with facts or with a refusal.
 
-decide answers the command itself, and only reads. The agenda then asks the runs' strategies for the
-facts that follow from the state.
+`decide` answers the command itself, and only reads the state. The agenda then asks the strategies
+of the runs for the facts that follow from the state.
 """
 
 from collections import Counter
@@ -73,7 +73,7 @@ from stratagem.coordinator.core.strategy_calls import (
     reject_reason_of,
 )
 
-# ---- decide ----
+# ---- Answers to commands ----
 
 MAX_DECISIONS = 10_000
 """A strategy that has more than this to add to one command decides in a circle."""
@@ -351,15 +351,16 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[JournalEn
     return () if fact is None else (JournalEntry(command.run_id, fact, key_of(fact)),)
 
 
-# ---- agenda ----
+# ---- Agenda ----
 #
-# An index of the runs that must be asked for their next fact, for a coordinator with many runs.
+# The agenda is an index of the runs that must be asked for their next fact.
 #
-# A strategy decides by its run, the workers with their load, and the time, of which it names a
-# deadline beforehand. So a run that had nothing to add has nothing to add until a fact has changed
-# it, the workers or their load are others, or its deadline has passed: only then is it asked again.
-# So following a fact costs the same however many runs there are. Asking all runs after every fact
-# comes to the same facts in the same order; the tests of the core compare the two.
+# A strategy decides by its run, by the workers with their load, and by the time, of which it
+# names a deadline beforehand. A run that had nothing to add therefore has nothing to add until a
+# fact has changed it, the workers or their load have changed, or its deadline has passed; only
+# then is it asked again. The cost of following a fact does not depend on the number of runs.
+# Asking all runs after every fact gives the same facts in the same order; the tests of the core
+# compare the two.
 
 
 class Agenda:

@@ -1,8 +1,9 @@
-"""The effects that a run needs performed, as values.
+"""This module defines the effects that a run needs performed, as values, and grants them compute
+slots.
 
-An effect carries no attempt and no time, so that the same need is the same value: the shell keeps
-one task per member of pending(state), and stops it when it leaves the set. Every effect is
-idempotent: after a crash it is simply done again.
+An effect carries no attempt and no time, so the same need is the same value. The shell keeps one
+task per member of `pending(state)`, and stops a task when its effect leaves the set. Every effect
+is idempotent: after a crash it is performed again.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Generic, TypeVar, assert_never
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.coordinator.core.facts import Accepted, Member, RoundAccounted
 
-# ---- effects ----
+# ---- Effects ----
 
 
 class ExchangeMethod(StrEnum):
@@ -399,13 +400,13 @@ def slots(effect: Effect) -> frozenset[Member]:
             assert_never(effect)
 
 
-# ---- gang scheduler ----
+# ---- Gang scheduling ----
 #
-# Gang scheduling: a segment gets the compute slots of all its workers at once, or waits.
+# A segment gets the compute slots of all its workers at once, or waits.
 #
-# Requests are served in the order they came. A request that must wait reserves what it needs, so
-# that later ones cannot starve it; nothing holds a slot while it waits for another, so no two runs
-# can wait for each other in a ring.
+# Requests are served in the order of arrival. A request that must wait reserves what it needs, so
+# later requests cannot starve it. No request holds a slot while it waits for another one, so runs
+# cannot deadlock.
 
 Key = TypeVar("Key", bound=Hashable)
 Slot = TypeVar("Slot", bound=Hashable)

@@ -1,4 +1,7 @@
-"""Format a fact as a sentence; log, CLI, SDK and status show the same one."""
+"""Format a fact as a sentence for people, and convert facts to and from their form in the journal.
+
+The log, the CLI, the SDK and the status show the same sentence.
+"""
 
 import json
 import math
@@ -13,7 +16,7 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.courses import how
 from stratagem.coordinator.core.facts import KINDS, Fact, Value
 
-# ---- fact messages ----
+# ---- Sentences ----
 
 MAX_NAMES = 8
 """Number of names that a sentence has, of many."""
@@ -266,12 +269,10 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-# ---- fact serialization ----
+# ---- Serialization ----
 #
-# Conversion of facts to and from their form in the journal, also in that of earlier versions.
-#
-# Adding an optional field to a fact keeps SCHEMA_VERSION; changing a meaning raises it and adds an
-# entry to UPGRADES.
+# Decoding also reads the journals of earlier versions. Adding an optional field to a fact keeps
+# SCHEMA_VERSION; changing a meaning raises it and adds an entry to UPGRADES.
 
 SCHEMA_VERSION = 1
 

@@ -1,9 +1,7 @@
-"""An immutable mapping of text keys that is cheap to change: a changed one shares all but a few
-small pieces with the one before.
+"""This module provides an immutable mapping and an immutable sorted collection that are cheap to
+change.
 
-A trie by hash: inner nodes are tuples, leaves are small dicts. The hash is the same in every
-process. The order of iteration means nothing and is no order of insertion: it is that of the hashes
-above one leaf, and within a leaf that of the changes, so equal mappings may differ in it.
+A changed collection shares all but a few small pieces with the one before.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,7 +10,12 @@ from itertools import chain
 from typing import Any, Final, Generic, TypeVar, cast
 from zlib import crc32
 
-# ---- persistent map ----
+# ---- Mapping ----
+#
+# The mapping of text keys is a hash trie: inner nodes are tuples, leaves are small dicts. The
+# hash is the same in every process. The order of iteration has no meaning and is not the order of
+# insertion: above a leaf it is the order of the hashes, and within a leaf that of the changes.
+# Equal mappings may therefore differ in it.
 
 K = TypeVar("K", bound=str)
 V = TypeVar("V")
@@ -159,10 +162,9 @@ def _differing(before: _Node, now: _Node, found: set[Any]) -> None:
     }
 
 
-# ---- persistent order ----
+# ---- Sorted collection ----
 #
-# An immutable sorted collection that is cheap to change: a changed one shares all but one of its
-# pieces with the one before.
+# A changed collection shares all but one of its pieces with the one before.
 
 T = TypeVar("T", bound=tuple[Any, ...])
 

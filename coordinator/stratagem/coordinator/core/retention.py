@@ -1,5 +1,7 @@
-"""Retention limits: lost workers and ended runs are forgotten when they are too old or too many,
-and no run needs them.
+"""Apply the retention limits, attribute process ends to work, and decide which blobs a caller may
+name.
+
+Lost workers and ended runs are forgotten when they are too old or too many, and no run needs them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from stratagem.coordinator.core.state import (
 )
 from stratagem.coordinator.core.strategy_calls import deaths_of, parties_of
 
-# ---- retention ----
+# ---- Retention limits ----
 
 
 def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[JournalEntry, ...]:
@@ -110,10 +112,10 @@ def _beyond(state: CoordinatorState, command: ExpireRuns) -> Iterator[EndedRun]:
         yield run
 
 
-# ---- crash attribution ----
+# ---- Attribution of process ends ----
 #
-# Attribution of a process's end to the work it died at, by what the worker's next process
-# reports.
+# The end of a process is attributed to the work that it died at, according to the report of the
+# worker's next process.
 
 
 def deaths_at_work(
@@ -153,14 +155,14 @@ def _concerns(fact: Fact, ending: Ending) -> bool:
     return is_within(ending.party, fact.party)
 
 
-# ---- blob owners ----
+# ---- Ownership of blobs ----
 #
-# Rules for which blobs a caller may name in a job, and whose a blob is, as far as the state alone
-# decides.
+# These rules decide which blobs a caller may name in a job, and whose a blob is, as far as the
+# state alone decides.
 #
-# Knowing a blob's digest is not having its bytes: a blob belongs to the owners that have uploaded
-# all of them, and to the owners of runs that name it. The states that a run has committed are
-# shared with all callers that may read runs.
+# Knowing the digest of a blob does not amount to having its bytes: a blob belongs to the owners
+# that have uploaded all of them, and to the owners of runs that name it. The states that a run
+# has committed are shared with all callers that may read runs.
 
 
 def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:

@@ -1,5 +1,7 @@
-"""The view of a run that is shown to people, as a value: derived from the state while the run is
-active, and stored when it is archived.
+"""Derive the view of a run that is shown to people, its remaining time, and its archived form.
+
+The view is a value. It is derived from the state while the run is active, and stored when the run
+is archived.
 """
 
 from collections.abc import Iterable
@@ -36,7 +38,7 @@ from stratagem.coordinator.core.state import (
 from stratagem.coordinator.core.strategy_calls import draws_in_secret, shown_status_of
 from stratagem.coordinator.core.strategy_contract import MISSING, Status
 
-# ---- run view ----
+# ---- View ----
 
 
 class CommitView(Value):
@@ -163,10 +165,9 @@ def _data_plane(world: World, status: Status) -> str:
     return said.pop() if len(said) == 1 else "trusted" if said else ""
 
 
-# ---- time left ----
+# ---- Pace and remaining time ----
 #
-# The pace of a run, and how long it will take: a window over what it has done, without a clock of
-# its own.
+# The pace is measured over a window of the run's own progress, without a separate clock.
 
 WINDOW_S: Final = 60.0
 """Seconds of training that the pace is taken over."""
@@ -245,12 +246,10 @@ def steps_per_epoch(num_rows: int, batch_size: int) -> int:
     return ceil(num_rows / batch_size)
 
 
-# ---- archived runs ----
+# ---- Archived runs ----
 #
-# Archiving of ended runs: held by no worker, and kept small until they are resumed or deleted.
-#
-# Of an archived run the state keeps only what decisions need of every run. What a command needs
-# beyond that is recalled, by folding the run's own facts again.
+# No worker holds an archived run. The state keeps only the part of it that decisions need of
+# every run. If a command needs more, the run is recalled by folding its own facts again.
 
 
 def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun, RunView] | None:

@@ -1,8 +1,9 @@
-"""Calls to the strategy of a run, guarded as the border to plug-ins.
+"""Guard the calls to the strategy of a run, and hide secret draws from readers.
 
-A strategy that raises fails its own run, with the reason; the coordinator and all other runs
-continue, and a replay meets the same error. Calls that only read a run return an answer then, too.
-Only apply.py calls a strategy elsewhere, under the same rule: `init`, `transition` and `pending`.
+A strategy that raises fails its own run, with the reason. The coordinator and all other runs
+continue, and a replay meets the same error. Calls that only read a run return an answer in that
+case, too. Only apply.py calls a strategy elsewhere, under the same rule: `init`, `transition` and
+`pending`.
 """
 
 import math
@@ -19,7 +20,7 @@ from stratagem.coordinator.core.facts import Fact, Member, RoundAccounted, Round
 from stratagem.coordinator.core.state import EndedRun, RunPhase, RunRecord, World
 from stratagem.coordinator.core.strategy_contract import PartyView, Status, Strategies
 
-# ---- strategy boundary ----
+# ---- Guarded calls ----
 
 
 class Raised(str):
@@ -150,14 +151,15 @@ def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
     return RunFailed(reason=f"without workers for {limit_s:g} s: {reason}") if reason else None
 
 
-# ---- secret draws ----
+# ---- Secret draws ----
 #
-# What readers of a run get whose clients are drawn in secret: nothing that tells who was drawn.
+# Readers of a run whose clients are drawn in secret get nothing that reveals the draw.
 #
-# The promise of such a run counts on the draw (`privacy`, unit client): whoever knows that a client
-# was not drawn knows that a round has nothing of it. So the facts that the journal has of the
-# clients of a round are for no reader, and neither is how many there were. Whoever reads the
-# journal itself sees all; it lies beside the secret. Pure functions.
+# The privacy guarantee of such a run counts on the draw (`privacy`, unit client): whoever knows
+# that a client was not drawn knows that the round contains nothing of that client. Therefore no
+# reader gets the journal's facts about the clients of a round, nor the number of clients. Whoever
+# reads the journal itself sees all facts; the journal lies beside the secret. The functions are
+# pure.
 
 SHOWN: Final = frozenset(
     {

@@ -1,8 +1,9 @@
-"""The contract between the coordinator and a strategy: version 2.
+"""This module defines version 2 of the contract between the coordinator and a strategy, and the
+table of strategies.
 
-A strategy is a value: pure functions over a frozen run value of its own choosing. It speaks for one
-party of a run: the root, or one that the strategy around it has made. Its run value carries the
-path of its party, and so does every fact and effect of it.
+A strategy is a value: pure functions over a frozen run value of its own choosing. It acts for one
+party of a run: the root, or a party that the enclosing strategy has made. The run value carries
+the path of its party, and so does every fact and effect of it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,7 @@ from stratagem.coordinator.core.effects import Base, Effect
 from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, RunFailed, Setting
 from stratagem.coordinator.core.state import RunPhase, World
 
-# ---- strategy contract ----
+# ---- Contract ----
 
 VERSION = 2
 
@@ -244,10 +245,10 @@ class Strategy:
         return self.own_blobs(value).union(*inside)
 
 
-# ---- strategy table ----
+# ---- Table of strategies ----
 #
-# The table of the strategies that a coordinator has, as a value: made once, at the start of the
-# process, and passed to the core with its first state, so that the core imports no strategy.
+# The table is a value that is made once, when the process starts, and is passed to the core with
+# its first state. The core therefore imports no strategy.
 
 GROUP = "stratagem.strategies"
 """The entry points under which packages register strategies."""

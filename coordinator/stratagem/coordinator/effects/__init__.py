@@ -1,1 +1,1 @@
-"""One file per effect: how what is due gets done."""
+"""This package performs the effects that runs need."""

@@ -1,4 +1,7 @@
-"""AggregateRound: fold the accepted updates, in client order, into the next global state."""
+"""AggregateRound folds the accepted updates, in client order, into the next global state.
+
+JudgeUpdates runs before it where the job has a robust rule or weighs clients by their loss.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -63,7 +66,7 @@ from stratagem.coordinator.updates.weighing import (
     nova_factors,
 )
 
-# ---- aggregate round ----
+# ---- AggregateRound ----
 
 Header = tuple[Manifest, int]
 """What a state's file is made of, and where its data start."""
@@ -231,10 +234,10 @@ def decoding_of(
     return UpdateDecoding(job, numerics, env.blobs, expected, bases)
 
 
-# ---- combined updates ----
+# ---- Rule and weights ----
 #
-# By which rule of the job the accepted updates of a round become the next state, and which of
-# them the fold reads with what weights.
+# The job's rule says how the accepted updates of a round become the next state, which of them the
+# fold reads, and with what weights.
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,12 +312,13 @@ def _length(job: JobSpec, num_steps: int) -> float:
     return length_of_steps(num_steps, job.optimizer.kwargs.get("momentum", 0.0), pull)
 
 
-# ---- judge updates ----
+# ---- JudgeUpdates ----
 #
-# JudgeUpdates: say what each accepted update of a round counts: under a robust rule, or by loss.
+# JudgeUpdates decides what each accepted update of a round counts, under a robust rule or by
+# loss.
 #
-# The verdict is a fact before anything is folded, so a fold that is done again, also by another
-# machine with another linear algebra, combines the same updates.
+# The verdict is a fact before anything is folded. A fold that is repeated, even by another
+# machine with a different linear algebra library, therefore combines the same updates.
 
 _MAX_NAMED = 8
 

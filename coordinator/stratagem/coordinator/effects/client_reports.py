@@ -1,7 +1,7 @@
-"""Reports that a client of a federated round has failed: it is left out alone, with the reason.
+"""Report the outcome of a client's work in a federated round: its rejection, its privacy costs,
+its state, or a late update.
 
-The journal has cause and reason of every rejection, and of the first different exceptions of a
-round what was raised; the run's log has all of them.
+A client that has failed is left out alone, with the reason.
 """
 
 import math
@@ -35,7 +35,10 @@ from stratagem.coordinator.strategies.federated.run import (
 )
 from stratagem.v1 import worker_pb2
 
-# ---- client failures ----
+# ---- Rejections ----
+#
+# The journal has the cause and the reason of every rejection, and the exceptions themselves only
+# for the first different ones of a round; the run's log has all of them.
 
 MAX_JOURNALED_CHARS: Final = 1000
 MAX_JOURNALED_TRACE: Final = 4000
@@ -114,9 +117,9 @@ def defect_before(q: float | None, loss: float | None) -> tuple[Cause, str] | No
     return None
 
 
-# ---- client rows ----
+# ---- Privacy of rows ----
 #
-# What a client whose rows are protected is told for its noise, and what it says of its costs.
+# A client whose rows are protected is told the parameters of its noise, and reports its costs.
 
 
 def row_privacy(env: EffectContext, effect: TrainClient) -> worker_pb2.RowPrivacy:
@@ -159,12 +162,12 @@ def spent_of(result: worker_pb2.ClientRoundResult) -> RowsSpent | None:
     )
 
 
-# ---- client states ----
+# ---- States of clients ----
 #
-# What clients keep to themselves, in the messages to their workers and from them.
+# These functions convert the states that clients keep to and from the messages of their workers.
 #
 # The states of clients with rows of their own lie at their workers, and only digests come here;
-# those of simulated ones lie in the store.
+# those of simulated clients lie in the store.
 
 _MAX_REASON_CHARS: Final = 300
 
@@ -232,12 +235,11 @@ async def kept_state(
     return digest
 
 
-# ---- late counts ----
+# ---- Late updates ----
 #
-# Counts the updates of federated clients whose round was closed without them.
-#
-# What is wrong with an update stands in the journal, as UpdateRejected; that one came too late does
-# not, since nothing follows from it.
+# The updates of clients whose round was closed without them are counted here. A defect of an
+# update is journaled as UpdateRejected. That an update came too late is not journaled, since
+# nothing follows from it.
 
 
 async def report_update(

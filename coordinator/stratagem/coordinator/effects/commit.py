@@ -1,7 +1,8 @@
-"""CommitSegment: store the snapshot of a finished segment, of members that have it.
+"""CommitSegment stores the snapshot of a finished segment; UploadCommit completes a commit whose
+parts only workers have.
 
-The members train on meanwhile. Of members that hold the same bits any one suffices; where the state
-is divided among members, every part is pulled, and the parts become one blob.
+The members train on meanwhile. Of members that hold the same bits any one suffices. Where the
+state is divided among members, every part is pulled, and the parts become one blob.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ from stratagem.coordinator.updates.merge import (
     write_merged,
 )
 
-# ---- commit segment ----
+# ---- CommitSegment ----
 
 
 async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
@@ -177,12 +178,10 @@ def _write(
     return digest, manifest.total_bytes
 
 
-# ---- upload commit ----
+# ---- UploadCommit ----
 #
-# UploadCommit: make a commit whole, of which workers have kept what only each of them has.
-#
-# Their files are pulled and merged with what all of them have into one blob. It is the one that a
-# commit with all of it would have been.
+# The files that only single workers have kept are pulled and merged into one blob with the data
+# that all of them have. The result is the blob that a complete commit would have made.
 
 PIECE_BYTES: Final = 1 << 20
 LOST: Final = (

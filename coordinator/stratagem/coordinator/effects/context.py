@@ -1,4 +1,9 @@
-"""The context in which effects act: the loop for facts, links to workers, stores, event feed."""
+"""This module provides the context in which effects act: the loop for facts, the links to workers,
+the stores and the event feed.
+
+Its helpers group facts into one transaction, remember the journaled errors, and let a worker read
+a state from an object store by signed requests.
+"""
 
 import asyncio
 from collections import Counter, deque
@@ -54,14 +59,15 @@ from stratagem.coordinator.store.step_history import HistoryRow
 from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
 from stratagem.v1 import types_pb2, worker_pb2
 
-# ---- durable together ----
+# ---- Shared transactions ----
 #
-# Lets facts about what becomes durable at about the same time share a transaction.
+# Facts about results that become durable at about the same time share a transaction.
 #
-# Updates that come in at once are on the disk within milliseconds of each other. Reported one by
-# one, each would have a transaction of its own, and all that follows from one. So who is done waits
-# for those that were under way by then: no longer than it has taken itself, and LONGEST_WAIT_S at
-# most. Lives on the event loop. Knows nothing of updates and facts.
+# Updates that arrive at once are on the disk within milliseconds of each other. Reported one by
+# one, each would need a transaction of its own, with all that follows from it. A member that is
+# done therefore waits for those that were under way at that moment: no longer than its own work
+# took, and at most LONGEST_WAIT_S. This runs on the event loop and is independent of updates and
+# facts.
 
 LONGEST_WAIT_S: Final = 0.05
 """Near the deadline of a round it decides whether an update counts, so it is short."""
@@ -123,11 +129,10 @@ class Membership:
             self._group.all_done.set()
 
 
-# ---- reported errors ----
+# ---- Reported errors ----
 #
-# Remembers which exceptions of a federated round were journaled: each is journaled once.
-#
-# Whole tracebacks of thousands of clients that fail alike would fill the journal.
+# Each exception of a federated round is journaled once. The tracebacks of thousands of clients
+# that fail alike would fill the journal.
 
 MAX_ERRORS: Final = 8
 """Different exceptions of a round that are journaled."""
@@ -160,7 +165,7 @@ class Told:
             del self._rounds[key]
 
 
-# ---- effect context ----
+# ---- Context ----
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -445,12 +450,11 @@ class EffectContext:
             return replace(manifest, is_in_leaves=file.is_in_leaves), start
 
 
-# ---- signed reads ----
+# ---- Signed reads ----
 #
-# Has a worker read a state in leaves from an object store by itself, by signed requests.
-#
-# The worker gets the list of the state, asks for leaves, and says when it has them all. Their bytes
-# do not come here.
+# A worker can read a state in leaves from an object store directly. It gets the list of the
+# state, asks for leaves, receives signed requests, and reports when it has them all. The bytes do
+# not pass through the coordinator.
 
 _PART_BYTES: Final = 2**20
 
@@ -506,9 +510,9 @@ async def _send_list(call: Any, content: bytes) -> None:
         await write_message(call, worker_pb2.FetchStateRequest(list=part))
 
 
-# ---- leaf signing ----
+# ---- Signing ----
 #
-# Answers a worker that asks, inside a call, for signed requests about the leaves of one state.
+# Within one call, a worker asks for signed requests about the leaves of one state.
 
 MAX_ASKED: Final = 64
 """Leaves in one message."""

@@ -1,5 +1,8 @@
-"""Has the members of a party write the leaves of a snapshot that all of them have, each its share
-by number. See `leaf_orders` for how they are asked.
+"""The members of a party write the leaves of a state into the store directly, without sending its
+bytes to the coordinator.
+
+Where all members have the whole snapshot, each writes a numbered share of the leaves. Where the
+state is divided, the coordinator says of which pieces each leaf is made.
 """
 
 import asyncio
@@ -38,12 +41,13 @@ from stratagem.coordinator.updates.merge import (
 )
 from stratagem.v1 import worker_pb2
 
-# ---- leaf call ----
+# ---- Calls ----
 #
-# The call by which a member writes its share of the leaves of a state.
+# A member writes its share of the leaves in one call.
 #
-# Where members see the folder of states, that is all there is to it. Of an object store they have
-# no keys: they ask inside the call for a signed request for each leaf, whose name has its digest.
+# Members that see the folder of states need nothing else. Members have no keys of an object
+# store: inside the call they ask for a signed request for each leaf, whose name contains its
+# digest.
 
 LeafMessage = worker_pb2.WriteLeavesResponse | worker_pb2.PutLeavesResponse
 
@@ -95,16 +99,14 @@ class LeafCall:
         self._call.cancel()
 
 
-# ---- leaf orders ----
+# ---- Orders ----
 #
-# Has members write leaves of a state into the store by themselves.
+# Each member writes the leaves that it is asked for, and reports the digest of each leaf once it
+# is durable. When all leaves are there, the coordinator makes their list durable, which completes
+# the state. A failure before that leaves only files that nothing names.
 #
-# Each writes those that it is asked for, and says the digest of each leaf when it is durable. When
-# all leaves are there the coordinator makes the list of them durable, and with it the state is
-# there: whoever dies before that leaves files that nothing names. What a member cannot do any more,
-# the others do. Their sizes are compared, and one leaf is read again: a wrong one shows a worker
-# that writes other bytes than it has. A folder is seen by members; for a leaf of an object store a
-# member asks inside its call for a signed request.
+# What a member can no longer do, the others do. The sizes of the leaves are compared, and one
+# leaf is read again: a wrong one reveals a worker that writes other bytes than it has.
 
 NUM_IDLE_TIMEOUTS: Final = 4
 """Of a stream: a leaf takes longer than a chunk."""
@@ -370,7 +372,7 @@ def _wrong(upload: DirectUpload, told: ToldLeaves) -> list[WorkerId]:
     return wrong
 
 
-# ---- direct commit ----
+# ---- Whole snapshots ----
 
 
 async def written_by_members(
@@ -411,13 +413,12 @@ def _shares(
     return orders
 
 
-# ---- divided commit ----
+# ---- Divided states ----
 #
-# Has the members of a party write the leaves of a state of which each holds a part.
-#
-# Members say the manifests of their parts, and the coordinator says of which pieces each leaf of
-# the whole is made, and who writes it: its writer gets what others hold from these. So no byte of
-# the state comes here, and the leaves are those of a state that was never divided.
+# Members send the manifests of their parts. The coordinator determines of which pieces each leaf
+# of the whole is made and who writes it; the writer gets the missing pieces from the members that
+# hold them. No byte of the state comes to the coordinator, and the leaves are those of a state
+# that was never divided.
 
 
 @dataclass(frozen=True, slots=True)

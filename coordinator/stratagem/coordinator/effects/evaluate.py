@@ -1,8 +1,9 @@
-"""EvaluateState: members evaluate one stored state, each on the batches of its shards; one alone
-may do so on a client's own rows.
+"""EvaluateState has members evaluate one stored state, each on the batches of its shards, or one
+member on a client's own rows.
 
-Members do not meet, so one that is lost delays no other: the next membership gives its shards to
-the others, which answer at once for what they have evaluated already.
+Members do not meet, so the loss of one delays no other. The next membership gives its shards to
+the others, which answer at once for what they have evaluated already. None of the user's code runs
+here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ from stratagem.coordinator.strategies.schedule import LOGGED, WEIGHT, added, mea
 from stratagem.coordinator.updates.merge import ContradictionError, StatePart
 from stratagem.v1 import types_pb2, worker_pb2
 
-# ---- evaluate state ----
+# ---- EvaluateState ----
 
 
 async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
@@ -190,10 +191,10 @@ class _Shown:
         )
 
 
-# ---- evaluation sums ----
+# ---- Sums ----
 #
-# Adds up the parts of an evaluation in order of batch: the result does not depend on which member
-# computed what.
+# The parts of an evaluation are added in order of batch, so the result does not depend on which
+# member computed which part.
 
 
 def sums_of(parts: Iterable[worker_pb2.EvaluationPart]) -> dict[str, float]:
@@ -212,13 +213,11 @@ def fold_parts(
     return means(sums_of(parts), metrics)
 
 
-# ---- own metrics ----
+# ---- Metrics of the user ----
 #
-# The user's own metrics at the end of an evaluation that several members have shared.
-#
-# Each of them is computed of all rows at once, by the user's code, so on one member: what the
-# others have kept of their batches is gathered, as tensors, and sent there. Here no code of the
-# user's runs.
+# The user's code computes each of these metrics over all rows at once, and therefore on one
+# member. The other members keep the outputs of their batches; these are gathered, as tensors, and
+# sent there.
 
 Result = worker_pb2.TrainResult | worker_pb2.EvaluateResult
 
@@ -265,12 +264,10 @@ async def own_metrics(
     return None if result is None else dict(result.measure.metrics)
 
 
-# ---- shown evaluation ----
+# ---- on_evaluation ----
 #
-# The end of an evaluation: its numbers are shown to the user's on_evaluation, on one member.
-#
-# Here no code of the user's runs. It is done before the evaluation is journaled, so what the hook
-# says is part of that fact.
+# At the end of an evaluation one member passes its numbers to the user's on_evaluation. This
+# happens before the evaluation is journaled, so what the hook returns is part of that fact.
 
 
 class Seen(NamedTuple):

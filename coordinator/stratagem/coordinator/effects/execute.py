@@ -1,8 +1,8 @@
-"""Executes a plan on a worker and stays with it until its result.
+"""Execute a plan on a worker and stay attached until its result.
 
-After a broken stream it attaches again; when no process answers at the worker's address any more,
-the worker is lost. The messages between Accepted and the result (requests for blobs, progress, log
-lines) are passed on.
+After a broken stream the coordinator attaches again; when no process answers at the worker's
+address any more, the worker is lost. The messages between Accepted and the result (requests for
+blobs, progress, log lines) are passed on.
 """
 
 import json
@@ -42,7 +42,7 @@ from stratagem.coordinator.store.blobs import StateWriter, file_writer
 from stratagem.coordinator.store.leaves import LeafBlobs
 from stratagem.v1 import types_pb2, worker_pb2
 
-# ---- execute plan ----
+# ---- Execution ----
 
 FIRST_PAUSE_S: Final = 0.05
 LAST_PAUSE_S: Final = 5.0
@@ -339,14 +339,14 @@ def _line(line: worker_pb2.LogLine) -> RunLogLine:
     return RunLogLine(line.time_s, line.worker_id, line.level, line.text)
 
 
-# ---- report intake ----
+# ---- Sanitizing reports ----
 #
-# Sanitizes the messages of workers: texts of bounded length without control characters, a bounded
-# number of names, and the sender's own name wherever a message names its worker.
+# The messages of workers are sanitized: texts have a bounded length and no control characters,
+# the number of names is bounded, and a message that names its worker gets the sender's own name.
 #
 # Everything that a worker answers passes here before it becomes a fact, a line of a log or an
-# answer to a client. The rules are by kind of field and not by message, so that a new field has
-# them, too.
+# answer to a client. The rules apply to kinds of fields and not to messages, so a new field is
+# covered, too.
 
 MAX_WORD_CHARS: Final = 256
 MAX_NAMES: Final = 256
@@ -486,9 +486,9 @@ def _is_by_name(descriptor: FieldDescriptor) -> bool:
     return entry is not None and entry.fields_by_name["key"].type == FieldDescriptor.TYPE_STRING
 
 
-# ---- state writing ----
+# ---- Writing states ----
 #
-# In which form states come into the store: as one file each, or in leaves.
+# States come into the store as one file each, or in leaves.
 
 
 def leaves_in(env: EffectContext) -> LeafBlobs | None:

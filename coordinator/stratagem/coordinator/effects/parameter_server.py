@@ -1,14 +1,14 @@
-"""ParameterServer: the coordinator adds up gradients that flow through it, and keeps nothing.
+"""ParameterServer adds up the gradients that flow through the coordinator, and keeps none of them.
 
-One step, over the fixed set of members: read the same window of bytes from every member, add the
-windows in tree order, send the sum to all; when all members hold all sums, commit. Where replicas
-are pipelines, each column of equal stages is such a set, with steps of its own. Memory is a few
-windows per member (a member that computes several shards sends several partial sums one after the
-other; all but the last are held for one bucket). Where shards are coded, their messages, which are
-small, are read whole instead; see `coded_step`.
+One step covers a fixed set of members: read the same window of bytes from every member, add the
+windows in tree order, and send the sum to all; when all members hold all sums, commit. Where
+replicas are pipelines, each column of equal stages is such a set with steps of its own. Memory is
+a few windows per member; a member with several shards sends its partial sums one after the other,
+and all but the last are held for one bucket. The small messages of coded shards are read whole
+(see common/compression/table.py).
 
-A step that breaks leaves nothing behind: the members keep their gradients until a commit, so it is
-asked for again. Members that have come apart (one applied, another not) re-form and heal.
+A step that breaks is asked for again, since members keep their gradients until a commit. Members
+that differ (one applied, another did not) re-form and heal.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from stratagem.coordinator.runtime.links import WorkerLink, session
 from stratagem.coordinator.updates.reading import codec_of, reply_to
 from stratagem.v1 import worker_pb2
 
-# ---- parameter server ----
+# ---- Steps ----
 
 RETRY_S = 0.02
 """The members may not have taken their new view yet, or are just re-forming."""
@@ -310,12 +310,11 @@ async def _summed_bucket(
         yield fold_chunks(partials, num_live).tobytes()
 
 
-# ---- tree fold ----
+# ---- Tree sum ----
 #
-# Adds partial gradient sums: the coordinator's half of a ParameterServer.
-#
-# Adds in the same tree as the workers' mesh does, so both engines give the same bits. Works on
-# whatever piece of a bucket is at hand; elements are independent. Pure; imports no torch.
+# Partial sums are added in the same tree as in the workers' mesh, so both engines give the same
+# bits. The functions work on any range of a bucket, since elements are independent. They are pure
+# and do not import torch.
 
 FloatArray = NDArray[np.floating[Any]]
 

@@ -1,7 +1,8 @@
-"""CollectUpdate: makes the committed state of a client that is a party of its own its update.
+"""The coordinator makes the updates of clients that are silos or regions, and merges the metrics
+of clients.
 
-Of the committed state the tensors of the global state are copied into the spool, checked as those
-of any client; the state of the client's optimizer is left out.
+CollectUpdate handles silos, SumRegion handles regions, and MergeMetrics handles the metrics that
+clients report as states.
 """
 
 import threading
@@ -34,7 +35,10 @@ from stratagem.coordinator.updates.spool import SpoolKey
 from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError
 from stratagem.v1 import worker_pb2 as pb
 
-# ---- collect update ----
+# ---- CollectUpdate ----
+#
+# The tensors of the global state are copied from the client's committed state into the spool, and
+# checked as those of any client. The state of the client's optimizer is left out.
 
 
 async def collect_update(env: EffectContext, effect: CollectUpdate) -> None:
@@ -83,10 +87,9 @@ def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSp
     return pairs
 
 
-# ---- spooled updates ----
+# ---- Spooled updates ----
 #
-# The updates of clients that are parties of their own, which the coordinator makes itself: into
-# the spool, and from there into the journal. And those that the journal has accepted.
+# The updates that the coordinator makes go into the spool and from there into the journal.
 
 
 async def spooled(
@@ -140,9 +143,9 @@ def accepted_entry(env: EffectContext, key: SpoolKey, digest: Digest) -> SpoolEn
     return entry
 
 
-# ---- sum region ----
+# ---- SumRegion ----
 #
-# SumRegion: makes the sums over the clients of a region its update of the round.
+# The sums over the clients of a region become its update of the round.
 
 
 async def sum_region(env: EffectContext, effect: SumRegion) -> None:
@@ -192,12 +195,13 @@ def _entry(env: EffectContext, effect: SumRegion, accepted: Accepted) -> SpoolEn
     return accepted_entry(env, key, accepted.digest)
 
 
-# ---- state sums ----
+# ---- Sums of metric states ----
 #
-# Adds up the states of metrics of the user's own over clients, in the order given.
+# The states of the user's own metrics are added over clients, in the order given.
 #
-# Counts are added in int64, other numbers in float64, so the sums are those of one loop over all
-# clients. Nothing here knows what a metric is; what is computed of the sums, a worker computes.
+# Counts are added in int64 and other numbers in float64, so the sums are those of one loop over
+# all clients. This code does not depend on the metric; a worker computes the values from the
+# sums.
 
 States: TypeAlias = Mapping[tuple[str, str], np.ndarray]
 """Numbers of a client, int64 or float64, by metric and name of the state."""
@@ -248,13 +252,11 @@ def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray)
     return summed
 
 
-# ---- merge metrics ----
+# ---- MergeMetrics ----
 #
-# MergeMetrics: add up what clients have said of their own metrics, and have a worker compute the
-# values of the sums.
-#
-# Also what becomes of a client's states when it has evaluated: a blob, once they are states at all.
-# Here no code of the user's runs.
+# The states of metrics that clients have reported are added up, and a worker computes the values
+# from the sums, since none of the user's code runs here. A client's states become a blob when it
+# has evaluated, once they are valid states.
 
 MAX_NUMBERS: Final = 65_536
 """In the states of one client, as workers send them."""

@@ -1,6 +1,7 @@
-"""AccountRound: draw the clients of a private round in secret, and compute what it will cost.
+"""AccountRound draws the clients of a private round in secret and computes what the round will
+cost.
 
-Also what the fold of such a round needs: its secret, its noise, and the next clipping norm.
+The fold of such a round takes its secret, its noise and the next clipping norm from here.
 """
 
 import json
@@ -37,17 +38,17 @@ from stratagem.coordinator.updates.floats import Raw, Wide, widen
 from stratagem.coordinator.updates.reading import Source, StateReader
 from stratagem.coordinator.updates.upload import SpoolEntry
 
-# ---- round noise ----
+# ---- Noise ----
 #
-# The noise of one private round: the draw of its clients, and the noise on what they send.
+# The noise of one private round covers the draw of its clients and the values that they send:
 #
 #     sum     = Σ clip(Δ_k) + N(0, sum_noise²), rounded to a grid      (for each element)
 #     mean    = sum / expected number of clients
 #     answers = Σ b_k + N(0, answer_noise²), over that number          (who was within the norm)
 #
-# All noise is derived from the secret, the name of the round and that of the tensor. The name is
-# that of the round's folder in the spool, which no other round has: neither one of another run of
-# the same id, nor the same round after the run has gone back to an earlier commit.
+# All noise is derived from the secret, the name of the round and that of the tensor. The name of
+# the round is that of its folder in the spool, which no other round has: neither one of another
+# run of the same id, nor the same round after the run has gone back to an earlier commit.
 
 FROZEN_KEY: Final = "frozen"
 """Metadata of a state: the names of its frozen parameters, as JSON, in a private run."""
@@ -101,12 +102,12 @@ class TensorNoise:
         return noise
 
 
-# ---- private mean ----
+# ---- Mean ----
 #
-# The private mean of a round, window by window: the noised sum of the changes, on their base.
+# The noised sum of the changes, on the base of the round, is computed window by window.
 #
-# What stands for floating tensors in an update is the client's clipped change; each counts 1, and
-# there may be none. Integers and bools are those of the base: what clients make of them, such as a
+# In an update, floating tensors hold the client's clipped change. Each change counts 1, and there
+# may be none. Integers and bools are those of the base: what clients make of them, such as a
 # count of batches, is not published.
 
 _WINDOW_ELEMENTS: Final = 1 << 18
@@ -147,7 +148,7 @@ class PrivateMean:
         return ""
 
 
-# ---- account round ----
+# ---- AccountRound ----
 
 
 async def account_round(env: EffectContext, effect: AccountRound) -> None:

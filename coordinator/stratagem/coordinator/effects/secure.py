@@ -1,7 +1,8 @@
-"""Asks the clients of a secure round for one step, all at once, and tells who has not answered.
+"""Run the coordinator's side of secure aggregation: key exchange, unmasking, and the mean of a
+round whose updates are masked.
 
-A client that refuses will refuse again. One whose worker is away, or does not answer, may answer
-later: the step is the same bytes then.
+The coordinator can read no share: each is sealed for one client. It passes on the keys that
+clients have signed, and signs none.
 """
 
 import asyncio
@@ -57,7 +58,11 @@ from stratagem.coordinator.updates.reading import CheckedData, Source, StateRead
 from stratagem.coordinator.updates.upload import SpoolEntry
 from stratagem.v1 import worker_pb2 as pb
 
-# ---- ask clients ----
+# ---- Requests to clients ----
+#
+# All clients of a round are asked for a step at once; the result says which have not answered. A
+# client that refuses will refuse again. A client whose worker is away or does not answer may
+# answer later, since the step then consists of the same bytes.
 
 TIMEOUT_S: Final = 60.0
 MAX_AT_ONCE: Final = 32
@@ -159,12 +164,10 @@ def by_client(shares: Sequence[pb.SealedShare]) -> Mapping[int, bytes]:
     return {each.client: each.sealed for each in shares}
 
 
-# ---- exchange keys ----
+# ---- PostKeys and RouteShares ----
 #
-# PostKeys and RouteShares: gather the keys of a secure round, and the shares of its secrets.
-#
-# What is gathered is a blob before the fact names it. The coordinator can read no share: each is
-# sealed for one client. It passes on the keys that clients have signed, and signs none.
+# These effects gather the keys of a secure round and the shares of its secrets. What they gather
+# becomes a blob before the fact names it.
 
 
 async def exchange(env: EffectContext, effect: PostKeys | RouteShares) -> None:
@@ -286,9 +289,7 @@ def _routed(answers: Answers) -> bytes:
     return pb.RoutedShares(senders=senders).SerializeToString(deterministic=True)
 
 
-# ---- masked sum ----
-#
-# What a round's masked updates look like, and the masks that are left in their sum.
+# ---- Masks in the sum ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,13 +318,14 @@ def _rule(job: JobSpec, num_members: int) -> Quantisation:
     return spec.quantisation(num_members)
 
 
-# ---- open masks ----
+# ---- Unmasking ----
 #
-# Has the survivors of a secure round sign who they are, and open the masks of their sum.
+# The survivors of a round sign the set of survivors and open the masks of their sum.
 #
-# Who survives is in the journal before this begins (RoundClosed), so after a crash the same set is
-# asked for the same bytes. Where too few can open, because keys were lost, the round is restarted:
-# a client that has opened shares refuses that, and the run ends with its sentence.
+# The journal fixes the survivors before this begins (RoundClosed), so after a crash the same set
+# is asked for the same bytes. Where too few can open, because keys were lost, the round is
+# restarted. A client that has opened shares refuses a restart, and the run then ends with the
+# client's reason.
 
 Around = Mapping[int, Sequence[int]]
 
@@ -484,15 +486,16 @@ async def _opened(
     return await ask(env, effect, opening.party, clients, request, check)
 
 
-# ---- secure mean ----
+# ---- Mean ----
 #
-# The mean change of a round whose updates are masked, window by window, on the base of the round.
+# The mean change of a round whose updates are masked is added, window by window, to the base of
+# the round:
 #
 #     sum  = Σ y_k - Σ self masks of the survivors - Σ pair masks with those that dropped out
 #     next = w_global + sum / (s · Σ weights)                         in float64
 #
-# modulo 2^32 or 2^64, so it is exact and in any order. The last element is the sum of the weights;
-# it also tells whether the masks are gone. Integers and bools are those of the base.
+# The sum is modulo 2^32 or 2^64, so it is exact in any order. The last element is the sum of the
+# weights; it also shows whether the masks are gone. Integers and bools are those of the base.
 
 _WINDOW_ELEMENTS: Final = 1 << 18
 

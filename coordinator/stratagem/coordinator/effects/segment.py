@@ -1,8 +1,9 @@
-"""RunSegment: all members of a party train to a step, together.
+"""RunSegment trains all members of a party to a step together, and `release` has the workers
+forget an ended run.
 
-The coordinator only starts, watches and collects; under AllReduce the gradients never pass here.
-When a member is lost the fact that says so changes the pending set, this task is cancelled, and
-the next one gives the survivors their new view: what they compute goes on untouched.
+The coordinator starts, watches and collects; under AllReduce no gradients pass through it. When a
+member is lost, the fact that says so changes the pending set, this task is cancelled, and the next
+one gives the survivors their new view; their own computation continues undisturbed.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ from stratagem.coordinator.store.step_history import HistoryRow
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 from stratagem.v1 import types_pb2, worker_pb2
 
-# ---- run segment ----
+# ---- RunSegment ----
 
 MAX_STREAMS_CHARS: Final = 1 << 16
 """Of the marks of a segment, which are journaled."""
@@ -274,13 +275,13 @@ def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str
     return ""
 
 
-# ---- segment history ----
+# ---- Step history ----
 #
-# The step history of a segment: taken in while it is trained, complete when it ends.
+# The step history of a segment is taken in during training and is complete when the segment ends.
 #
-# The first member sends what all members know alike; each one sends what it alone knows, of its
-# nodes or stages and of itself. What is missing at the end, because it was too much to be kept, is
-# asked for by attaching once more.
+# The first member sends the values that all members share. Each member sends what only it knows,
+# about its nodes or stages and about itself. Parts that were too large to be kept are missing at
+# the end, and are requested by attaching once more.
 
 log = structlog.get_logger()
 
@@ -407,9 +408,9 @@ def _row(
     return HistoryRow(trained.run_id, party, *at, pack(kept))
 
 
-# ---- release run ----
+# ---- Release ----
 #
-# Release: the workers forget an ended run. A worker that is gone has forgotten it already.
+# A worker that is gone has forgotten the run already.
 
 
 async def release(env: EffectContext, effect: Release) -> None:

@@ -1,4 +1,4 @@
-"""Pulls snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
+"""Pull snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ from stratagem.coordinator.updates.floats import Offload
 from stratagem.coordinator.updates.merge import StatePart
 from stratagem.v1 import worker_pb2
 
-# ---- snapshot intake ----
+# ---- Incremental intake ----
 #
-# Writes a snapshot into the blob store: of what the worker sends of it, and of what the blob of an
-# earlier one has already.
+# A snapshot is written from the data that the worker sends and from the blob of an earlier
+# snapshot.
 #
-# The blob is the one that all of the bytes would have made, and its SHA-256 is taken of all of
-# them; what comes from the earlier blob is checked as it is read.
+# The blob is the one that all of the bytes would have made, and its SHA-256 covers all of them.
+# Data from the earlier blob are checked as they are read.
 
 PIECE_BYTES: Final = 2**20
 
@@ -127,7 +127,7 @@ class SnapshotIntake:
         return None
 
 
-# ---- snapshot ----
+# ---- Pulling snapshots ----
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -272,9 +272,9 @@ async def _pull(
     return manifest
 
 
-# ---- stored bytes ----
+# ---- Other bytes ----
 #
-# Stores bytes that a fact will name, and that are no state of a model, as a blob.
+# A fact may name bytes that are no state of a model; these are stored as a blob, too.
 
 
 async def stored_bytes(env: EffectContext, data: bytes) -> Digest:

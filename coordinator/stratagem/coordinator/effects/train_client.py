@@ -1,7 +1,8 @@
-"""TrainClient: one client's part of a federated round.
+"""TrainClient performs one client's part of a federated round.
 
 The worker trains from the global state; then its slot is free and the update is pulled into the
-spool, checked while it arrives. A client whose update is wrong is rejected alone, with the reason.
+spool and checked while it arrives. A client whose update is wrong is rejected alone, with the
+reason.
 """
 
 import asyncio
@@ -56,11 +57,11 @@ from stratagem.coordinator.updates.spool import Spool, SpoolKey
 from stratagem.coordinator.updates.upload import SpoolEntry, SpoolWriter, UpdateRejectedError
 from stratagem.v1 import tensor_pb2, worker_pb2
 
-# ---- client steps ----
+# ---- Step history ----
 #
-# The step history of a client's part of a round: taken in while it trains, stored with its update.
-#
-# A row of it is as wide as the worker says, which alone knows how many rows of data the client has.
+# The step history of a client's part is taken in during training and stored with its update. The
+# worker determines how many steps a row stands for, as it alone knows how many rows of data the
+# client has.
 
 MAX_STRIDE = 1 << 52
 """Steps in a row, of any number of steps that is counted exactly."""
@@ -117,7 +118,7 @@ class RecordedRound:
             self._env.history.end(self._key.run_id, self._key.party)
 
 
-# ---- train client ----
+# ---- TrainClient ----
 
 
 async def train_client(env: EffectContext, effect: TrainClient) -> None:
@@ -380,9 +381,9 @@ async def _pull_to_spool(
                 await env.in_thread(opened.close)
 
 
-# ---- offered update ----
+# ---- Updates offered in files ----
 #
-# The update that a worker on this machine offers with the result of a client's round.
+# A worker on this machine offers the update together with the result of a client's round.
 
 
 class OfferedUpdate(NamedTuple):
@@ -415,12 +416,13 @@ def offered_update(
     return None if pieces is None else OfferedUpdate(manifest, pieces)
 
 
-# ---- coded client update ----
+# ---- Committing an update ----
 #
-# Commits an update that has arrived in the spool: as it was sent, or decoded.
+# An update in the spool is committed as it was sent, or decoded.
 #
-# One of the vsa codec, which has no windows, is decoded. It is small and is held in memory; what it
-# decodes to takes its place, so the fold treats it as an update that was not coded.
+# Updates of the vsa codec have no windows and are therefore decoded. Such an update is small and
+# is held in memory; the decoded data take its place, so the fold treats it as an update that was
+# not coded.
 
 Commit = Callable[[SpoolWriter], SpoolEntry]
 

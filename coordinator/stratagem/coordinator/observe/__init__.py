@@ -1,1 +1,1 @@
-"""Observation of runs: events, logs, profiles, the reasons why a run waits."""
+"""Observe runs by events, logs, profiles, and the reasons why a run waits."""

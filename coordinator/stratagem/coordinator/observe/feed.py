@@ -1,10 +1,10 @@
-"""The feed of each run for its watchers: events by index, the latest progress, and a wake-up for
+"""The feed gives the watchers of a run its events by index, its latest progress, and a wake-up for
 both.
 
-Runs on the event loop; knows neither gRPC nor the journal. Events are the journaled facts, so a
-watcher can leave and come back by index; progress is a latest value without one. In memory are the
-newest events of runs that have not ended; all others are read on demand. Of a run at rest only its
-present watchers are in memory.
+It runs on the event loop and depends on neither gRPC nor the journal. Events are the journaled
+facts, so a watcher can leave and come back by index; progress is a latest value without an index.
+Only the newest events of runs that have not ended are in memory; all others are read on demand. Of
+a run at rest only its present watchers are in memory.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from stratagem.coordinator.core.strategy_calls import (
 from stratagem.coordinator.core.strategy_contract import RunCounts, Status
 from stratagem.coordinator.observe.logs import ids_of
 
-# ---- event feed ----
+# ---- Events ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +248,10 @@ class Feed:
             listener(run_id)
 
 
-# ---- run briefs ----
+# ---- Briefs of runs ----
 #
-# Briefs of the runs that change, for everyone who follows all runs: each is made once, however
-# many follow, and twice a second at most.
+# Clients that follow all runs get a brief of each run that changes. Each brief is made once for
+# all followers, and at most twice a second.
 
 PAUSE_S: Final = 0.5
 """Seconds between two looks at what has changed."""
@@ -323,9 +323,10 @@ class RunBriefs(Generic[Brief]):
             self._is_telling = False
 
 
-# ---- run paces ----
+# ---- Pace of runs ----
 #
-# The paces of all active runs, by the clocks of this process: what progress says of the time.
+# The paces of all active runs are measured by the clocks of this process. Progress messages take
+# their times from here.
 
 LOOK_PAUSE_S: Final = 0.5
 """Seconds between two looks at one run, however often it has new progress."""
@@ -386,10 +387,10 @@ class Paces:
         )
 
 
-# ---- waiting reasons ----
+# ---- Reasons for waiting ----
 #
-# Publishes why a run waits when no fact says it: missing workers, and work that fails and is
-# retried.
+# If no fact says why a run waits, the reason is published as progress: missing workers, or work
+# that fails and is retried.
 
 
 def with_refused(reason: str, refused: str) -> str:
@@ -441,9 +442,9 @@ def _moment(wall_s: float) -> str:
     return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-# ---- counted progress ----
+# ---- Counts ----
 #
-# Publishes the progress of runs that count rounds or generations: it changes with their facts.
+# The progress of runs that count rounds or generations changes with their facts.
 
 
 def publish_counts(feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId]) -> None:

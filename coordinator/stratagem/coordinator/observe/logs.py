@@ -1,7 +1,7 @@
-"""A run's log: one file of JSON lines per run, for `logs`; not needed for anything else.
+"""RunLogs keeps one file of JSON lines per run, which only the `logs` command needs.
 
-The coordinator's own lines are the sentences of its facts; the workers' lines are what user code
-printed or logged there. Lines may be lost in a crash; facts never are.
+The coordinator's own lines are the sentences of its facts; the workers' lines are the output and
+log records of user code there. A crash may lose lines, but never facts.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.facts import Member
 
-# ---- run logs ----
+# ---- Log files ----
 
 MAX_LINE_CHARS = 8192
 MAX_FILE_BYTES = 64 * 2**20
@@ -179,9 +179,9 @@ def _line(raw: bytes) -> RunLogLine | None:
         return None
 
 
-# ---- log ids ----
+# ---- Identifiers ----
 #
-# The identifiers that a log line or a span carries about an effect or a fact.
+# A log line or a span carries these identifiers of its effect or fact.
 
 _NAMES = (("party", "party"), ("segment", "segment"), ("round", "round_num"))
 

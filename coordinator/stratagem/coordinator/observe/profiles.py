@@ -1,15 +1,9 @@
-"""Profiles that workers recorded of their training steps: one file for each worker and segment of a
-run.
+"""Profiles keeps the workers' recordings of training steps, one file for each worker and segment
+of a run.
 
-Joined into one trace in the Trace Event Format, which Chrome and Perfetto show: a process for each
-worker, all in the coordinator's time. Not needed for anything else; survives every crash but that
-of the disk.
-
-A recording is made by a worker, which may be of another party: no more of it is unpacked than a
-limit, and it is read row by row, so that no thread holds the interpreter for long; see
-`profile_recording.py`.
-
-All of this blocks: call it in a thread.
+The recordings are joined into one trace in the Trace Event Format, which Chrome and Perfetto show:
+a process for each worker, all in the coordinator's time. Nothing else needs them. They survive
+every crash except the loss of the disk. All methods block; call them in a thread.
 """
 
 import gzip
@@ -32,14 +26,15 @@ from stratagem.common.base.ids import RunId
 from stratagem.common.base.text import printable
 from stratagem.v1 import worker_pb2
 
-# ---- profile recording ----
+# ---- Recordings ----
 #
-# One recording of a worker's profile: validated as it is parsed, and stored as a file.
+# A recording is validated while it is parsed, and is stored as a file.
 #
-# What a worker sends is compressed JSON, {"base_ns": ..., "events": [[name, category, begin_us,
-# duration_us, thread], ...]}, and may be anything: sixty kilobytes unpack to as many megabytes, and
-# a JSON parser that is given these holds the interpreter for seconds. So no more is unpacked than a
-# limit, and rows are parsed one by one, each of a bounded length.
+# A worker, which may belong to another party, sends compressed JSON, {"base_ns": ..., "events":
+# [[name, category, begin_us, duration_us, thread], ...]}, and it may send anything: sixty
+# kilobytes unpack to as many megabytes, and a JSON parser would hold the interpreter for seconds
+# on these. Unpacking therefore stops at a limit, and rows are parsed one by one, each of a
+# bounded length.
 #
 # A file is one line of JSON, the head, followed by the events as they came.
 
@@ -190,7 +185,7 @@ def _row(value: Any, number: int) -> Row:
     )
 
 
-# ---- profiles ----
+# ---- Files ----
 
 log = structlog.get_logger(__name__)
 

@@ -1,9 +1,6 @@
-"""Remembers which workers asked to be registered and were refused, and why.
+"""Remember which workers were refused registration and why, and which worker of a run is stalled.
 
-Never journaled: a worker asks again by itself, so that the next leader knows soon. The number, the
-text and the time are limited, and one caller cannot drive out the entries of another. Who did not
-prove to be a worker, where that is asked for, is never noted: see `rpc/server.py`, which calls this
-for admitted calls alone.
+Nothing of this is journaled: workers ask or report again, so the next leader learns it soon.
 """
 
 import time
@@ -20,7 +17,11 @@ from stratagem.coordinator.core.strategy_calls import WHY
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import worker_pb2
 
-# ---- refused workers ----
+# ---- Refused workers ----
+#
+# The number, the text and the time of the entries are limited, and one caller cannot drive out
+# the entries of another. A caller that did not prove to be a worker, where proof is required, is
+# never noted: common/rpc/server.py calls this for admitted calls alone.
 
 MAX_REFUSED: Final = 64
 FORGET_S: Final = 180.0
@@ -128,12 +129,10 @@ def _clipped(text: str, max_chars: int) -> str:
     return printable(cut, is_line=True)
 
 
-# ---- stalled plans ----
+# ---- Stalled plans ----
 #
-# Says which worker of a run stays at one thing, by what the workers report of their torch threads.
-#
-# While one of them is at something of its own, the others wait for it, and that one is named. A
-# worker reports again to the next coordinator, so nothing of this is kept.
+# Workers report what their torch threads are doing. While one worker is at work of its own, the
+# others wait for it, and that one is named.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The coordinator process: its start, its Prometheus metrics, its end."""
+"""This package starts and ends the coordinator process, and defines its Prometheus metrics."""

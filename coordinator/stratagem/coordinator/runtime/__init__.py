@@ -1,1 +1,1 @@
-"""The runtime around the core: the command loop, effect supervision, leases, links, rendezvous."""
+"""The runtime surrounds the core: the command loop, effect supervision, leases and links."""

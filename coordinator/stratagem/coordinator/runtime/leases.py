@@ -1,8 +1,9 @@
-"""Leases of the workers: renewed by heartbeats, expired by one timer, never journaled.
+"""Leases keeps the leases of the workers, which heartbeats renew and one timer expires; they are
+never journaled.
 
 Only the loss that an expired lease leads to is a fact. When a coordinator takes over, every worker
-that the journal calls alive gets a full ttl: nothing expires while no coordinator leads, nor while
-this process is frozen, because the leader's clock leaves that time out.
+that is alive according to the journal gets a full ttl. Nothing expires while no coordinator leads,
+nor while this process is frozen, because the leader's clock leaves that time out.
 """
 
 import asyncio
@@ -24,12 +25,12 @@ from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.supervisor import Chores
 from stratagem.v1 import coordinator_pb2 as pb
 
-# ---- heartbeat pace ----
+# ---- Pace ----
 #
-# How often workers beat and how long their leases are: a function of how many are alive.
+# The interval of heartbeats and the length of leases depend on how many workers are alive.
 #
-# A beat costs the coordinator the same whoever sends it, so thousands of workers beat more seldom
-# and their leases grow with the interval. Pure: the number alive comes in, the two spans come out.
+# A beat costs the coordinator the same whichever worker sends it, so with thousands of workers
+# each one beats less often, and the leases grow with the interval. The rule is a pure function.
 
 BEATS_PER_S: Final = 500.0
 """The interval grows when workers would send more than this, all of them together."""
@@ -64,7 +65,7 @@ class PaceRule:
         return HeartbeatPace(interval_s, self.ttl_s + HEARTBEATS_PER_TTL * more_s)
 
 
-# ---- heartbeat leases ----
+# ---- Leases ----
 
 
 class _Lease(NamedTuple):
@@ -181,13 +182,13 @@ class Leases:
             return
 
 
-# ---- heartbeat streams ----
+# ---- Streams ----
 #
-# The standing calls over which workers send their heartbeats, one for each start of a worker.
+# Workers send their heartbeats over standing calls, one for each start of a worker.
 #
-# A message on a stream that is open costs a fraction of a call. Each renews the lease and is
-# answered with the pace that the number of workers asks for; what cannot wait for a beat, the end
-# of the run that a worker was started for, is said at once. That a stream breaks means nothing: the
+# A message on an open stream costs a fraction of a call. Each message renews the lease and is
+# answered with the pace for the present number of workers. The end of the run that a worker was
+# started for cannot wait for a beat and is sent at once. A broken stream has no consequence: the
 # lease decides.
 
 LEAST_GAP_S: Final = 0.05

@@ -1,7 +1,9 @@
-"""The coordinator's connections to workers: one link per start of a worker, for all calls to it.
+"""Links holds the coordinator's connections to workers: one link per start of a worker, for all
+calls to it.
 
-A link owns a channel and turns status codes into our errors. Nothing else in the coordinator dials
-a worker: a tunnelled one is dialled here through the hub of its streams, and nothing above knows.
+A link owns a channel and turns status codes into errors of common/base/errors.py. Nothing else in
+the coordinator dials a worker. A tunnelled worker is dialled through the hub of its streams, which
+is invisible to callers.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.runtime.relay import RelayHub
 from stratagem.v1 import tensor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
-# ---- worker links ----
+# ---- Links ----
 
 PROBE_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
@@ -297,13 +299,13 @@ def state_ref(base: Base) -> worker_pb2.StateRef:
     )
 
 
-# ---- broadcast ----
+# ---- Shared chunks ----
 #
-# Chunks of one file, shared by several receivers that read it at about the same time.
+# Several receivers that read one file at about the same time share its chunks.
 #
-# A chunk is read, checksummed and framed once; the newest ones are kept, so a receiver that is
+# A chunk is read, checksummed and framed once. The newest ones are kept, so a receiver that is
 # slightly behind finds them ready, and one that is far behind makes its own. Memory is a few
-# chunks, whatever the file's size and the number of receivers. Runs on the event loop.
+# chunks, whatever the size of the file and the number of receivers. This runs on the event loop.
 
 NUM_KEPT: Final = 4
 

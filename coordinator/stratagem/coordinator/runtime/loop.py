@@ -1,8 +1,8 @@
-"""The only writer: command -> decide -> journal (durable) -> apply -> answer.
+"""Loop is the only writer: command -> decide -> journal (durable) -> apply -> answer.
 
-Commands that wait together share one transaction. The state that others read is always one whose
-every fact is durable; start-up is always a replay. When the lead is lost, or the journal cannot be
-written, the loop ends and says why: nothing may be decided after that.
+Commands that wait together share one transaction. Every fact of the state that others read is
+durable; start-up is always a replay. When the lead is lost, or the journal cannot be written, the
+loop ends with the reason: nothing may be decided after that.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from stratagem.coordinator.store.lead import Lead
 from stratagem.coordinator.store.snapshot import Snapshot
 from stratagem.coordinator.store.step_history import HistoryRow
 
-# ---- loop ----
+# ---- Loop ----
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
@@ -382,14 +382,14 @@ def _answer(ask: _Ask, answer: tuple[JournalEntry, ...] | StratagemError) -> Non
         ask.answer.set_result(answer)
 
 
-# ---- leader clock ----
+# ---- Leader's clock ----
 #
-# The leader's clock: the only time that decisions are made by.
+# All decisions use the leader's clock and no other time.
 #
-# It starts at the last journaled value and advances only while this coordinator leads and runs. So
-# an outage of any length expires nothing, and neither does a time in which the process was frozen
-# (a paused container, a suspended machine): no heartbeat could have arrived. It does not read the
-# wall clock and cannot jump.
+# The clock starts at the last journaled value and advances only while this coordinator leads and
+# runs. An outage of any length therefore expires nothing, and neither does a time in which the
+# process was frozen (a paused container, a suspended machine): no heartbeat could have arrived.
+# The clock does not read the wall clock and cannot jump.
 
 STEP_S: Final = 0.5
 """Seconds by which the clock advances at most between two readings: the rest was a freeze."""

@@ -1,10 +1,7 @@
-"""Collects garbage in small portions, so that no call waits for all that a coordinator holds.
+"""Collect garbage in small portions, and return free memory to the system between transfers.
 
-Python's own collector looks, now and then, at every object: with the standing calls of ten thousand
-workers that takes a second, in which nothing is answered, and finds nearly nothing. Here what is
-new is looked at several times a second and then set aside (`gc.freeze`): what no circle refers to
-is freed all the same. Only once the process has grown by half is everything looked at. What is
-there at the start is code for the most part, which a fork shares with its template until it looks.
+Python's own collector now and then looks at every object: with the standing calls of ten thousand
+workers that takes a second, in which nothing is answered, and finds nearly nothing.
 """
 
 import asyncio
@@ -14,7 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-# ---- garbage collection ----
+# ---- Garbage collection ----
+#
+# New objects are examined several times a second and then set aside (`gc.freeze`); objects
+# outside reference cycles are freed all the same. Everything is examined only once the process
+# has grown by half. The objects at start-up are mostly code, which a fork shares with its
+# template until the collector touches it.
 
 COLLECTION_PAUSE_S: Final = 0.25
 GROWTH: Final = 1.5
@@ -59,13 +61,11 @@ async def _collect_in_portions(portions: Portions, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
 
 
-# ---- malloc trim ----
+# ---- Allocator ----
 #
-# Returns free memory to the system in the pauses between transfers.
-#
-# The allocator is tuned to keep memory that it once had (common/process/process.py), which makes
-# transfers fast; how much it keeps depends on how many chunks once waited for the disk together. In
-# a pause that memory is not needed.
+# The allocator is tuned to keep freed memory (common/process/process.py), which makes transfers
+# fast. The amount depends on how many chunks once waited for the disk together. In a pause that
+# memory is not needed.
 
 TRIM_PAUSE_S: Final = 10.0
 

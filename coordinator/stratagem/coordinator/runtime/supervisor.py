@@ -1,11 +1,13 @@
-"""Keeps one task per pending effect: started when it appears, retried with backoff until it leaves
-the set or is given up, then cancelled. core/effect_failures.py says which failures are tried again.
+"""RunSupervisor keeps one task per pending effect, which it starts, retries with backoff, and
+cancels.
 
-A cancelled task may clean up; closing waits for that, too. Effects that need compute slots start
-when all of them are free.
+A task runs until its effect leaves the set or is given up. core/effect_failures.py says which
+failures are retried. A cancelled task may clean up, and closing waits for that, too. Effects that
+need compute slots start when all of them are free.
 
-Level-triggered: what must run is read off the set, never remembered. One of the two places that
-catch every exception, because a failing effect must be reported and tried again.
+The supervisor is level-triggered: it reads from the set what must run, and remembers nothing. It
+is one of the two places that catch every exception, because a failing effect must be reported and
+retried.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ from stratagem.coordinator.core.effects import Effect, EvaluateState, Request, g
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.observe.logs import ids_of
 
-# ---- effect supervisor ----
+# ---- Supervisor ----
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
@@ -272,9 +274,9 @@ def _is_same_work(new: Effect, old: Effect) -> bool:
     return work(new) == work(old)
 
 
-# ---- chores ----
+# ---- Chores ----
 #
-# Background tasks that nothing waits for: a chore outlives its caller, but not the process.
+# Nothing waits for a chore. It outlives its caller, but not the process.
 
 
 class Chores:
@@ -308,13 +310,13 @@ class Chores:
             log.error("chore failed", what=task.get_name(), exc_info=error)
 
 
-# ---- task group ----
+# ---- Task groups ----
 #
-# Task groups that keep a cancellation apart from a failure of one of their tasks.
+# These task groups keep a cancellation apart from a failure of one of their tasks.
 #
 # A TaskGroup of Python before 3.13 that is cancelled while one of its tasks fails raises the
-# failure alone. Code that catches failures and continues must ask here whether it should. Such a
-# group also counts its own task as cancelled permanently when a member fails after the body has
+# failure alone. Code that catches failures and continues must check here whether it should. Such
+# a group also counts its own task as cancelled permanently when a member fails after the body has
 # ended, so code that may ask later uses `task_group`.
 
 
@@ -348,9 +350,10 @@ def _has_cancelled_its_task(group: asyncio.TaskGroup) -> bool:
     return bool(group._parent_cancel_requested)  # type: ignore[attr-defined]
 
 
-# ---- throttle ----
+# ---- Throttle ----
 #
-# Runs a chore once for all requests that arrive meanwhile, with a pause between two runs.
+# A throttled chore runs once for all requests that arrive meanwhile, with a pause between two
+# runs.
 
 
 class Paced:

@@ -1,1 +1,1 @@
-"""The gRPC service of the coordinator: decode, one call, encode."""
+"""The gRPC service of the coordinator decodes a request, makes one call, and encodes the answer."""

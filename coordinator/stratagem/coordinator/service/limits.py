@@ -1,7 +1,8 @@
-"""Limits on the fields of requests, apart from those that jobs and tensor streams check.
+"""Check the fields of requests against limits, apart from those that jobs and tensor streams
+check.
 
-Owns the sizes that are not settings: no deployment needs other ones, and every caller's code relies
-on them. Knows no state.
+These sizes are no settings: no deployment needs other ones, and every caller's code relies on
+them.
 """
 
 import ipaddress
@@ -19,7 +20,7 @@ from stratagem.common.rpc.admission import RETRY_AFTER_S
 from stratagem.coordinator.core.commands import Ending
 from stratagem.v1 import coordinator_pb2, types_pb2
 
-# ---- request limits ----
+# ---- Requests ----
 
 MAX_NOTE_CHARS: Final = 2000
 MAX_REASON_CHARS: Final = 1000
@@ -151,12 +152,10 @@ def _is_bracketed_v6(host: str) -> bool:
         return False
 
 
-# ---- previous exit ----
+# ---- Previous exit ----
 #
-# Decodes how the previous process of a registering worker ended, as the worker reports it.
-#
-# It is journaled and displayed, so it is cut down to what it should be; nothing in it is a reason
-# to keep a worker out.
+# A registering worker reports how its previous process ended. The report is journaled and
+# displayed, so it is cut to the expected form; no content of it is a reason to refuse a worker.
 
 MAX_LINES: Final = 10
 MAX_LINE_CHARS: Final = 300

@@ -1,4 +1,4 @@
-"""Answers queries about runs: active ones from memory, those at rest from the journal."""
+"""Answer queries about runs, workers, step histories and events, without deciding anything."""
 
 import asyncio
 import math
@@ -45,7 +45,9 @@ from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, behin
 from stratagem.v1 import coordinator_pb2, types_pb2
 from stratagem.v1 import coordinator_pb2 as pb
 
-# ---- run queries ----
+# ---- Runs ----
+#
+# Active runs are answered from memory, and those at rest from the journal.
 
 MAX_PAGE_BYTES: Final = 2 * 2**20
 """Size of a page with several runs; one alone is never larger than a message."""
@@ -173,9 +175,9 @@ def _place_in(page_token: str) -> tuple[float, RunId]:
         raise InvalidInputError.at("page_token", text) from None
 
 
-# ---- worker queries ----
+# ---- Workers ----
 #
-# Answers queries about workers: page by page, since there may be thousands.
+# Workers are answered page by page, since there may be thousands.
 
 MAX_PAGE_SIZE: Final = 500
 """Workers that are made into one answer: other calls wait for so long."""
@@ -212,12 +214,10 @@ def _behind(workers: Sequence[WorkerRecord], token: str, limit: int) -> list[Wor
     return nsmallest(num_wanted, behind, key=lambda worker: worker.member.worker_id)
 
 
-# ---- history queries ----
+# ---- Step history ----
 #
-# Answers queries about the step history of runs: what is stored of segments that have ended, and
-# what is in memory of those in flight.
-#
-# Decides nothing. Reads segments in pages, between which the journal goes on.
+# Segments that have ended are read from the store in pages, between which the journal continues;
+# those in flight are in memory.
 
 MAX_ROWS: Final = 65_536
 """Of one series in one answer."""
@@ -371,9 +371,7 @@ def _pieces(columns: Columns) -> Iterator[Columns]:
         yield part_of(columns, start, start + MESSAGE_ROWS)
 
 
-# ---- protobuf views ----
-#
-# Converts state to protobuf messages, for answers. Shows what is; decides nothing.
+# ---- Protobuf messages ----
 
 Paths = Callable[[Digest], str]
 """Returns where a blob is stored, for display; "" when it is not a file here."""
@@ -505,9 +503,9 @@ def _setting(setting: Setting) -> coordinator_pb2.Hyperparameters:
     )
 
 
-# ---- event requests ----
+# ---- Events ----
 #
-# Reads which events of a run a request asks for, and answers with those of the past.
+# A request may ask for a span of a run's events; past ones are answered here.
 
 MAX_EVENTS: Final = 256
 MAX_BYTES: Final = 2**18

@@ -1,7 +1,7 @@
-"""CoordinatorService: every handler decodes, makes one call and encodes.
+"""CoordinatorService decodes each request, makes one call, and encodes the answer.
 
-What a call means and which codes it answers stands in coordinator.proto; errors of our tree become
-status codes at the server's boundary.
+coordinator.proto documents the meaning of the calls and their codes. At the server's boundary,
+errors of common/base/errors.py become status codes.
 """
 
 import asyncio
@@ -75,13 +75,10 @@ from stratagem.coordinator.service.workers import (
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 
-# ---- resource ownership ----
+# ---- Resource ownership ----
 #
-# Checks that a caller may use the resources a call names: the coordinator's part of the table of
-# calls.
-#
-# Reads the state and decides nothing else. Where callers need not identify themselves, every caller
-# may use everything.
+# The coordinator checks that a caller may use the resources that a call names. The checks only
+# read the state. Where callers need not identify themselves, every caller may use everything.
 
 
 def _own_run(servicer: Any, request: Any, caller: Caller) -> None:
@@ -125,7 +122,7 @@ CHECKS: Final[Mapping[Names, Check]] = {
 }
 
 
-# ---- coordinator service ----
+# ---- Service ----
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -1,4 +1,4 @@
-"""The call over which a worker keeps its lease: from its first message, which names the worker."""
+"""Serve the calls of workers: heartbeats, tunnels, failure detection and diagnosis."""
 
 import asyncio
 import time
@@ -29,7 +29,9 @@ from stratagem.coordinator.service.limits import check_address
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2, worker_pb2
 
-# ---- heartbeat calls ----
+# ---- Heartbeats ----
+#
+# A worker keeps its lease over one call, whose first message names the worker.
 
 
 async def take_heartbeats(
@@ -52,9 +54,10 @@ async def take_heartbeats(
     await streams.serve(member, for_run, hello, Wire(receive, context.write, check_caller_again))
 
 
-# ---- relay calls ----
+# ---- Tunnels and registration ----
 #
-# The call that carries connections to workers that cannot be dialled, and who registers as one.
+# One call carries connections to workers that cannot be dialled. This section also checks
+# the names and addresses of the workers that register.
 
 T = TypeVar("T")
 
@@ -123,9 +126,9 @@ async def carry(
     await relay.carry(member, receive, send, say_parked)
 
 
-# ---- failure detector ----
+# ---- Failure detection ----
 #
-# Distinguishes a dead worker from a broken exchange, by asking the workers themselves.
+# The coordinator asks the workers themselves to distinguish a dead worker from a broken exchange.
 
 log = structlog.get_logger()
 
@@ -180,12 +183,11 @@ async def _answers(app: App, member: Member) -> bool:
         return False
 
 
-# ---- cluster diagnosis ----
+# ---- Diagnosis ----
 #
-# Asks every worker for its condition, and which other workers it reaches; for `stratagem doctor`.
-#
-# Owns nothing: measures on request. With many workers each one probes the next few of them, in
-# order of name, so that every worker is probed by another one.
+# For `stratagem doctor`, every worker reports its condition and which other workers it reaches.
+# With many workers each one probes the next few of them, in order of name, so every worker is
+# probed by another one.
 
 WORKER_TIMEOUT_S: Final = 8.0
 MAX_PROBES: Final = 8

@@ -1,1 +1,1 @@
-"""The coordinator's storage: states as blobs, facts in a journal."""
+"""The coordinator stores states as blobs, and facts in a journal."""

@@ -1,9 +1,9 @@
-"""The interface of blob stores, wherever the blobs are stored, and the writer of a blob.
+"""This module defines the interface of blob stores and implements it for files in one folder.
 
-A blob appears complete and durable, or not at all; it is never changed. A blob is checked against
-its digest the first time this process reads it, and everything that is read against checksums that
-were taken then (verified_file.py). Unreferenced blobs are collected. All
-methods may be called from any thread, and may block on a disk or a network.
+A blob appears complete and durable, or not at all; it is never changed. The first time this
+process reads a blob, it checks it against its digest; later reads are checked against checksums
+that were taken then (files.py). Unreferenced blobs are collected. All methods may be called from
+any thread, and may block on a disk or a network.
 """
 
 import errno
@@ -46,7 +46,7 @@ from stratagem.coordinator.store.files import (
     sync_folder,
 )
 
-# ---- blob store ----
+# ---- Interface ----
 
 
 class DamagedBlobError(IntegrityError):
@@ -201,14 +201,14 @@ class BlobWriter:
             self._file.close()
 
 
-# ---- directory blobs ----
+# ---- Blobs in a folder ----
 #
-# Blobs as files under one folder: root/aa/<digest>.safetensors.
+# Blobs are files under one folder: root/aa/<digest>.safetensors.
 #
-# Collecting moves a blob into a bin, root/bins/<token>, of which each opening has its own and
-# removes all others: a coordinator that was frozen and replaced, wherever it stopped, finds that it
-# cannot collect any more, for its successor may have stored the same bytes again. See blob_store.py
-# for the rules. Knows nothing of runs.
+# Collecting moves a blob into a bin, root/bins/<token>. Each opening has a bin of its own and
+# removes all others. A coordinator that was frozen and replaced therefore finds, wherever it
+# stopped, that it can no longer collect, since its successor may have stored the same bytes
+# again.
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 SUFFIX: Final = ".safetensors"
@@ -454,13 +454,15 @@ def _identity(descriptor: int) -> _Identity:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-# ---- unsettled blobs ----
+# ---- Claims ----
 #
-# Blobs that a process has written, or is to keep, and that no event has named yet.
+# A claim protects a blob that a process has written, or is to keep, and that no event has named
+# yet.
 #
-# A writer of a blob reports the event that names it right after that, and others may write the same
-# bytes meanwhile. So each writing is a claim, and each event that names the blob settles the oldest
-# one. A claim whose event never comes lapses after a grace period. Not for several threads.
+# The writer of a blob reports the event that names it right after that, and others may write the
+# same bytes meanwhile. So each writing is a claim, and each event that names the blob settles the
+# oldest one. A claim whose event never comes lapses after a grace period. Claims are not
+# thread-safe.
 
 
 class Claims:

@@ -1,12 +1,11 @@
-"""Objects under one prefix of a bucket: written whole, read from the start, listed, deleted.
+"""Objects are stored under one prefix of a bucket: written whole, read from the start, listed,
+deleted.
 
 An object is never overwritten: `unique_name` makes a name for each, which starts with the term of
-the coordinator that writes it. So a delete, which names an object that was listed before, can never
-hit what was written later, however long it was on its way; and a coordinator that has lost the lead
-without knowing it deletes nothing that its successor has written, since `deletable` leaves later
-terms alone. Transient errors are tried again here, for a minute at most.
-
-Owns the library, its errors and its retries. Knows neither blobs nor spools.
+the coordinator that writes it. A delete names an object that was listed before, so it can never
+hit a later write, however long it was on its way. A coordinator that has lost the lead without
+knowing it deletes nothing of its successor, since `deletable` leaves later terms alone. Transient
+errors are retried here, for a minute at most.
 """
 
 import configparser
@@ -34,7 +33,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.signed_objects import SignedObjects
 
-# ---- object store ----
+# ---- Objects ----
 
 PART_BYTES: Final = 8 << 20
 """Size of a part of an upload or download. Memory is this times MAX_PARTS_AT_ONCE, however large
@@ -248,9 +247,9 @@ def certificate_fault(text: str) -> str:
     return found[1] if found else ""
 
 
-# ---- object store keys ----
+# ---- Keys ----
 #
-# Keys of an object store from a file, which is read again when it may have changed.
+# The keys come from a file, which is read again when it may have changed.
 #
 # The file is the shared credentials file of AWS tools, as AWS_SHARED_CREDENTIALS_FILE names it:
 #
@@ -318,12 +317,12 @@ def _section(path: Path, profile: str) -> Mapping[str, str]:
     return section
 
 
-# ---- s3 ----
+# ---- S3 ----
 #
-# Opens the S3 bucket that a setting names, and tries it before anything depends on it.
+# An S3 bucket is opened by a setting, and is tried before anything depends on it.
 #
-# What AWS tools read from the environment is read here too: AWS_ENDPOINT_URL, AWS_REGION, the keys
-# or the file with them (object_store_keys.py); AWS_ALLOW_HTTP=true for an endpoint without TLS.
+# The settings of AWS tools in the environment apply here, too: AWS_ENDPOINT_URL, AWS_REGION, the
+# keys or the file with them; AWS_ALLOW_HTTP=true permits an endpoint without TLS.
 
 SETTING: Final = "blob_store"
 _URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[A-Za-z0-9_.-]+)*)/?")

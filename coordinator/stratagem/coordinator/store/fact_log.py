@@ -1,6 +1,6 @@
-"""The journal as facts and summaries, read and written in a thread of its own.
+"""Read and write the journal as facts and summaries, in a thread of its own.
 
-Owns that one thread at a time uses the journal. Decides nothing: what is written is the loop's.
+One thread at a time uses the journal. The loop decides what is written.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from stratagem.coordinator.store.journal import Journal, Record, RunSummary
 from stratagem.coordinator.store.snapshot import Snapshot
 from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, one_row
 
-# ---- fact codec ----
+# ---- Rows ----
 #
-# Converts facts and summaries to rows of the journal, and back.
+# Facts and summaries are converted to rows of the journal, and back.
 
 _brief: Final = TypeAdapter(EndedRun)
 
@@ -108,7 +108,7 @@ def view_of(text: str) -> RunView:
     return RunView.model_validate_json(text)
 
 
-# ---- fact log ----
+# ---- Log ----
 
 PAGE_FACTS = 1000
 """Facts that are read back at once, at the start."""

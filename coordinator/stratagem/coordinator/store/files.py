@@ -1,7 +1,8 @@
-"""Files that grow at their end and survive a power cut.
+"""Write files that grow at their end and survive a power cut, and check every byte when they are
+read.
 
-Owns writing in full, starting the disk early, fsync of files and folders, and opening without
-following symbolic links. Knows neither blobs nor spools.
+This covers writing in full, starting the disk early, fsync of files and folders, and opening
+without following symbolic links. The module depends on neither blobs nor spools.
 """
 
 import errno
@@ -24,7 +25,7 @@ from stratagem.common.tensors.local_files import offer
 from stratagem.common.tensors.stream import crc32c, extended, has_crc, piece_bytes
 from stratagem.v1 import tensor_pb2
 
-# ---- durable file ----
+# ---- Durable files ----
 
 PIECE_BYTES: Final = 1 << 20
 """How much is read, or sent to the disk, at once. Measured with 40 MB: 35 ms to write and
@@ -163,11 +164,10 @@ def space_needed() -> Iterator[None]:
         raise
 
 
-# ---- temporary files ----
+# ---- Temporary files ----
 #
-# Files without a name of their own yet: locked while their writer lives, removed when it is gone.
-#
-# Owns scratch space too. Knows neither blobs nor spools.
+# A temporary file has no final name yet. It is locked while its writer lives, and removed when
+# the writer is gone. Scratch space works the same way.
 
 
 class Scratch:
@@ -230,15 +230,14 @@ def remove_if_abandoned(path: Path) -> None:
         os.close(descriptor)
 
 
-# ---- verified file ----
+# ---- Verified files ----
 #
-# Stored blobs as files whose every byte is checked when it is read.
-#
-# A disk can change bits under an unchanged time stamp, so that a blob was right once proves
-# nothing. Its digest is checked when this process first reads it, or as this process writes it;
-# meanwhile a checksum is taken of every chunk of its data, as the tensor stream cuts them. Who
-# streams a chunk computes its checksum anyway, so comparing costs nothing; other readers take whole
-# chunks and compare. Knows of a blob's content no more than where its data start.
+# A disk can change bits under an unchanged time stamp, so an earlier successful check of a blob
+# proves nothing. The digest of a blob is checked when this process first reads it, or while this
+# process writes it; at the same time a checksum is taken of every chunk of its data, as the
+# tensor stream cuts them. A reader that streams a chunk computes its checksum anyway, so the
+# comparison costs nothing; other readers take whole chunks and compare. The only fact about a
+# blob's content used here is where its data start.
 
 _PREFIX_BYTES: Final = 8
 

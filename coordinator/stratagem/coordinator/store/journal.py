@@ -1,11 +1,11 @@
-"""The journal: an append-only log of events under a lease.
+"""Journal is an append-only log of events under a lease, which guarantees durability, order and
+the fence.
 
-Owns durability, order and the fence. `append` is one transaction that checks the term, inserts and
-commits to disk; when it returns, the events survive a power cut. A coordinator that lost the lead
-finds out at its next append or renewal and writes nothing. A database that went away is waited for;
-what it had committed meanwhile is found there and not written twice. One thread at a time uses a
-Journal.
-Knows nothing of what an event means.
+`append` is one transaction that checks the term, inserts and commits to disk; when it returns, the
+events survive a power cut. A coordinator that lost the lead finds out at its next append or
+renewal and writes nothing. The journal waits for a database that went away; events that were
+committed meanwhile are found there and not written twice. One thread at a time uses a Journal. The
+meaning of an event is unknown here.
 """
 
 import secrets
@@ -53,13 +53,13 @@ from stratagem.coordinator.store.snapshot import Snapshot, restore
 from stratagem.coordinator.store.sqlite import open_sqlite
 from stratagem.coordinator.store.step_history import HistoryRow, StepSpan
 
-# ---- summaries ----
+# ---- Summaries ----
 #
-# Summaries of runs: they take the place of a run's events for readers that only want its outcome.
+# A summary takes the place of a run's events for readers that only want its outcome.
 #
-# A summary covers a run up to one event. A newer event makes it void, and so does its deletion, or
-# another version of the program: no version has to read what another one wrote. So it is never
-# wrong, even when events are written by code that does not know of it.
+# A summary covers a run up to one event. A newer event makes it void, and so does its deletion,
+# or another version of the program: no version has to read another version's summaries. A summary
+# is therefore never wrong, even when code that does not know of it writes events.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def shown(connection: Connection, run_ids: Collection[RunId]) -> Mapping[RunId, 
     return {RunId(row.run_id): row.shown for row in connection.execute(wanted)}
 
 
-# ---- journal ----
+# ---- Journal ----
 
 _PAGE_ROWS: Final = 1000
 

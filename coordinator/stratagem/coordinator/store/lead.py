@@ -1,8 +1,7 @@
-"""The lead of a journal, which fences former leaders: one row that says who may write, and under
-which term.
+"""The lead of a journal fences former leaders: one row says who may write, and under which term.
 
-Owns how the lead is taken, kept and lost. The fence is the term: it stands in the row, which every
-transaction of the leader reads, and locks, before it writes. Knows no events.
+The fence is the term: it stands in the row, which every transaction of the leader reads, and
+locks, before it writes.
 """
 
 import json
@@ -22,12 +21,12 @@ from stratagem.common.base.errors import StaleError, UnavailableError
 from stratagem.coordinator.store.database import Database, GoneError
 from stratagem.coordinator.store.schema import CLOCK_FLOOR, event, lease, meta
 
-# ---- lead holder ----
+# ---- Holder ----
 #
-# The holder of the lead: one start of one process on one host.
+# The holder of the lead is one start of one process on one host.
 #
-# Determines whether a holder on this host is still alive, which lets the next coordinator take over
-# from a crashed one without waiting. Of a holder elsewhere nothing can be known here.
+# If the holder on this host is no longer alive, the next coordinator takes over from it without
+# waiting. The state of a holder on another host cannot be determined here.
 
 _STATE_FIELD = 0  # of /proc/<pid>/stat, counted after the command, which may hold spaces
 _START_FIELD = 19
@@ -91,7 +90,7 @@ def _stat(pid: int) -> list[str] | None:
     return text.rpartition(")")[2].split()
 
 
-# ---- lead ----
+# ---- Lead ----
 
 _LOOKS_PER_TTL: Final = 5
 

@@ -1,8 +1,9 @@
-"""The files of leaves: opened with every byte checked, and collected when nothing needs them.
+"""LeafFiles opens the files of leaves with every byte checked, and collects them when nothing
+needs them.
 
-Workers write them, so a leaf counts only when its digest has been found right here. Collecting
-moves a file into a bin of this opening of the folder, of which the next opening removes all others:
-a coordinator that was frozen and replaced cannot delete what its successor relies on.
+Workers write the files, so a leaf counts only when its digest has been verified here. Collecting
+moves a file into a bin of this opening of the folder, of which the next opening removes all
+others: a coordinator that was frozen and replaced cannot delete what its successor relies on.
 """
 
 import hashlib
@@ -30,9 +31,9 @@ from stratagem.coordinator.store.files import (
     sync_folder,
 )
 
-# ---- leaf store ----
+# ---- Interface ----
 #
-# Where the leaves of states are: what a place of them promises, whatever it is.
+# LeafStore states what any place for the leaves of states guarantees.
 #
 # A leaf is written under the name of an upload, so nothing is overwritten, and there may be equal
 # copies of it. All methods may be called from any thread, and may block on a disk or a network.
@@ -95,10 +96,10 @@ class LeafStore(Protocol):
         """
 
 
-# ---- leaf claims ----
+# ---- Claims ----
 #
-# Which leaves are in use though no list of a kept state may name them: those that an upload relies
-# on or writes, and those that a reader may still open. For any thread.
+# A claim protects leaves that no list of a kept state may name: those that an upload relies on or
+# writes, and those that a reader may still open. Claims are thread-safe.
 
 
 class LeafClaims:
@@ -142,7 +143,7 @@ class LeafClaims:
             return leaf in self._used
 
 
-# ---- leaf files ----
+# ---- Files ----
 
 _NUM_FOLDERS: Final = 256
 _Identity = tuple[int, int, int]  # inode, size, time of change

@@ -1,9 +1,10 @@
-"""A blob store that has states in leaves beside whole files, below a data folder or in a bucket.
+"""LeafBlobs is a blob store that has states in leaves beside whole files, below a data folder or
+in a bucket.
 
-The name of a state in leaves is the digest of its list, which is a blob like any other: it becomes
-durable after all its leaves, and with it the state is there. Lists are collected as blobs are; a
-leaf goes when no list that is left names it, no upload relies on it, and no reader has it. Whoever
-opens such a state reads the safetensors file that its leaves make.
+The name of a state in leaves is the digest of its list, which is a blob like any other. The list
+becomes durable after all its leaves and thereby completes the state. Lists are collected as blobs
+are; a leaf is deleted when no remaining list names it, no upload relies on it, and no reader has
+it. A reader of such a state gets the safetensors file that its leaves make.
 """
 
 import hashlib
@@ -50,9 +51,9 @@ from stratagem.coordinator.store.leaf_files import (
 from stratagem.coordinator.store.leaf_objects import LeafObjects
 from stratagem.coordinator.store.shared_blobs import BlobCache, SharedBlobs
 
-# ---- leaf upload ----
+# ---- Uploads ----
 #
-# An upload of leaves that is under way: what it writes is spared until it ends.
+# The files that an upload writes are protected from collection until it ends.
 
 WriteList = Callable[[Manifest, Sequence[Digest]], Digest]
 """Makes the list of a state's leaves durable, and returns its digest."""
@@ -103,11 +104,10 @@ class DirectUpload:
         return self._write_list(manifest, leaves)
 
 
-# ---- leaf writer ----
+# ---- Writer ----
 #
-# Writes a state whose bytes come to the coordinator, in their order, as leaves and their list.
-#
-# It is the list that workers' leaves of the same state have.
+# A state whose bytes come to the coordinator is written, in their order, as leaves and their
+# list. The list is the same as for workers' leaves of that state.
 
 
 class _Hashed:
@@ -177,7 +177,7 @@ class LeafWriter:
         self._upload.lacking({digest: hashed.size})
 
 
-# ---- leaf blobs ----
+# ---- Store ----
 
 MAX_HAVE: Final = 2**16
 """Leaves that a worker is told to be there: 2 MiB of digests, in a message of at most 4 MiB."""
@@ -355,9 +355,9 @@ class LeafBlobs:
             raise DamagedBlobError(digest) from error
 
 
-# ---- joined state ----
+# ---- Reading ----
 #
-# The safetensors file that the leaves of a state make, read at any offset.
+# The safetensors file that the leaves of a state make can be read at any offset.
 
 _NUM_OPEN: Final = 4
 
@@ -429,9 +429,9 @@ class JoinedState:
         return leaf
 
 
-# ---- state places ----
+# ---- Places ----
 #
-# The two places of states in leaves: a folder that workers see, and a bucket that they do not.
+# States in leaves have two places: a folder that workers see, and a bucket that they do not see.
 
 LISTS: Final = "lists"
 _LIST_CACHE_BYTES: Final = 2**30

@@ -1,8 +1,8 @@
-"""Brings the tables of a journal to the present revision when it is opened.
+"""Bring the tables of a journal to the present revision when it is opened.
 
-Those of a new journal are made as they are now; those of an older one are migrated by Alembic.
-Owns what is refused: a journal of a newer version. A journal of 0.1.0, which knew no revisions, is
-given the first one and goes on from there.
+A new journal gets the present tables; Alembic migrates those of an older one. A journal of a newer
+version is refused. A journal of 0.1.0, which had no revisions, is given the first one and
+continues from there.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ from sqlalchemy import (
 from stratagem.common.base.errors import ConflictError
 from stratagem.coordinator.store.database import Database
 
-# ---- schema ----
+# ---- Migration ----
 
 FIRST: Final = "0001"
 FOLDER: Final = Path(__file__).parent / "migrations"
@@ -108,13 +108,13 @@ def _upgrade(connection: Connection, present: str) -> None:
     command.upgrade(config, REVISION)
 
 
-# ---- tables ----
+# ---- Tables ----
 #
-# The tables of the journal, the same for every database, as the newest migration leaves them.
+# The tables are the same for every database, as the newest migration leaves them.
 #
-# A change here comes with a migration in migrations/versions, which raises REVISION. A coordinator
-# that stands by migrates while another one leads, so a migration may add, but not take away what
-# the version before it uses.
+# A change here comes with a migration in migrations/versions, which raises REVISION. A standby
+# coordinator migrates while another one leads, so a migration may add, but must not remove what
+# the previous version uses.
 
 REVISION: Final = "0005"
 

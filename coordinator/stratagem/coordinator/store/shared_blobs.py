@@ -1,9 +1,10 @@
-"""Blobs in an object store, which several coordinators share: blobs/<digest>/<term>-<token>...
+"""SharedBlobs stores blobs in an object store that several coordinators share, as
+blobs/<digest>/<term>-<token>...
 
-Written into a local file first, since only at the end the digest of a blob is known; then to the
-object store, and only when that has all of it the blob counts as written. What was written or read
-is kept in a local cache. Each write makes an object of its own (object_store.py says why), so a
-blob can be there more than once for a while; any of them will do.
+A blob is first written into a local file, since its digest is known only at the end. It counts as
+written when the object store has all of it. Blobs that were written or read stay in a local cache.
+Each write makes an object of its own (bucket.py gives the reason), so a blob can exist more than
+once for a while; any copy will do.
 """
 
 import os
@@ -48,15 +49,15 @@ from stratagem.coordinator.store.files import (
     space_needed,
 )
 
-# ---- blob cache ----
+# ---- Local cache ----
 #
-# A local cache of remote blobs, up to a number of bytes, and while the disk has room.
+# The cache holds copies of remote blobs, up to a number of bytes, and while the disk has room.
 #
-# A copy is verified once, like any blob in a folder; one that is damaged is forgotten, and the blob
-# is fetched again. The copy that was used least recently goes first. Its file stays readable for
-# those who have it open, and a crash leaves whole copies or none. So the limit may be passed by
-# what is open, and by the newest copy, which goes only where the disk is full: no copy is worth a
-# commit.
+# A copy is verified once, like any blob in a folder; a damaged one is forgotten, and the blob is
+# fetched again. The copy that was used least recently goes first. Its file stays readable for
+# those who have it open, and a crash leaves whole copies or none. Open copies may exceed the
+# limit, and so may the newest copy, which is removed only when the disk is full: no copy is worth
+# a commit.
 
 MAX_BYTES: Final = 32 * 2**30
 MAX_RESERVE_BYTES: Final = 2**30
@@ -169,7 +170,7 @@ def free_bytes(folder: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-# ---- shared blobs ----
+# ---- Store ----
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 FOLDER: Final = "blobs"

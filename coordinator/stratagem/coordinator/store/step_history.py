@@ -1,9 +1,9 @@
-"""The step history as rows of the journal's database: one per run, party and segment.
+"""The step history is stored as rows of the journal's database: one per run, party and segment.
 
-A row is written in the transaction of the event that ends its segment, so there is none without the
-other. A segment that is done again replaces its row; what it has recorded of the steps is the same
-then, and anything else is a defect of ours, which is logged. Rows of many segments are merged into
-one afterwards, when nothing waits for it.
+A row is written in the transaction of the event that ends its segment, so neither exists without
+the other. A repeated segment replaces its row; its record of the steps is then the same, and a
+difference is a defect of the program, which is logged. Rows of many segments are merged into one
+afterwards, when nothing waits for it.
 """
 
 import json
@@ -47,13 +47,13 @@ from stratagem.common.history.recording import (
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.store.schema import history
 
-# ---- history rows ----
+# ---- Rows ----
 #
-# Rows of the step history as they are stored: of one segment, or of several one after the other.
+# A stored row covers one segment, or several consecutive ones.
 #
-# In a row of several segments no two of them share a row of a series. So it can be cut at the end
-# of any, as when a run returns to an earlier commit, and says the same as those that it was made
-# of.
+# In a row of several segments no two of them share a row of a series. It can therefore be cut at
+# the end of any segment, as when a run returns to an earlier commit, and has the same content as
+# the rows that it was made of.
 
 Ends = tuple[tuple[int, int], ...]
 """(segment, its last step), in order."""
@@ -122,7 +122,7 @@ def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
     return replace(row, segment=last, to_step=step, rows=packed, ends=ends if len(ends) > 1 else ())
 
 
-# ---- step histories ----
+# ---- Table ----
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""Placement of a run on workers: by capability and numerics, the least loaded first."""
+"""Place a run on workers by capability and numerics, the least loaded workers first."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from stratagem.common.strategy.regions import are_named, members_of
 from stratagem.coordinator.core.facts import Accepted, ClientBinding
 from stratagem.coordinator.core.state import WorkerRecord, World
 
-# ---- placement ----
+# ---- Placement ----
 
 MAX_NAMES = 8
 """Number of workers named in one sentence."""
@@ -139,9 +139,9 @@ def _names(workers: list[WorkerRecord]) -> str:
     return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
 
 
-# ---- fold tree ----
+# ---- Fold tree ----
 #
-# The tree in which the updates of a round are added up: by region, and the regions by name.
+# The updates of a round are added by region, and the regions in order of their names.
 
 
 def places_by_region(

@@ -1,6 +1,8 @@
-"""The schedule by which a synchronous run is cut into segments: at checkpoints and at evaluations.
+"""Cut a synchronous run into segments at checkpoints and at evaluations, and compute the metrics
+of its commits.
 
-A segment is the unit of commitment. Its boundary changes no bits: workers snapshot and go on.
+A segment is the unit of commitment. Its boundary changes no bits: workers take a snapshot and go
+on.
 """
 
 import math
@@ -15,7 +17,7 @@ from stratagem.common.job import Every, JobSpec
 from stratagem.common.job.fields import of_metric
 from stratagem.common.strategy import Federated, local_steps_of
 
-# ---- segment schedule ----
+# ---- Segments ----
 
 TRAIN_SPLIT = "train"
 STREAM_CHECKPOINT_STEPS = 1000
@@ -78,9 +80,9 @@ def _ends(num_steps: int, evaluate_every: int | None, checkpoint_every: int) -> 
     return (*sorted(ends), num_steps)
 
 
-# ---- commit metrics ----
+# ---- Metrics of a commit ----
 #
-# The metrics with which a state is committed: of its training, and of an evaluation with it.
+# A state is committed with the metrics of its training and of its evaluation.
 
 LOGGED: Final = "evaluation."
 """Before the names of what the user's on_evaluation has logged."""
@@ -112,12 +114,11 @@ def commit_metrics(
     return tuple(sorted({**kept, **(evaluated or {})}.items()))
 
 
-# ---- metric sums ----
+# ---- Sums of an evaluation ----
 #
-# The sums of an evaluation, and the metrics that follow from them.
-#
-# Sums are by name: "<split>/<metric>" is the sum of metric times weight, "<split>/weight:<metric>"
-# that of the weights of a metric with weights of its own, and "<split>/weight:" of all others.
+# Sums are keyed by name: "<split>/<metric>" is the sum of metric times weight,
+# "<split>/weight:<metric>" the sum of the weights of a metric with weights of its own, and
+# "<split>/weight:" that of all others.
 
 WEIGHT = "weight:"
 LOSS = "loss"

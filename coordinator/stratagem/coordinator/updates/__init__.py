@@ -1,1 +1,1 @@
-"""Updates of clients: received, spooled, checked and folded into the next state."""
+"""Updates of clients are received, spooled, checked and folded into the next state."""

@@ -1,8 +1,8 @@
-"""Converts the element types of the tensor stream to types that numpy can compute with.
+"""Convert the element types of the tensor stream to types that numpy can compute with.
 
-Owns three questions about raw little-endian elements: are they finite, what are they in float64,
-and which ones are nearest to given float64 values (ties to even, rounded once).
-numpy has neither bfloat16 nor float8; both are done here with integers and tables.
+The module answers three questions about raw little-endian elements: whether they are finite, their
+values in float64, and which elements are nearest to given float64 values (ties to even, rounded
+once). numpy has neither bfloat16 nor float8; both are implemented here with integers and tables.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stratagem.common.tensors.stream import Data, Sink
 
-# ---- numpy floats ----
+# ---- Conversion ----
 
 Raw = NDArray[Any]
 Wide = NDArray[np.float64]
@@ -137,12 +137,13 @@ def _values_of_codes(dtype: str) -> Wide:
     return result
 
 
-# ---- stream offload ----
+# ---- Offloading to a thread ----
 #
-# Runs a blocking sink in a thread, a few pieces behind the stream that feeds it.
+# A blocking sink runs in a thread, a few pieces behind the stream that feeds it.
 #
-# Checking and writing then overlap with receiving, and the event loop stays free. The stream waits
-# when the thread falls behind, so memory is bounded. Created and used on the event loop.
+# Checking and writing then overlap with receiving, and the event loop stays free. The stream
+# waits when the thread falls behind, so memory is bounded. An Offload is created and used on the
+# event loop.
 
 MAX_PIECES_BEHIND: Final = 2
 

@@ -1,13 +1,11 @@
-"""The weighted mean of a round's updates, window by window.
+"""Compute the weighted mean of a round's updates, window by window.
 
-For each element: the sum over clients, in the order given, of samples × value in float64, divided
-by all samples and rounded once to the element's type; the update of a single client is taken as it
-is. Updates of earlier rounds weigh less and are rebased first (rebasing.py). Integers and bools are
-those of the client of this round with most samples (the first of equals), which are also those of
-all clients where they agree; where they do not, it is logged. Memory is some windows, whatever the
-size of the model and the number of clients, and the order of arrival cannot matter. A combination
-may take the place of the mean. A server optimizer, where there is one, takes the mean from here in
-float64. Made to run in a thread; knows nothing of rounds.
+For each element, the mean is the sum over clients, in the order given, of samples × value in
+float64, divided by all samples and rounded once to the element's type; a single client's update is
+taken unchanged. Updates of earlier rounds weigh less and are rebased first. Integers and bools are
+those of the client of this round with most samples (the first of equals); disagreement is logged.
+Memory is some windows, and the order of arrival cannot matter. A combination may replace the mean,
+and a server optimizer takes the mean from here in float64.
 """
 
 import math
@@ -49,17 +47,17 @@ from stratagem.coordinator.updates.reading import (
 from stratagem.coordinator.updates.server_optimizer import GlobalAverage, ServerStep
 from stratagem.coordinator.updates.upload import SpoolEntry
 
-# ---- rebasing ----
+# ---- Rebasing ----
 #
-# Rebases updates of earlier rounds for a fold: applies their changes to the present state.
+# The changes of updates of earlier rounds are applied to the present state:
 #
 #     x_k <- (x_k - base_k) + x        in float64, for every trained floating parameter
 #
-# A whole model of an earlier round would pull the state back to where it was then; its change does
-# not. Buffers (running statistics) and frozen parameters enter as they are: a sum of changes could
-# leave their range, a variance below zero for one. What was not finite in the base of an update has
-# no change: it takes the number of the present state. Memory is some windows. Knows nothing of
-# rounds.
+# A whole model of an earlier round would pull the state back to where it was then; its change
+# does not. Buffers (running statistics) and frozen parameters enter unchanged: a sum of changes
+# could leave their range, for example with a variance below zero. An element that was not finite
+# in the base of an update has no change and takes the number of the present state. Memory is some
+# windows.
 
 
 class Rebasing:
@@ -108,7 +106,7 @@ class Rebasing:
         self._files.close()
 
 
-# ---- fold ----
+# ---- Fold ----
 
 WINDOW_ELEMENTS: Final = CHUNK_BYTES // 8
 """Of large states. Measured with two updates of 40 MB of float32, arithmetic alone: 24 ms with
@@ -394,12 +392,11 @@ class _Folder:
                     self._disputed[window.name] = MOST_SAMPLES
 
 
-# ---- regional mean ----
+# ---- Regional mean ----
 #
-# The weighted mean as a sum of regions: in each the updates in client order, then the regions in
-# order of name, in float64, divided and rounded once.
-#
-# Each region's sum depends on its own updates alone, so that it is the same wherever it is made.
+# The weighted mean can be a sum of regions: in each the updates in client order, then the regions
+# in order of name, in float64, divided and rounded once. Each region's sum depends on its own
+# updates alone, so it is the same wherever it is computed.
 
 
 class RegionalMean:
@@ -455,13 +452,13 @@ def add_up(
             out += term
 
 
-# ---- region sums ----
+# ---- Sums of regions ----
 #
-# The sums of regions that are federations of their own: how one is made, and their mean.
+# A region that is a federation of its own sends a sum, which enters the mean of the regions.
 #
 # A sum has the layout of the model with all floating tensors in float64: s = sum n_k w_k over the
-# region's clients in their order. Integers and bools are those of its client of most rows, the
-# first of equals. The mean is that of regional_mean.py over the same tree, to the bit.
+# region's clients in their order. Integers and bools are those of its client with most rows, the
+# first of equals. The mean is the same as that of RegionalMean over the same tree, to the bit.
 
 SUM_DTYPE = "float64"
 

@@ -1,8 +1,8 @@
-"""Merges the parts of a state that was divided among workers into one blob.
+"""Merge the parts of a state that was divided among workers into one blob.
 
 The blob has one form however the state was divided: tensors are ordered by element size, the
 largest first so that each is aligned, and then by name. Parts are copied a piece at a time, so
-memory does not grow with the model. Knows neither runs nor workers.
+memory does not grow with the model. The module depends on neither runs nor workers.
 """
 
 import math
@@ -33,7 +33,7 @@ from stratagem.common.tensors.same_bytes import (
 from stratagem.coordinator.store.blobs import StateWriter
 from stratagem.coordinator.store.files import Scratch
 
-# ---- merge parts ----
+# ---- Parts ----
 
 
 class ContradictionError(StratagemError):
@@ -148,12 +148,10 @@ def write_merged(
     return writer.commit()
 
 
-# ---- merge slices ----
+# ---- Slices ----
 #
-# Puts together a state of which each member of a party has a slice, element by element.
-#
-# The blob is that of a state that was never divided: the same tensors, in the same order, with the
-# same bytes. Knows neither runs nor workers.
+# Each member of a party may have a slice of a state, element by element. The merged blob is that
+# of a state that was never divided: the same tensors, in the same order, with the same bytes.
 
 _MODEL = "model/"
 Sources = Mapping[str, Sequence[tuple[int, TensorSpec]]]
@@ -307,11 +305,10 @@ def _parameter_of(spec: TensorSpec) -> ParameterSlice | None:
         raise ContradictionError(str(error)) from error
 
 
-# ---- leaf pieces ----
+# ---- Pieces of leaves ----
 #
-# Says of which pieces of parts each leaf of a divided state is made, and who writes which leaf.
-#
-# Knows neither runs nor workers: parts and writers are numbers.
+# This section determines of which pieces of parts each leaf of a divided state is made, and who
+# writes which leaf. Parts and writers are numbers here.
 
 
 class PartPiece(NamedTuple):

@@ -1,7 +1,5 @@
-"""Reads the files of accepted updates; every byte that is used is checked.
-
-Holds no file open, and nothing that grows with the model but a checksum for each block: clients are
-many. Knows nothing of codecs or rounds.
+"""Read accepted updates and stored states as windows of the model's data; every byte that is used
+is checked.
 """
 
 import io
@@ -33,7 +31,10 @@ from stratagem.coordinator.store.files import BlobFile, open_regular
 from stratagem.coordinator.updates.floats import Raw, Wide, storage, widen
 from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError, check_finite
 
-# ---- update sources ----
+# ---- Sources ----
+#
+# A source holds no file open, and only its checksum for each block grows with the model, since
+# there are many clients.
 
 _BLOCK_BYTES: Final = 1 << 16
 _READ_BYTES: Final = 16 * _BLOCK_BYTES
@@ -131,14 +132,12 @@ def damaged(entry: SpoolEntry, what: str) -> IntegrityError:
     return IntegrityError(f"the accepted update {entry.path.name} is damaged: {what}")
 
 
-# ---- update decoding ----
+# ---- Decoding ----
 #
-# Reads the updates of a job as windows of its model: coded ones, and whole ones.
-#
-# An update is spooled as it was received, and decoded when it is checked and when it is folded.
-# Only the vsa codec has no windows, as any element may need any byte of a payload, which would have
-# to be decoded for every window, or be held for every client; so its updates are spooled decoded.
-# Knows nothing of rounds.
+# The updates of a job are coded, or whole. An update is spooled as it was received, and decoded
+# when it is checked and when it is folded. Only the vsa codec has no windows, as any element may
+# need any byte of a payload, which would have to be decoded for every window, or be held for
+# every client; its updates are therefore spooled decoded.
 
 _WINDOW_BYTES: Final = 4 << 18
 
@@ -340,9 +339,10 @@ def _manifest(entry: SpoolEntry) -> Manifest:
     return parse_header(io.BytesIO(header.tobytes()), entry.path.name)[0]
 
 
-# ---- state reader ----
+# ---- Stored states ----
 #
-# Reads a stored state window by window, and names the tensors that are averaged, not trained.
+# A stored state is read window by window. This section also names the tensors that are averaged
+# and not trained.
 
 AVERAGED_KEY: Final = "averaged"
 """Metadata key of a state: the JSON list of floating tensors that no optimizer may touch."""
@@ -382,12 +382,11 @@ class StateReader:
         return raw
 
 
-# ---- coded gradients ----
+# ---- Coded gradients ----
 #
-# Computes a ParameterServer's reply to the members in a step of coded shards.
-#
-# Either the messages of all shards, which the members decode and add, or the sum of the decoded
-# messages, whichever is fewer bytes. Knows neither streams nor members.
+# ParameterServer replies to the members of a step of coded shards with either the messages of all
+# shards, which the members decode and add, or the sum of the decoded messages, whichever is fewer
+# bytes.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""What whole updates have in common: inner products and lengths of their changes.
+"""Combine the updates of a round by robust rules, which a minority of false updates cannot
+control.
 
-The change of an update is all its floating elements less those of the state that it began from, as
-one vector in float64; what is not finite in both has not changed. float32 would find distances of
-0 between updates that differ.
+The change of an update is the vector, in float64, of its floating elements minus those of the
+state that it began from. An element that is not finite in both has not changed. In float32,
+distances between different updates could come out as 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,9 @@ from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
 from stratagem.coordinator.updates.floats import Raw, Wide, storage, widen
 from stratagem.coordinator.updates.reading import Source, StateReader
 
-# ---- changes ----
+# ---- Changes ----
+#
+# The inner products, lengths and distances of changes are computed over whole updates.
 
 Matrix = NDArray[np.float64]
 
@@ -129,16 +132,17 @@ def _limit_to_one_thread() -> None:
     threadpool_limits(limits=1, user_api="blas")
 
 
-# ---- geometric median ----
+# ---- Geometric median ----
 #
-# The geometric median as weights of updates (arXiv:1912.13445), by Weiszfeld's iteration.
+# The geometric median (arXiv:1912.13445) is computed as weights of updates, by Weiszfeld's
+# iteration:
 #
 #     d_k <- |x_k - sum a_j x_j|        a_k <- (1 / d_k) / sum (1 / d_j)
 #
-# Every iterate is a weighted mean, so its distances follow from inner products, and the updates are
-# read once however many iterations there are. The first weights are 1 / (median distance to the
-# other updates): from the mean, which one false update can put anywhere, an iteration takes away
-# only a constant factor of the way.
+# Every iterate is a weighted mean, so its distances follow from inner products, and the updates
+# are read once however many iterations there are. The first weights are 1 / (median distance to
+# the other updates): starting from the mean, which one false update can put anywhere, an
+# iteration removes only a constant factor of the distance.
 
 _SHORTEST: Final = 1e-12
 """A distance below it counts as this: an iterate may fall on an update."""
@@ -185,9 +189,9 @@ def _distances_to(products: Matrix, mine: Wide) -> Wide:
     return away
 
 
-# ---- krum ----
+# ---- Krum ----
 #
-# Chooses updates by their distance to those around them (Krum, arXiv:1703.02757).
+# Krum (arXiv:1703.02757) chooses updates by their distance to those around them.
 #
 # Among n updates of which f may be false, the score of one is the sum of its squared distances to
 # the n - f - 2 nearest others; the lowest is the best, and of equal ones the first.
@@ -221,12 +225,10 @@ def nearest_one_by_one(distances: Matrix, num_false: int) -> list[int]:
     return sorted(chosen)
 
 
-# ---- row statistics ----
+# ---- Statistics of elements ----
 #
-# Statistics of each column of a few rows: what robust rules make of the values of an element.
-#
-# Each takes rows of one length and returns float64; the order of the rows does not matter. Rows are
-# overwritten.
+# Each statistic reduces the values of an element. It takes rows of one length and returns
+# float64; the order of the rows does not matter. Rows are overwritten.
 
 Statistic = Callable[[list[Raw]], Wide]
 
@@ -294,13 +296,13 @@ def _sum(rows: list[Raw]) -> Wide:
     return total
 
 
-# ---- combinations ----
+# ---- Combinations ----
 #
-# What a fold does in place of the weighted mean: a statistic of each element, or a weighted sum.
+# In place of the weighted mean, a fold takes a statistic of each element, or a weighted sum.
 #
-# Reads a window of every update in client order, so memory is as many windows as there are updates,
-# and their order of arrival cannot matter. Of integers and bools both take the middle value, which
-# no minority of updates can choose.
+# It reads a window of every update in client order, so memory is as many windows as there are
+# updates, and their order of arrival cannot matter. Of integers and bools both take the middle
+# value, which no minority of updates can choose.
 
 _MAX_WINDOW: Final = 1 << 18
 _NARROW: Final = frozenset({"float32", "float16", "bfloat16"})
@@ -380,9 +382,9 @@ def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Ra
     return "the middle" if differ else ""
 
 
-# ---- rules ----
+# ---- Rules ----
 #
-# Makes of a robust rule what takes the place of the weighted mean in a fold.
+# A robust rule of the job becomes the combination that replaces the weighted mean in a fold.
 
 
 def places_read(rule: RobustRule, num_updates: int, weights: Sequence[float]) -> list[int]:
@@ -412,15 +414,15 @@ def combination(
             assert_never(rule)
 
 
-# ---- sorting network ----
+# ---- Sorting network ----
 #
-# Sorts many columns at once, by minima and maxima of whole rows.
+# Many columns are sorted at once, by minima and maxima of whole rows.
 #
-# Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2, Algorithm M): which
-# rows are compared depends on their number alone. Each comparison is two numpy calls on rows that
-# stay in the cache, 10 times as fast for 10 rows of 10 million float32 as numpy.sort. Comparisons
-# that no wanted row depends on are left out. Zeros must all have one sign, as min and max may
-# return either.
+# In Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2, Algorithm M) the
+# compared rows depend on their number alone. Each comparison is two numpy calls on rows that stay
+# in the cache, 10 times as fast for 10 rows of 10 million float32 as numpy.sort. Comparisons that
+# no wanted row depends on are left out. Zeros must all have one sign, as min and max may return
+# either.
 
 COLUMNS: Final = 8192
 """Columns that are sorted together: a row of them fits the first-level cache."""
@@ -479,12 +481,10 @@ def _merge_exchange(num_rows: int) -> Iterator[tuple[int, int]]:
         p //= 2
 
 
-# ---- verdict ----
+# ---- Verdict ----
 #
-# The verdict of a robust rule on the updates of a round: what each counts, and why.
-#
-# It is made once and kept, so that a fold that is done again, by whatever machine, combines the
-# same updates.
+# A verdict says what each update of a round counts, and why. It is made once and kept, so a fold
+# that is repeated on any machine combines the same updates.
 
 _LARGEST: Final = float(np.finfo(np.float64).max)
 

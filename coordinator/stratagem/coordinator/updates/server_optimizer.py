@@ -1,12 +1,11 @@
-"""Server optimizers: how the mean of a round's updates moves the global parameters.
+"""Server optimizers determine how the mean of a round's updates moves the global parameters.
 
 Each is a pure step over one window of elements in float64,
 
     (slots, delta) -> (slots, change)      x <- x + change
 
-with delta = mean - x, elementwise, so that a fold can apply it window by window. A slot is a number
-kept for every element between rounds; its first value stands in `initial`. No bias correction.
-Knows nothing of files, rounds or element types.
+with delta = mean - x, elementwise, so a fold can apply it window by window. A slot is a number
+kept for every element between rounds; `initial` has its first value. There is no bias correction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,7 @@ from stratagem.coordinator.updates.floats import (
 )
 from stratagem.coordinator.updates.reading import StateReader, averaged_names, open_state
 
-# ---- server optimizers ----
+# ---- Optimizers ----
 
 Slots = tuple[Wide, ...]
 Step = Callable[[Slots, Wide], tuple[Slots, Wide]]
@@ -117,13 +116,13 @@ def fed_avg_m(rate: float, momentum: float) -> ServerOptimizer:
     return ServerOptimizer({"m": 0.0}, step)
 
 
-# ---- server step ----
+# ---- Step during a fold ----
 #
-# One step of a server optimizer during a fold: reads and writes its files window by window.
+# A step reads and writes its files window by window; memory is some windows.
 #
-# Owns the files of the slots: one blob per slot, the optimized tensors in the order of the model,
-# in float32 (float64 where the tensor is float64). They belong to the committed state, but no
-# worker or client ever gets them. Knows nothing of rounds; memory is some windows.
+# There is one blob per slot, with the optimized tensors in the order of the model, in float32
+# (float64 where the tensor is float64). The slots belong to the committed state, but no worker or
+# client ever gets them.
 
 
 def slot_dtype(dtype: str) -> str:
@@ -211,13 +210,13 @@ class ServerStep:
         return writers
 
 
-# ---- global average ----
+# ---- Average over rounds ----
 #
-# The average of the global parameters over rounds, during a fold: a state beside the next state.
+# The average of the global parameters over rounds is a state beside the next state.
 #
-# It has the layout of the state, and all of it but the trained parameters, in whose place their
-# averages stand; so whatever evaluates or downloads a state takes an average as it is. Memory is
-# some windows. Knows nothing of updates and of effects.
+# It has the layout of the state, and all of its content except the trained parameters, which are
+# replaced by their averages; evaluations and downloads therefore take an average like any state.
+# Memory is some windows.
 
 _UNCHANGED: Final = 0.0
 

@@ -1,12 +1,11 @@
-"""The updates of federated rounds, in files that survive a crash.
+"""The spool keeps the updates of federated rounds in files that survive a crash.
 
     root/<run>/<party>/<round>/<client>.<token>.safetensors   data, whole or on their way
     root/<run>/<party>/<round>/<client>.json                  the entry: this client is accepted
 
-Owns files, quota and removal; `spool_keys.py` owns the names of the folders, and `spool_upload.py`
-how one update comes in. Where there is an object store (shared_spool.py), an update is accepted
-when that has it, and the files here are copies: what another coordinator has accepted is fetched.
-Knows nothing of rounds beyond their number, and does not decide who takes part in them.
+This module owns files, quota and removal; upload.py receives one update. With an object store, an
+update is accepted when the object store has it, and the files here are copies: updates that
+another coordinator has accepted are fetched. The spool does not decide who takes part in a round.
 """
 
 import io
@@ -54,16 +53,16 @@ from stratagem.coordinator.updates.upload import (
     update_digest,
 )
 
-# ---- spool keys ----
+# ---- Keys ----
 #
-# Identifies updates, and names the folder below the spool in which each is stored:
+# A key identifies an update and names the folder below the spool in which it is stored:
 #
 #     <run>.<submission>/<party>/<round>      where the party is root, root-<returns>, root.<path>,
 #                                             ..
 #
-# A run's folder is that of one submission of it, and a party's that of the time since the run last
-# went back to an earlier commit. So no run or round finds an update that was not made for it,
-# whether or not what is over has been deleted. Knows nothing of what the folders contain.
+# The folder of a run is that of one submission, and the folder of a party that of the time since
+# the run last went back to an earlier commit. So no run or round finds an update that was not
+# made for it, whether or not old updates have been deleted.
 
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
@@ -128,16 +127,15 @@ class SpoolKey:
         return self.run.folder_of(self.party, self.round_num)
 
 
-# ---- shared spool ----
+# ---- Object store ----
 #
-# Accepted updates in an object store, so that another coordinator can fold the round.
+# Accepted updates in an object store let another coordinator fold the round.
 #
 #     spool/<run>/<party>/<round>/<client>/<term>-<token>-<samples>-<crc32c>.safetensors
 #
 # One object is one acceptance: its name says what the fold needs to know beside the file, so it
-# takes one write, which is whole or is not there. Nothing is overwritten (object_store.py says
-# why): which of a client's updates counts is what the journal says. Knows nothing of the local
-# files.
+# takes one write, which is whole or absent. Nothing is overwritten (store/bucket.py gives the
+# reason): the journal says which of a client's updates counts.
 
 _FOLDER: Final = "spool"
 _NAME: Final = re.compile(r"\d{10}-[0-9a-f]{16}-(\d{1,18})-([0-9a-f]{8})\.safetensors")
@@ -220,7 +218,7 @@ class SharedSpool:
         self._objects.delete(stored.name for stored in deletable(listed, before))
 
 
-# ---- spool ----
+# ---- Spool ----
 
 _DATA: Final = ".safetensors"
 _ENTRY: Final = ".json"

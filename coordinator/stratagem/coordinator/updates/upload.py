@@ -1,8 +1,8 @@
-"""The upload of one update into the spool: a data file, and a note of how much of it is durable.
+"""Upload one update into the spool as a data file and a note of how much of it is durable.
 
-Owns resuming: what the note claims is read again and must have the checksum that was noted, so a
+To resume, the bytes that the note claims are read again and must have the noted checksum, so a
 resumed upload is as sure as a new one. An upload ends in one rename, of the entry that names its
-data. Knows nothing of the spool around it.
+data.
 """
 
 import fcntl
@@ -37,12 +37,12 @@ from stratagem.coordinator.store.files import (
 )
 from stratagem.coordinator.updates.floats import Raw, is_finite, storage
 
-# ---- update checks ----
+# ---- Checks ----
 #
-# Checks that an update may be accepted: it has the layout of the run, and finite values.
+# An update may be accepted if it has the layout of the run and finite values.
 #
-# Checks the data while they stream by, so that no second pass is needed. A client that fails is
-# rejected alone, with a sentence that says why. Knows nothing of files or rounds.
+# The data are checked while they stream by, without a second pass. A client that fails is
+# rejected alone, with the reason.
 
 
 class UpdateRejectedError(StratagemError):
@@ -155,7 +155,7 @@ class DataCheck:
         check_finite(spec, values, self._before(spec, offset, values.nbytes))
 
 
-# ---- spool upload ----
+# ---- Upload ----
 
 CHECKPOINT_BYTES: Final = 32 << 20
 """Bytes between two checkpoints: a power cut costs an upload at most this much."""

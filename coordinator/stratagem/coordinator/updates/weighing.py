@@ -1,10 +1,5 @@
-"""The fold of SCAFFOLD, option II (Karimireddy et al., 2020, arXiv:1910.06378), window by window:
-
-    x <- Σ x_k / |S|              over the clients of the round, S
-    c <- c + Σ Δc_k / N           of the tensors `control/...`; N is the number of all clients
-
-in client order, in float64, rounded once. So c stays the mean of what all clients keep. Knows
-nothing of rounds.
+"""Weigh the changes of clients otherwise than by rows: SCAFFOLD, q-FedAvg and FedNova, window by
+window.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +16,15 @@ from stratagem.coordinator.updates.floats import Raw, Wide, storage, widen
 from stratagem.coordinator.updates.reading import Source, StateReader, averaged_names
 from stratagem.coordinator.updates.robust import Verdict, squared_lengths
 
-# ---- controlled mean ----
+# ---- SCAFFOLD ----
+#
+# The fold of SCAFFOLD, option II (Karimireddy et al., 2020, arXiv:1910.06378), is
+#
+#     x <- Σ x_k / |S|              over the clients of the round, S
+#     c <- c + Σ Δc_k / N           of the tensors `control/...`; N is the number of all clients
+#
+# in client order, in float64, rounded once. So c stays the mean of the tensors that all clients
+# keep.
 
 _WINDOW_ELEMENTS: Final = 1 << 18
 
@@ -77,9 +80,9 @@ class ControlledMean:
         return ""
 
 
-# ---- fair shares ----
+# ---- q-FedAvg ----
 #
-# What the change of each client counts under q-FedAvg (Li et al., 2020, arXiv:1905.10497).
+# q-FedAvg (Li et al., 2020, arXiv:1905.10497) weighs the change of each client by its loss.
 #
 # With L = 1 / lr, the change d = w - w_k and F, the loss of w over the client's rows, plus 1e-10,
 # the paper moves the state w by -Σ δ / Σ h:
@@ -87,8 +90,8 @@ class ControlledMean:
 #     δ = F^q · L · d
 #     h = q · F^(q-1) · ‖L · d‖² + L · F^q
 #
-# so the change of client k counts F_k^q · L / Σ h. Here above and below are divided by L and by the
-# q-th power of the greatest F, as no power then leaves the range of its numbers.
+# so the change of client k counts F_k^q · L / Σ h. Here numerator and denominator are divided by
+# L and by the q-th power of the greatest F, so no power leaves the range of its type.
 
 LOSS_FLOOR: Final = 1e-10
 _LARGEST: Final = float_info.max
@@ -138,18 +141,19 @@ def fair_shares(
     return [power / total for power in powers]
 
 
-# ---- normalized steps ----
+# ---- FedNova ----
 #
-# What the change of each client counts under FedNova (Wang et al., 2020, arXiv:2007.07481).
+# FedNova (Wang et al., 2020, arXiv:2007.07481) weighs the change of each client by its number of
+# steps.
 #
 # A client that takes more steps goes further, and pulls the mean toward its own optimum. So each
-# change is divided by how far its steps have gone under a gradient of one, ‖a‖₁, and their mean by
-# rows goes as far as the clients do on average:
+# change is divided by how far its steps have gone under a gradient of one, ‖a‖₁, and their mean
+# by rows goes as far as the clients do on average:
 #
 #     x <- x + (Σ p_k ‖a_k‖₁) · Σ p_k (x_k - x) / ‖a_k‖₁       p_k = n_k / Σ n
 #
-# With the momentum ρ of SGD, τ steps make ‖a‖₁ = (τ - ρ(1 - ρ^τ)/(1 - ρ)) / (1 - ρ); with the term
-# of FedProx and α = lr · μ below 1 it is (1 - (1 - α)^τ) / α; else τ.
+# With the momentum ρ of SGD, τ steps make ‖a‖₁ = (τ - ρ(1 - ρ^τ)/(1 - ρ)) / (1 - ρ); with the
+# term of FedProx and α = lr · μ below 1 it is (1 - (1 - α)^τ) / α; else τ.
 
 
 def nova_factors(rows: Sequence[float], lengths: Sequence[float]) -> list[float]:
@@ -186,9 +190,9 @@ def _power(base: float, exponent: int) -> float:
     return result
 
 
-# ---- pieces ----
+# ---- Pieces of windows ----
 #
-# Windows of a state whose elements are not all treated alike, cut into pieces that are.
+# If the elements of a window are not all treated alike, the window is cut into pieces that are.
 
 Run = tuple[int, int, bool]
 """First byte, the byte after the last, and whether what is there is special."""
@@ -218,15 +222,15 @@ def pieces(
     return found
 
 
-# ---- scaled changes ----
+# ---- Scaled changes ----
 #
-# The state moved by a multiple of each client's change, window by window:
+# The state is moved by a multiple of each client's change, window by window:
 #
 #     x <- x + Σ factor_k · (x_k - x)       for every trained floating parameter, in float64
 #
 # The factors need not add up to one. So buffers (running statistics) and frozen parameters are
-# averaged by weights of their own: a sum of changes could leave their range. Integers and bools are
-# those of one client. Knows nothing of rounds, and not why the factors are what they are.
+# averaged by weights of their own: a sum of changes could leave their range. Integers and bools
+# are those of one client.
 
 
 class Shares(NamedTuple):

@@ -1,8 +1,6 @@
-"""The facts that are journaled: everything that can happen to the cluster, a run or a party.
-
-A fact says what was decided or observed (a placement, a selection, a digest) and never how to
-decide it, so that replaying a journal needs no judgement. Facts hold metadata only: counts,
-digests, metrics. How they are written down stands in fact_serialization.py.
+"""Facts are journaled and describe everything that can happen to the cluster, a run or a party. A
+fact states what was decided or observed and never how to decide it, so replaying a journal needs
+no judgement; it holds metadata only: counts, digests, metrics.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Value types that facts are built from: the strict base record, members, capabilities, metrics."""
+"""This module defines the value types that facts are built from: the strict base record, members,
+capabilities, metrics and rejection causes.
+"""
 
 import json
 import math
@@ -12,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.common.schema.json import check_json, frozen
 
-# ---- fact values ----
+# ---- Values ----
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Metrics = Mapping[str, Number]
@@ -103,9 +105,7 @@ class ErrorRecord(Value):
     """Of a site that is closed: seconds until it opens; 0: not known."""
 
 
-# ---- rejection causes ----
-#
-# The causes for which an update of a federated client does not count in a round.
+# ---- Rejection causes ----
 
 
 class Cause(StrEnum):

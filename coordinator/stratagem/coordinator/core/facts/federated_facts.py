@@ -1,4 +1,6 @@
-"""Facts of federated rounds: the roster, who was asked, and what came of it."""
+"""This module defines the facts of federated rounds: the roster, the selection and assignment of
+clients, and the outcome of a round.
+"""
 
 from collections.abc import Mapping
 
@@ -12,7 +14,7 @@ from stratagem.coordinator.core.facts.fact_values import (
     Value,
 )
 
-# ---- federated facts ----
+# ---- Rounds ----
 
 
 class ClientEvaluated(Value):
@@ -220,9 +222,7 @@ class UpdatesJudged(Value):
     reason: str = ""
 
 
-# ---- membership facts ----
-#
-# Facts of a federation's membership: who joins, leaves, is benched, and is not asked.
+# ---- Membership ----
 
 
 class ClientsJoined(Value):
@@ -250,9 +250,7 @@ class ClientBenched(Value):
     reason: str
 
 
-# ---- privacy facts ----
-#
-# The fact of differential privacy: what a federated round will cost, and how it is noised.
+# ---- Differential privacy ----
 
 
 class RoundAccounted(Value):
@@ -282,11 +280,9 @@ class RoundAccounted(Value):
     """Fingerprint of the secret that the noise comes from."""
 
 
-# ---- secure facts ----
+# ---- Secure aggregation ----
 #
-# Facts of secure aggregation: whose keys and shares a round has, and that it begins again.
-#
-# Whose updates are in the sum is fixed by RoundClosed, before a share is asked for.
+# RoundClosed fixes whose updates are in the sum before any share is requested.
 
 
 class LeftOut(Value):

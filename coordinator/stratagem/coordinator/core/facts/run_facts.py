@@ -1,4 +1,6 @@
-"""Facts of the life of a run, from its submission until it is deleted."""
+"""This module defines the facts of the cluster, of runs from submission to deletion, and of
+parties and populations.
+"""
 
 from collections.abc import Mapping
 
@@ -14,10 +16,10 @@ from stratagem.coordinator.core.facts.fact_values import (
     Value,
 )
 
-# ---- cluster facts ----
+# ---- Cluster ----
 #
-# Facts of the cluster itself, under the empty run id: workers and uploaded data; and the summary
-# that takes the place of those of the past.
+# Facts of the cluster itself have the empty run id. The summary takes the place of the facts of
+# the past.
 
 
 class WorkerRegistered(Value):
@@ -104,7 +106,7 @@ class ClusterSummed(Value):
     holds: Mapping[Digest, float] = {}
 
 
-# ---- run facts ----
+# ---- Runs ----
 
 
 class RunSubmitted(Value):
@@ -190,9 +192,9 @@ class PartyFailed(Value):
     cause: Cause = Cause.UNKNOWN
 
 
-# ---- party facts ----
+# ---- Parties ----
 #
-# Facts of parties that train synchronously: members, segments, commits, evaluations.
+# A party trains synchronously; its facts concern members, segments, commits and evaluations.
 
 
 class MembersFormed(Value):
@@ -349,9 +351,9 @@ class Evaluated(Value):
     """Clients of a federation that are away, and that it was not waited for any longer."""
 
 
-# ---- custom facts ----
+# ---- Facts of other strategies ----
 #
-# Facts of strategies of other packages, which have none of their own.
+# Strategies of other packages have no facts of their own and use these.
 
 
 class Noted(Value):
@@ -372,9 +374,7 @@ class Noted(Value):
     """True when timing has decided: the result is replayable, not reproducible."""
 
 
-# ---- population facts ----
-#
-# Facts of populations: members, generations, and who was copied.
+# ---- Populations ----
 
 
 class PopulationFormed(Value):

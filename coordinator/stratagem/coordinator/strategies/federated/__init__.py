@@ -1,1 +1,1 @@
-"""Federated averaging: rounds of clients."""
+"""Federated averaging trains a model in rounds of clients."""

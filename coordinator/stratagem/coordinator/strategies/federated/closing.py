@@ -1,6 +1,7 @@
-"""The closing of a federated round: when, with which updates, and what follows from too few.
+"""Close a federated round: decide when, with which updates, and what follows from too few.
 
-Pure functions of the run value and of which workers there are; federated.py asks them.
+The functions are pure functions of the run value and of the present workers; strategy.py calls
+them.
 """
 
 from collections import Counter
@@ -40,7 +41,7 @@ from stratagem.coordinator.strategies.federated.rejections import (
 from stratagem.coordinator.strategies.federated.row_ledger import row_metrics
 from stratagem.coordinator.strategies.federated.run import FederatedRun, Late, due_clients, spec_of
 
-# ---- round closing ----
+# ---- Closing ----
 
 WAIT = "wait"
 
@@ -211,16 +212,14 @@ def ask_again(
     )
 
 
-# ---- late updates ----
+# ---- Late updates ----
 #
-# Late updates: clients that a round was closed without train on, and their updates enter a later
-# round.
+# Clients that a round was closed without train on, and their updates enter a later round.
 #
-# Only where the job says so (`options.late_updates`). What such a client has changed on its own
-# base is made to the present state and counts n · d^staleness, staleness being the rounds between
-# the one it trained for and the one it enters (as in FedAsync, https://arxiv.org/abs/1903.03934,
-# and FedBuff, https://arxiv.org/abs/2106.06639). Pure functions of the run value; federated.py asks
-# them.
+# This applies only where the job says so (`options.late_updates`). The change of such a client on
+# its own base is applied to the present state and counts n · d^staleness, where staleness is the
+# number of rounds between the one it trained for and the one it enters (as in FedAsync,
+# https://arxiv.org/abs/1903.03934, and FedBuff, https://arxiv.org/abs/2106.06639).
 
 
 def max_staleness(job: JobSpec) -> int:

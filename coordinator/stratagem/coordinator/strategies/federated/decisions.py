@@ -1,6 +1,7 @@
-"""The decisions of a federated round, in the order of the round.
+"""Decide the steps of a federated round, in the order of the round.
 
-Pure functions of the run value and of which workers there are; federated.py asks them.
+The functions are pure functions of the run value and of the present workers; strategy.py calls
+them.
 """
 
 import hashlib
@@ -62,7 +63,7 @@ from stratagem.coordinator.strategies.federated.run import (
 )
 from stratagem.coordinator.strategies.placement import is_site_of, sites_of
 
-# ---- round decisions ----
+# ---- Decisions ----
 
 
 def new_helper(
@@ -329,9 +330,7 @@ def _with_rejections(job: JobSpec, value: FederatedRun, done: str) -> str:
     return "; ".join(filter(None, (done, in_all(job, rejected))))
 
 
-# ---- client selection ----
-#
-# Selection of the clients that take part in a federated round.
+# ---- Client selection ----
 
 
 def select(
@@ -370,14 +369,14 @@ def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) ->
     return max(1, math.ceil(quorum * num_selected - 1e-9))
 
 
-# ---- model building ----
+# ---- Model building ----
 #
-# The choice of the worker that builds a federation's model; where each has rows of its own, any
-# that can.
+# One worker builds the federation's model. Where each worker has rows of its own, any that can
+# build it will do.
 #
-# A site whose data or code raises when the model is built would otherwise end the federation before
-# its first round. All its workers are tried, and the run fails when none can; so, too, where a
-# worker lacks a file, a package or memory, whatever the data are.
+# A site whose data or code raises during the build would otherwise end the federation before its
+# first round. All its workers are tried, and the run fails when none can build the model. The run
+# also fails where a worker lacks a file, a package or memory, whatever the data are.
 
 _OF_THE_PLACE: Final = frozenset(
     {

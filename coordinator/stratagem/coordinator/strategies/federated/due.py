@@ -1,7 +1,8 @@
-"""What a federated run waits for: the build, the clients of the round, the fold, evaluations.
+"""Derive the effects and the status of a federated run: the build, the clients of the round, the
+fold, evaluations.
 
-Pure: `pending` names the effects that a state calls for; the loop starts those that do not run yet,
-and a coordinator that was restarted names the same ones again.
+The functions are pure. `pending` names the effects that a state calls for. The loop starts those
+that do not run yet, and a restarted coordinator names the same ones again.
 """
 
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ from stratagem.coordinator.strategies.placement import (
 )
 from stratagem.coordinator.strategies.schedule import commit_metrics
 
-# ---- round effects ----
+# ---- Effects ----
 
 
 def pending(
@@ -183,9 +184,9 @@ def _applied_steps(value: FederatedRun) -> tuple[int, ...]:
     return tuple(number for number in found if number is not None)
 
 
-# ---- federated status ----
+# ---- Status ----
 #
-# The status of a federated run, for people and for the strategy around it.
+# The status is for people and for the enclosing strategy.
 
 
 def status(job: JobSpec, value: FederatedRun, world: World) -> Status:

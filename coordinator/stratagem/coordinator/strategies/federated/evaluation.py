@@ -1,7 +1,8 @@
-"""Evaluation of a federated state by the clients that have made it, each on its own rows.
+"""Evaluate a federated state by the clients that have made it, each on its own rows, and compute
+the metrics of rounds.
 
-A client that cannot evaluate is left out of it alone, with the reason. Where metrics of the user's
-own are sums, their states are merged before the evaluation is entered.
+A client that cannot evaluate is left out of the evaluation alone, with the reason. Where the
+user's own metrics are sums, their states are merged before the evaluation is entered.
 """
 
 import math
@@ -28,7 +29,7 @@ from stratagem.coordinator.strategies.federated.rejections import FAIL, MAX_NAME
 from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, WEIGHT, added, means
 
-# ---- client evaluation ----
+# ---- Evaluation by clients ----
 
 T = TypeVar("T")
 MAX_TRIES: Final = 3
@@ -242,12 +243,11 @@ def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
     return None
 
 
-# ---- round metrics ----
+# ---- Training metrics of a round ----
 #
-# Training metrics of a federated round, over all its accepted updates together.
-#
-# It depends on which updates were accepted and on nothing else: neither on the order in which they
-# came nor on what a coordinator that was killed had seen of them.
+# The training metrics cover all accepted updates of a round together. They depend on the set of
+# accepted updates only: neither on the order of arrival nor on what a coordinator that was killed
+# had seen.
 
 TRAFFIC = frozenset({f"{TRAIN_SPLIT}.sent_bytes", f"{TRAIN_SPLIT}.uncompressed_bytes"})
 """Metrics that depend on who was there, and so belong to no commit."""
@@ -340,10 +340,10 @@ def _sum(values: Iterable[float]) -> float:
     return total
 
 
-# ---- client spread metrics ----
+# ---- Spread over clients ----
 #
-# How a metric spreads over the clients of a federation, each of which has measured it on its own
-# rows.
+# Each client measures a metric on its own rows; these functions describe how the metric spreads
+# over the clients.
 
 
 def spread(of_clients: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,9 +1,7 @@
-"""The ledger of a private run: what its rounds have spent, and how the next one is noised.
+"""Keep the ledgers of a federated run: privacy budget, client states, and the setup of secure
+rounds.
 
-Each round is accounted before it is opened: an effect draws its clients in secret and computes
-what all rounds will have cost with it. A round that would cost more than the target is never
-opened, and one that was opened has been paid for, whatever becomes of it: also one without
-clients, and one that the run has gone back behind since. Pure functions of the ledger.
+The functions are pure folds over the facts.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -34,7 +32,12 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
 
-# ---- privacy ledger ----
+# ---- Privacy budget ----
+#
+# Each round is accounted before it is opened: an effect draws its clients in secret and computes
+# what all rounds will have cost with it. A round that would exceed the target is never opened. A
+# round that was opened has been paid for in any case, even without clients or when the run has
+# since returned to a commit before it.
 
 EPSILON = "privacy.epsilon"
 """Metric: what a run has spent with the round of its commit."""
@@ -132,12 +135,11 @@ def privacy_metrics(ledger: PrivacyLedger) -> dict[str, float]:
     return {EPSILON: ledger.epsilon, "privacy.clip_norm": ledger.round.clip_norm}
 
 
-# ---- client states ----
+# ---- Client states ----
 #
-# Which state each client of a federation has kept of which round: pure folds over the facts.
-#
-# A client's newest state is that of its newest update that was journaled. So a round that is done
-# again begins from the state of the round before it, whatever the client has written meanwhile.
+# The ledger records which state each client has kept of which round. A client's newest state is
+# that of its newest journaled update. A round that is repeated therefore begins from the state of
+# the round before it, whatever the client has written meanwhile.
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +198,9 @@ class ClientStates:
         return tuple(sorted({state.round_num for state in states if state is not None}))
 
 
-# ---- secure setup ----
+# ---- Setup of secure rounds ----
 #
-# What a federated round exchanges before its clients train, so that only their sum is seen.
+# The clients of a round exchange the following before they train, so that only their sum is seen:
 #
 #     POST KEYS      each client posts public keys             KeysPosted
 #     ROUTE SHARES   each seals shares of its secrets          SharesRouted
@@ -206,9 +208,9 @@ class ClientStates:
 #     (closing)      whose updates are in the sum is fixed     RoundClosed
 #     (aggregation)  those clients open the masks of the sum
 #
-# A client that is lost on the way is left out, and its masks are taken from the sum with shares
-# that the others hold. Where too few are left for that, and keys were lost, the round begins again
-# with new ones. Pure functions; they know nothing of the rest of a round.
+# A client that is lost on the way is left out, and its masks are removed from the sum with shares
+# that the others hold. Where too few are left for that, and keys were lost, the round begins
+# again with new ones. The functions are independent of the rest of a round.
 
 MAX_ATTEMPTS: Final = 5
 """Attempts of a round: each needs a worker process to have ended since the one before."""

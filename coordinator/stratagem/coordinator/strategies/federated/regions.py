@@ -1,10 +1,11 @@
-"""Federated averaging over regions: a client is a federation of its own, which tells its sums.
+"""Run federated averaging over regions: each client is a federation of its own that reports its
+sums.
 
-Between the opening of a round and its closing each selected region is a party (client_parties.py)
-whose clients train the global state for as
-many rounds as `options.inner` says. In all of these but the last the region goes on from its mean;
-of the last it tells s = sum n_k w_k in float64 and n = sum n_k, and the next global state is
-sum s / sum n over the regions. With one round inside these are the bits of `options.regions`.
+Between the opening of a round and its closing each selected region is a party (see silos.py) whose
+clients train the global state for as many rounds as `options.inner` says. In all of these but the
+last the region continues from its mean. Of the last it reports s = sum n_k w_k in float64 and n =
+sum n_k, and the next global state is sum s / sum n over the regions. With one inner round the bits
+are those of `options.regions`.
 """
 
 import math
@@ -48,7 +49,7 @@ from stratagem.coordinator.strategies.federated.silos import (
 )
 from stratagem.coordinator.strategies.placement import sites_of
 
-# ---- regional ----
+# ---- Rounds over regions ----
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
@@ -217,9 +218,9 @@ KIND = PartyKind("region", _has_trained, _opened, _why_rejected)
 STRATEGY = KIND.strategy(check, decide, pending, status)
 
 
-# ---- region members ----
+# ---- Members of regions ----
 #
-# Which clients each region has, and the workers that they live on.
+# The job assigns clients to regions; the clients of a region are bound to sites or workers.
 
 
 def inside(job: JobSpec) -> Federated:

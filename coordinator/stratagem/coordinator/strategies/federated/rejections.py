@@ -1,7 +1,8 @@
-"""Rejections of federated clients' updates in words, and the cause that an exception stands for.
+"""Describe the rejections of federated clients' updates, and map exceptions and process deaths to
+their causes.
 
 A client that fails is rejected alone, with a cause and a reason; the round continues without it.
-round_closing.py decides what becomes of a round that has too few updates left.
+closing.py decides what becomes of a round that has too few updates left.
 """
 
 from collections import defaultdict
@@ -25,7 +26,7 @@ from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.strategy_contract import RejectedClient
 from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of, task_of
 
-# ---- update rejections ----
+# ---- Rejected updates ----
 
 FAIL: Final = "fail"
 MAX_REASON_CHARS: Final = 300
@@ -193,12 +194,12 @@ def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
     return f"rejected: {'; '.join(parts)}{more}" if parts else ""
 
 
-# ---- client crashes ----
+# ---- Process deaths ----
 #
-# Attribution of the end of a worker process to the work of a federated run that it counts against.
+# The end of a worker process is attributed to the work of a federated run that it counts against.
 #
-# A build, or an evaluation by one worker for all, that ends process after process fails the run; a
-# client that does so, or one that evaluates on its own rows, is left out alone.
+# A build, or an evaluation by one worker for all, that ends process after process fails the run.
+# A client that does so, or one that evaluates on its own rows, is left out alone.
 
 BUILD: Final = "the build"
 EVALUATION: Final = "the evaluation"

@@ -1,8 +1,8 @@
-"""Open rosters: clients join, leave and come back while a federation goes on.
+"""Manage open rosters, in which clients join, leave and come back while a federation goes on.
 
 A client is a worker by its name; its number is the order in which it first joined. Clients join
-when a round opens, or while one has too few updates. One that is lost in a round is waited for; one
-whose worker was stopped, or is outside its window, is not.
+when a round opens, or while a round has too few updates. A client that is lost in a round is
+waited for; one whose worker was stopped, or is outside its window, is not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,7 +64,7 @@ def by_name(workers: Iterable[WorkerRecord]) -> Here:
     return {worker.member.worker_id: worker for worker in workers}
 
 
-# ---- decisions ----
+# ---- Decisions ----
 
 
 def before_build(
@@ -263,7 +263,7 @@ def deadline(value: FederatedRun) -> float | None:
     return min(times, default=None)
 
 
-# ---- folds ----
+# ---- Folds ----
 
 
 def with_joined(
@@ -347,7 +347,7 @@ def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> Fede
     return replace(value, attendance=attendance)
 
 
-# ---- parts ----
+# ---- Helpers ----
 
 
 def _expected(value: FederatedRun) -> Iterator[int]:

@@ -1,6 +1,6 @@
-"""The run value of a federated party, and the folds of facts into it.
+"""This module defines the run value of a federated party and the folds of facts into it.
 
-The folds are pure; round_decisions.py decides on the value.
+The folds are pure; decisions.py, roster.py and their neighbours decide on the value.
 """
 
 from collections import Counter
@@ -45,11 +45,9 @@ from stratagem.coordinator.strategies.federated.ledgers import (
 from stratagem.coordinator.strategies.federated.row_ledger import RowLedger
 from stratagem.coordinator.strategies.schedule import schedule_of
 
-# ---- attendance ----
+# ---- Attendance ----
 #
-# Which clients of a federation take part: who has left, who is awaited, who sits on the bench.
-#
-# Pure folds; open_roster.py and strikes.py decide on the value.
+# Attendance records which clients have left, which are awaited, and which sit on the bench.
 
 T = TypeVar("T")
 
@@ -138,7 +136,7 @@ def without(values: Mapping[int, T], clients: Iterable[int]) -> Mapping[int, T]:
     return {client: value for client, value in values.items() if client not in gone}
 
 
-# ---- federated run ----
+# ---- Run value ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Federated averaging over silos: a client is not one worker but a party that trains together.
+"""Run federated averaging over silos: each client is a party of several workers that train
+together.
 
-Between the opening of a round and its closing each selected client is a party (client_parties.py)
-that trains the global state on the client's rows under the inner strategy; what it commits is its
-update. So gradients stay inside a silo, and only models leave it.
+Between the opening of a round and its closing each selected client is a party that trains the
+global state on the client's rows under the inner strategy; its commit becomes its update.
+Gradients stay inside a silo, and only models leave it.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,14 +54,13 @@ from stratagem.coordinator.strategies.federated.rejections import cause_of, reas
 from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 
-# ---- client parties ----
+# ---- Clients that are parties ----
 #
-# A federation whose clients are parties, each run by a strategy of its own: what is alike whether
-# they are silos (silos.py) or regions (regional.py).
+# This section is common to silos and regions (regions.py).
 #
-# Rounds are those of Federated (federated.py). Between the opening of a round and its closing each
-# selected client works as a party (`client0`, `client1`, ...) until it has trained; what has become
-# of it is then its update. One that fails is rejected alone.
+# The rounds are those of Federated (strategy.py). Between the opening of a round and its closing
+# each selected client works as a party (`client0`, `client1`, ...) until it has trained; the
+# result is its update. A party that fails is rejected alone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _returned(
     return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))
 
 
-# ---- silos ----
+# ---- Silos ----
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:

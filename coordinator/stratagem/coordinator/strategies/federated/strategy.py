@@ -8,9 +8,9 @@ its kin hand the mean to an optimizer on the coordinator. One round:
     AGGREGATING  w = sum n_k w_k / sum n_k over the accepted updates, in client order
     (commit)     the new global state is a blob; next round
 
-What clients keep between rounds is known by its digest (client_states.py), so a lost one is simply
-trained again elsewhere (or waited for, where its rows are on one worker). Only a deadline with a
-quorum, or over-selection, leaves clients out; `late_updates.py` decides what becomes of those.
+The state that a client keeps between rounds is known by its digest (ledgers.py), so a lost client
+is trained again elsewhere (or waited for, where its rows are on one worker). Only a deadline with a
+quorum, or over-selection, leaves clients out; closing.py decides what becomes of those.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,1 +1,1 @@
-"""Population-based training: members that copy and vary hyperparameters."""
+"""Population-based training has members that copy each other and vary hyperparameters."""

@@ -1,8 +1,9 @@
-"""The evolution of a population: which member copies which, and how copied values are varied.
+"""Evolve a population: decide which member copies which, and vary the copied hyperparameters.
 
-Population based training, https://arxiv.org/abs/1711.09846. Pure functions over one snapshot of
-the scores (higher is better, None is invalid: missing, not finite, or failed). Every member draws
-from a stream of its own, so the outcome depends neither on the number of workers nor on timing.
+Population based training is described in https://arxiv.org/abs/1711.09846. The functions are pure
+functions over one snapshot of the scores (higher is better; None is invalid: missing, not finite,
+or failed). Every member draws from a stream of its own, so the outcome depends neither on the
+number of workers nor on timing.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ from stratagem.common.strategy import (
     Truncation,
 )
 
-# ---- evolution ----
+# ---- Evolution ----
 
 Params = Mapping[str, JSON]
 Scores = Sequence[float | None]
@@ -216,14 +217,15 @@ def _perturbed(dimension: Plain, params: Params, factor: float, rng: Random) -> 
             assert_never(dimension)
 
 
-# ---- structural hyperparameters ----
+# ---- Structural hyperparameters ----
 #
-# Detection of the structural hyperparameters of a population.
+# A structural hyperparameter decides the layout of the state that members copy, or its optimizer,
+# so a state cannot continue under another value. A copy takes the value of its donor, and
+# exploring leaves it unchanged.
 #
-# They decide the layout of the state that members copy, or its optimizer, so a state cannot go on
-# under another value: a copy has its donor's, and exploring leaves it alone. Which optimizer it is
-# is structural by definition; a search space may say it of any; the rest is found where the models
-# are built, by building them with other values too. Pure: here stands only what is to be tried.
+# The choice of the optimizer is structural by definition, and a search space may declare any
+# hyperparameter structural. The rest is found where the models are built, by building them with
+# other values too. This code is pure and determines only which values to try.
 
 BY_DEFINITION: Final = frozenset({"optimizer.name", "optimizer.entrypoint"})
 _CANNOT_BE: Final = ("optimizer.lr", "optimizer.clip_norm", "optimizer.schedule")

@@ -1,7 +1,8 @@
-"""The run value of a population, and what follows from the states of its members.
+"""This module defines the run value of a population, and derives its decisions from the states of
+its members.
 
 Every member is a party of its own (`member0`, `member1`, ...) that trains generation after
-generation under an inner strategy. Pure functions; population.py asks them.
+generation under an inner strategy. The functions are pure; strategy.py calls them.
 """
 
 import math
@@ -41,12 +42,12 @@ from stratagem.coordinator.strategies.population.evolution import (
     with_parents,
 )
 
-# ---- member failures ----
+# ---- Member failures ----
 #
-# Counts of the failures of a population's members, by kind, and the commonest reason.
+# Failures are counted by kind, together with the commonest reason.
 #
-# One member that fails is the population's business: it copies another one. Many that fail alike
-# have a reason that is the job's, which users should not have to look for in the log.
+# A member that fails alone is replaced by a copy of another one. Many that fail alike have a
+# reason that lies in the job, and users should not have to search the log for it.
 
 _MAX_KINDS: Final = 64
 _NUMBER: Final = re.compile(r"\d+")
@@ -104,7 +105,7 @@ class Failures:
         return f"{often} of members, most often {kind.text(population_size)}"
 
 
-# ---- population run ----
+# ---- Run value ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def _segments(job: JobSpec) -> int:
     return (job.steps_per_generation or 1) if isinstance(inner_of(job), Federated) else 1
 
 
-# ---- decisions ----
+# ---- Decisions ----
 
 
 def form(job: JobSpec, value: PopulationRun) -> PopulationFormed:
@@ -309,7 +310,7 @@ def _all_failed(value: PopulationRun) -> RunFailed:
     )
 
 
-# ---- folding ----
+# ---- Folds ----
 
 
 def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> PopulationRun:

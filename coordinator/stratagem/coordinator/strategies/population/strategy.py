@@ -1,14 +1,15 @@
-"""PopulationBased: members train side by side; the worse copy the better and explore from there.
+"""PopulationBased trains members side by side; worse members copy better ones and explore from
+there.
 
-Population based training, https://arxiv.org/abs/1711.09846. One generation:
+Population based training is described in https://arxiv.org/abs/1711.09846. One generation:
 
     TRAINING    every member trains steps_per_generation steps under the inner strategy, and is
                 evaluated and committed
     (exploit)   some copy the state and the hyperparameters of better ones
-    (explore)   what was copied is varied
+    (explore)   the copied hyperparameters are varied
 
-Members may outnumber the workers: they take turns. A member whose worker is lost trains its
-generation again elsewhere. One that fails has no valid score and is replaced by a better one.
+Members may outnumber the workers and then take turns. A member whose worker is lost repeats its
+generation elsewhere. A member that fails has no valid score and is replaced by a better one.
 """
 
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ from stratagem.coordinator.strategies.population.run import (
     spec_of,
 )
 
-# ---- population ----
+# ---- Strategy ----
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
@@ -229,9 +230,10 @@ STRATEGY = Strategy(
 )
 
 
-# ---- population counts ----
+# ---- Status ----
 #
-# What the status of a population shows besides its generations: the best member, and copies.
+# The status of a population shows the best member and the number of copies besides the
+# generations.
 
 
 def counts(job: JobSpec, value: PopulationRun) -> RunCounts:
@@ -272,12 +274,11 @@ def _num_copied(job: JobSpec, value: PopulationRun) -> int:
     return sum(member.schedule[-1].from_step == begun_at for member in value.members)
 
 
-# ---- hyperparameters ----
+# ---- Hyperparameters ----
 #
-# Checks of which fields of a job a population may vary.
-#
-# A member copies a state and hyperparameters; afterwards it continues from that state with other
-# hyperparameters. So a field can be varied where the state does not depend on it.
+# A population may vary only some fields of a job. A member copies a state and hyperparameters,
+# and then continues from that state with other hyperparameters. A field can therefore be varied
+# where the state does not depend on it.
 
 _PREFIXES = ("optimizer.", "loss.kwargs.", "model.kwargs.")
 _PHASES = "phases."

@@ -1,1 +1,3 @@
-"""Strategies of parties that train in step, and the evaluation of one state."""
+"""This package holds the strategies of parties that train in step, and the evaluation of one
+state.
+"""

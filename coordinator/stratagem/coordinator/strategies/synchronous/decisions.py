@@ -1,4 +1,4 @@
-"""The decisions of a synchronous party: its members, and its end."""
+"""Decide the members and the end of a synchronous party, and derive its effects."""
 
 from collections.abc import Callable, Mapping
 
@@ -57,7 +57,7 @@ from stratagem.coordinator.strategies.synchronous.party import (
     stop_reason,
 )
 
-# ---- party decisions ----
+# ---- Decisions ----
 
 
 def decide(
@@ -246,9 +246,9 @@ def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
     )
 
 
-# ---- party views ----
+# ---- Queries ----
 #
-# Queries about a party, for the rest of the coordinator and for a strategy around this one.
+# The rest of the coordinator, and the enclosing strategy, query a party with these functions.
 
 
 def parties(run: PartyRun) -> Mapping[Party, PartyView]:
@@ -319,9 +319,9 @@ def phase_of(
     return RunPhase.RECOVERING if run.is_recovering else RunPhase.RUNNING, "TRAINING", run.why
 
 
-# ---- due effects ----
+# ---- Effects ----
 #
-# The effects that a synchronous party needs: the commit that is due, and the segment to train.
+# A synchronous party needs the commit that is due, and the segment to train.
 
 MAX_UNCOMMITTED = 2
 """Finished segments whose snapshots may wait for their commit; bounds the workers' memory."""

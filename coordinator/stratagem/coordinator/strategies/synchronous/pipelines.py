@@ -1,9 +1,10 @@
-"""Placement of the stages of a pipeline, and of its replicas, on workers.
+"""ModelParallel spreads the nodes of a model over workers; this module also places the stages and
+replicas.
 
-A replica needs a worker for every partition: the one of the given name, or one that carries the
-tag, the first registered that has no partition of the run yet, else the one with fewest. A worker
-that owns several partitions is one rank. Replicas share no worker. Pure functions of the job and of
-which workers there are.
+A replica needs a worker for every partition: the worker of the given name, or one that carries the
+tag, preferably the first registered one that has no partition of the run yet, else the one with
+fewest. A worker that owns several partitions is one rank. Replicas share no worker. The functions
+are pure functions of the job and of the present workers.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ from stratagem.coordinator.strategies.placement import eligible, why_apart, why_
 from stratagem.coordinator.strategies.synchronous.party import Parts, PartyRun, Placed, SegmentRules
 from stratagem.coordinator.strategies.synchronous.strategy import synchronous
 
-# ---- pipeline placement ----
+# ---- Placement ----
 
 Place = Callable[[JobSpec, PartyRun, World], Placed]
 
@@ -163,9 +164,9 @@ def _named(worker: WorkerRecord) -> str:
     return f"{name} ({', '.join(tags)})" if tags else name
 
 
-# ---- model parallel ----
+# ---- Strategy ----
 #
-# ModelParallel: the nodes of the model are spread over workers, which pass activations on.
+# The workers pass activations on, in one of three ways:
 #
 #     Direct      a batch goes through the stages as a whole, worker to worker
 #     Pipeline    in micro-batches, several under way at once (1F1B,
