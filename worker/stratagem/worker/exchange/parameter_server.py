@@ -4,7 +4,7 @@
 `ReductionTransport`. On the loop's side it is an *outbox*, partial sums bucket by bucket as
 backward finishes them, and an *inbox*, a buffer of its own into which sums are staged and which
 counts only when committed. So a stream that breaks can start again, in either direction. On a CUDA
-device the outbox is copied to the host bucket by bucket, during backward (`mesh.device_staging`).
+device the outbox is copied to the host bucket by bucket, during backward (`mesh.staging`).
 The module knows neither gRPC nor the coordinator.
 """
 

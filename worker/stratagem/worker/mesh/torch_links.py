@@ -174,7 +174,7 @@ def _ends(sock: socket.socket) -> frozenset[int]:
         return frozenset()
 
 
-# ---- gloo engine ----
+# ---- The gloo engine ----
 #
 # gloo uses TCP between members on CPU. The process group is a raw one on a store of our own, so
 # that there is no default group and no store server: the members' addresses travel through the
@@ -319,7 +319,7 @@ def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
     return struct.unpack(f">{num_ports}H", answer[1:end]), answer[end:]
 
 
-# ---- nccl engine ----
+# ---- The nccl engine ----
 #
 # nccl connects CUDA devices, one per member. It has no tags: two members' transfers run in the
 # order of issue on a communicator of the pair, so both ends must issue them in mirrored order; the
