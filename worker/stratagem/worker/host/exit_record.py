@@ -111,7 +111,7 @@ class LastWords:
         if self._map is not None:
             struct.pack_into("<I", self._map, _STOPPED, 1)
 
-    # ---- in the torch thread ----
+    # ---- Calls in the torch thread ----
 
     @contextmanager
     def at(self, run_id: str, party: str) -> Iterator[None]:

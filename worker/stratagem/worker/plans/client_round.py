@@ -50,7 +50,7 @@ from stratagem.worker.session.states import ClientSteps, Frozen, freeze
 
 # ---- Coded update of a client ----
 #
-# The coded value is the difference to the global state; see common.compression.update.
+# The coded value is the difference to the global state; see common.compression.table.
 
 
 def coded_update(

@@ -267,7 +267,7 @@ class PlanExecution:
         # What its frames have, tensors above all, is not needed: it has been logged.
         self._work.outbox.fail(without_frames(error))
 
-    # ---- in the torch thread ----
+    # ---- Calls in the torch thread ----
 
     def _run(self) -> None:
         work = self._work

@@ -103,7 +103,7 @@ class Control:
         self._cut_lock = threading.Lock()
         self._held: tuple[Cuttable, int] | None = None
 
-    # ---- loop side ----
+    # ---- Calls of the event loop ----
 
     def set_view(self, view: MemberView) -> None:
         """Give the plan a newer view; what it exchanges under an older one is cut."""
@@ -141,7 +141,7 @@ class Control:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # ---- either side ----
+    # ---- Calls of either side ----
 
     @property
     def view(self) -> MemberView:
@@ -171,7 +171,7 @@ class Control:
         if self._interrupt is not None:
             raise PlanStopped(self._interrupt)
 
-    # ---- torch side ----
+    # ---- Calls of the torch thread ----
 
     def hold(self, exchange: Cuttable, membership: int) -> None:
         """Register the exchange that is cut from now on by a newer view, by an interrupt, and when
