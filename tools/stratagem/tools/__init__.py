@@ -1,1 +1,1 @@
-"""Programs that look at a job or a worker without being one: planning and doctor."""
+"""Programs that examine a job or a worker from outside: check, planning, export and doctor."""

@@ -1,7 +1,9 @@
-"""Checks a worker's settings against its machine: disk, folders, devices, code that jobs may name.
+"""Check a worker's settings against its machine: disk, folders, devices, code that jobs may name.
 
-Each check is a function from the settings to findings. Imports the modules that `--allow` names, as
-a job would have it done; changes nothing else. Blocking.
+`python -m stratagem.tools.doctor OPTIONS` (`stratagem doctor --worker-settings`) takes the options
+of `stratagem worker`, tries each of the settings as the worker would use it, and prints findings as
+a JSON list. It registers nowhere, and the worker itself may run meanwhile. It imports the modules
+that `--allow` names, as jobs would have them imported, and changes nothing else. Blocking.
 """
 
 import asyncio
@@ -44,7 +46,9 @@ from stratagem.worker.service.diagnosis import probe, surroundings
 from stratagem.worker.site.file import absent_data, read_site
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- worker findings ----
+# ---- Local findings ----
+#
+# Each check is a function from the settings to findings.
 
 _WILD: Final = frozenset("*?[")
 
@@ -212,14 +216,7 @@ def _certain_part(module: str) -> str:
     return ".".join(parts[:wild])
 
 
-# ---- main ----
-#
-# `stratagem doctor --worker-settings`: what is wrong with the settings of a worker, where it runs.
-#
-# `python -m stratagem.tools.doctor OPTIONS` takes what `stratagem worker` takes, tries each of the
-# settings as the worker would use it, and prints findings as a JSON list. It registers nowhere, and
-# the worker itself may run meanwhile. Modules that `--allow` names are imported, as jobs would have
-# them imported.
+# ---- Main program ----
 
 CALL_TIMEOUT_S: Final = 10.0
 
@@ -265,7 +262,7 @@ def _bad_settings(said: str) -> Finding:
     return Finding("settings", "worker", Level.FAIL, said, advice)
 
 
-# ---- the coordinator ----
+# ---- Reach of the coordinator ----
 
 
 async def _coordinator(
@@ -308,7 +305,7 @@ def _no_answer(address: str, error: StratagemError, problem: str = "") -> Findin
     return Finding("connection", address, Level.FAIL, str(told), findings.advice_on(told))
 
 
-# ---- how others reach it ----
+# ---- Reach from other processes ----
 
 
 async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Finding:

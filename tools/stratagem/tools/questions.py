@@ -1,9 +1,9 @@
-"""`python -m stratagem.tools.questions`: answers one question about a job, as JSON.
+"""Answer one question about a job, as JSON: `python -m stratagem.tools.questions`.
 
 The SDK and the command line ask here, in a process of its own, because they load neither torch nor
-the user's code. One request is the first line of standard input, one answer the last line of
-standard output, and before it come findings as they are made; a further line of input is answered
-by where the user's code is. What user code prints goes to standard error.
+the user's code. The first line of standard input is the request, the last line of standard output
+the answer, and before it come findings as they are made. The process answers each further line of
+input with the place where the user's code is. What user code prints goes to standard error.
 """
 
 import json
@@ -43,9 +43,9 @@ from stratagem.worker.host.stalls import StackFrame, cause_of, per_thread
 from stratagem.worker.user_code.bundles import CodeStore, plain_path
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- present place ----
+# ---- Place of a thread ----
 #
-# Where a thread is, in words, for the process that waits for it.
+# The place is told in words, for the process that waits for the thread.
 
 
 def place_of_thread(ident: int) -> str:
@@ -63,7 +63,7 @@ def place_of_thread(ident: int) -> str:
     return cause_of(stack, ()).place if frame is not None else ""
 
 
-# ---- main ----
+# ---- Main program ----
 
 DEVICES: Final = ("cpu", "cuda")
 

@@ -1,4 +1,6 @@
-"""Collects what the checks of a job find; what one of them raises becomes findings of it."""
+"""Check a job before it is submitted, and collect the findings; errors of a check become
+findings.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +40,7 @@ from stratagem.worker.models.tensors import converted_dtype, rows_dtype
 from stratagem.worker.plans.build import check_built, check_supported
 from stratagem.worker.user_code.call_notes import text_of
 
-# ---- check report ----
+# ---- Report ----
 
 T = TypeVar("T")
 
@@ -104,11 +106,11 @@ def _place_of(error: UserCodeError) -> str:
     return "\n".join([f"{error.activity}, at" if frames else error.activity, *frames])
 
 
-# ---- job check ----
+# ---- Checks of a job ----
 #
-# Tries a job as workers would use it, a little of each part: code, model, data, a step, metrics.
-#
-# Every check that can be made is made, whatever the others have found. Must not know the network.
+# The job is tried as workers would use it, a little of each part: code, model, data, a step,
+# metrics. Every check that can be made is made, whatever the others have found. The checks do not
+# use the network.
 
 _DIVIDED: Final = "strategy.options.partition_state"
 _NUM_ROWS: Final = 2

@@ -1,4 +1,4 @@
-"""Makes one real step of a job, and one evaluation, on a few of its rows, in this process."""
+"""Make one real step of a job, and one evaluation, on a few of its rows, in this process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from stratagem.worker.models.build import build_model
 from stratagem.worker.numerics.model import make_gather
 from stratagem.worker.objectives.evaluator import EvaluationShare
 
-# ---- tried step ----
+# ---- Tried step ----
 
 _NUM_ROWS: Final = 2
 """Of the step that is tried."""
@@ -206,9 +206,10 @@ def _exchange(trainer: Trainer) -> GradientReducer:
     return GradientReducer(trainer.buckets, _ALONE, SoloTransport(), trainer.compressor)
 
 
-# ---- local steps ----
+# ---- Local steps of clients ----
 #
-# Says how many steps the clients of a federation make, as far as that is known before a round.
+# The number of steps that the clients of a federation make is reported as far as it is known before
+# a round.
 
 
 def local_steps(job: JobSpec, strategy: Federated, site: Site, num_rows: int) -> str:

@@ -1,1 +1,1 @@
-"""The model of a run in the forms of other programs: Hugging Face, torch.export, ONNX."""
+"""Export of a run's model in the forms of other programs: Hugging Face, torch.export, ONNX."""

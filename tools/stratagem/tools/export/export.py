@@ -1,7 +1,6 @@
-"""A model as a program without its Python code: of torch.export, or ONNX.
+"""Export a run's model in the forms of other programs: Hugging Face, torch.export, or ONNX.
 
-The number of rows is free. What is written is read again, run with two numbers of rows, and
-compared with the model.
+The user's code builds the model, which is filled with a committed state.
 """
 
 import inspect
@@ -22,9 +21,9 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.models.build import build_model
 from stratagem.worker.models.tensors import rows_dtype
 
-# ---- hf folder ----
+# ---- Hugging Face folder ----
 #
-# A model as a folder that `from_pretrained` loads: shards, their index, and the model's config.
+# `from_pretrained` loads the folder: shards, their index, and the model's config.
 
 _NO_HUB = "--to hf writes shards with huggingface_hub; pip install huggingface_hub"
 
@@ -51,9 +50,7 @@ def write_hf_folder(model: nn.Module, folder: Path, shard_size: str) -> None:
         raise InvalidInputError.at("--shard-size", str(error)) from error
 
 
-# ---- trained model ----
-#
-# A run's model, built here by the user's code and filled with a committed state.
+# ---- Trained model ----
 
 _LABELS: Final = ("label", "labels")
 NUM_ROWS: Final = 3
@@ -99,7 +96,10 @@ def resized(inputs: Any, num_rows: int) -> Any:
     return tree_map_only(Tensor, lambda t: t[torch.arange(num_rows) % len(t)].contiguous(), inputs)
 
 
-# ---- exported program ----
+# ---- Exported program ----
+#
+# The number of rows is free. The written file is read again, run with two numbers of rows, and
+# compared with the model.
 
 _BATCH: Final = "batch"
 _TRIED_ROWS: Final = (2, 5)

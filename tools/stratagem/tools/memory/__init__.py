@@ -1,1 +1,1 @@
-"""Finds out what a job will need before it runs: memory, and settings that fit."""
+"""Estimates of a job's needs before it runs: memory, and settings that fit."""

@@ -1,6 +1,6 @@
-"""Estimates how much memory one worker of a job needs by playing its steps with fake tensors.
+"""Estimate how much memory one worker of a job needs, by playing its steps with fake tensors.
 
-An estimate is of the worker that needs most. What is divided is what the strategy really divides:
+An estimate is of the worker that needs most. The estimate divides what the strategy really divides:
 data parallelism the rows, a pipeline the layers, accumulation the rows of a pass.
 """
 
@@ -53,9 +53,9 @@ from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.plans.build import check_supported
 from stratagem.worker.session.states import NUM_SNAPSHOTS
 
-# ---- step memory ----
+# ---- Memory of a step ----
 #
-# The memory that one worker needs for a step, by what it is for, and as a table for people.
+# The memory of a step is divided by purpose, and shown as a table for people.
 
 _PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 
@@ -174,7 +174,7 @@ def with_moment(estimate: StepMemory, num_bytes: int) -> StepMemory:
     return replace(estimate, workspace=estimate.workspace + max(0, more))
 
 
-# ---- memory estimate ----
+# ---- Memory estimate ----
 
 
 def estimate_memory(

@@ -1,8 +1,8 @@
-"""Plays training steps of one worker with fake tensors to see what they hold.
+"""Play training steps of one worker with fake tensors to see how much memory they hold.
 
-The engine itself is run, so that what it holds is what it will hold: gradient buckets, copies of
+The engine itself is run, so that the memory is that of a real run: gradient buckets, copies of
 buffers, temporaries of the optimizer. Fake tensors take shapes from one row of the real data and
-no memory. Must not know what an estimate is for.
+need no memory. The module does not know the purpose of an estimate.
 """
 
 import weakref
@@ -47,13 +47,12 @@ from stratagem.worker.numerics.model import layers_of
 from stratagem.worker.objectives.step_function import make_objective
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- live bytes ----
+# ---- Live bytes ----
 #
-# Counts the bytes of tensors from their creation to their end, operation by operation.
-#
-# Works for real tensors and for fake ones, which have shapes and no memory: with those, whole
-# training steps can be played through for models far larger than this machine. Sees what tensors
-# hold; what a kernel needs inside an operation it does not see. Must not know training.
+# The bytes of tensors are counted from their creation to their end, operation by operation, for
+# real tensors and for fake ones; with fake ones, whole training steps can be played through for
+# models far larger than this machine. The memory that a kernel needs inside an operation is not
+# seen.
 
 CUDA_BLOCK_BYTES: Final = 512
 """torch's CUDA allocator gives out multiples of this."""
@@ -142,9 +141,9 @@ def _one_of(dtype: torch.dtype) -> float | int | bool | complex:
     return 1.0 if dtype.is_floating_point else 1
 
 
-# ---- job site ----
+# ---- Site of the job ----
 #
-# The place where a job is looked at: what may be imported, its data, and the kind of device.
+# The site says what may be imported, and has the job's data and the kind of device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +182,7 @@ def _read_by_loading(job: JobSpec) -> tuple[Any, ...]:
     )
 
 
-# ---- simulated step ----
+# ---- Played step ----
 
 CUBLAS_BYTES: Final = 8_519_680
 """torch's default workspace for matrix products on CUDA, 4 times as much from Hopper on."""
@@ -422,14 +421,12 @@ def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> Shap
     return ShapesOnly(None, site.device, x, y)
 
 
-# ---- cpu kernel memory ----
+# ---- Memory of CPU kernels ----
 #
-# Computes the memory that some CPU kernels take besides their outputs, which fake tensors do not
-# show.
-#
-# The LSTM of oneDNN returns its workspace as an opaque tensor, and torch's shape function says that
-# it is empty. It grows by the same amount with each time step, so the kernel is run for one and for
-# two. Convolutions that oneDNN does not do, those in float64, unfold their input into columns.
+# Some CPU kernels take memory besides their outputs, which fake tensors do not show. The LSTM of
+# oneDNN returns its workspace as an opaque tensor, and torch's shape function says that it is
+# empty. It grows by the same amount with each time step, so the kernel is run for one and for two.
+# Convolutions that oneDNN does not do, those in float64, unfold their input into columns.
 
 _CONVOLUTIONS: Final = (
     torch.ops.aten.convolution.default,
@@ -487,9 +484,9 @@ def _run(args: tuple[Any, ...], num_steps: int) -> int:
         return workspace.untyped_storage().nbytes()
 
 
-# ---- full slices ----
+# ---- Savings of full slices ----
 #
-# What a member holds less where each keeps a slice of parameters and gradients, too.
+# A member holds less where each keeps a slice of parameters and gradients, too.
 
 _NUM_UNDER_WAY = 2
 """Buckets that backward is filling, or that wait for a window."""

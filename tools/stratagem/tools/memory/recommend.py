@@ -1,8 +1,8 @@
-"""Settings with which a job fits the memory there is, and why they were chosen.
+"""Recommend settings with which a job fits the available memory, and give the reasons.
 
-What changes least comes first: the job as it is, then passes over fewer rows (the same update),
-then activations that are computed again (the same numbers, more time), then lower precision. Only
-what the workers carry out is recommended.
+Changes that matter least come first: the job as it is, then passes over fewer rows (the same
+update), then activations that are computed again (the same numbers, more time), then lower
+precision. Only settings that the workers carry out are recommended.
 """
 
 import math
@@ -36,13 +36,11 @@ from stratagem.tools.memory.play import Site, play_forward
 from stratagem.tools.memory.stages import NodeCost, node_costs
 from stratagem.worker.plans.build import check_supported
 
-# ---- resolve parallelism ----
-#
-# Turns the parallelism that a job asks for into a strategy for the workers that are there.
+# ---- Strategy for the requested parallelism ----
 #
 # `Automatic` weighs computing against exchanging, with nominal speeds, so that the same job and the
-# same workers always get the same answer, and says why. A model that does not fit one worker is cut
-# into a pipeline, where it can be cut.
+# same workers always get the same answer, and gives the reason. A model that does not fit one
+# worker is cut into a pipeline, where it can be cut.
 
 SAFETY_MARGIN: Final = 0.1
 """The part of the memory left free: what kernels take inside an operation, and fragments."""
@@ -162,7 +160,7 @@ def _replicas(number: int) -> Strategy:
     return DataParallel(number, AllReduce()) if number > 1 else Local()
 
 
-# ---- automatic ----
+# ---- Automatic choice ----
 
 
 def _automatic(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
@@ -240,7 +238,7 @@ def _too_large(
     )
 
 
-# ---- cutting ----
+# ---- Cuts of a pipeline ----
 
 
 def _cut(
@@ -311,7 +309,7 @@ def balanced(weights: Sequence[int], number: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-# ---- recommend settings ----
+# ---- Recommended settings ----
 
 _LOWER: Final = {
     "Full": ("Single", "Mixed", "Half"),

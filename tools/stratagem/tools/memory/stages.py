@@ -1,7 +1,7 @@
-"""Computes what each stage of a pipeline holds: its share of the model, and the passes in flight.
+"""Compute the memory of each stage of a pipeline: its share of the model, and the passes in flight.
 
 One micro-batch is run through the whole model with fake tensors, node by node; the schedule says
-how many of them a stage keeps at one time. Must not know which worker gets which stage.
+how many of them a stage keeps at one time. The module does not know which worker gets which stage.
 """
 
 import math
@@ -35,7 +35,7 @@ from stratagem.worker.models.nodes import program_of
 from stratagem.worker.models.program import Slots, run_calls
 from stratagem.worker.process.settings import MAX_BLOB_MEMORY_BYTES
 
-# ---- stage memory ----
+# ---- Memory of stages ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,10 @@ def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
     )
 
 
-# ---- received states ----
+# ---- Received states ----
 #
-# How many states a worker keeps in memory for the clients of federations: of those that it is
-# sent, and copies of their updates that a coordinator on the same machine reads.
+# A worker keeps received states in memory for the clients of federations, and copies of the
+# clients' updates that a coordinator on the same machine reads.
 
 
 def num_received(job: JobSpec, state_bytes: int) -> int:

@@ -1,7 +1,7 @@
-"""Computes the memory that a worker needs for nodes under Decentralized besides its own models.
+"""Compute the memory that a worker needs for its strategy or codec besides its own models.
 
-Every own node and every neighbour of one is held again: bucket by bucket while they are mixed,
-or, with a codec, as a public copy that stays. Of the member that listens to most nodes.
+The parts are the copies of nodes under Decentralized, the replicas that take local steps, the
+messages of outer gradients, and the codec. Real steps can be measured for comparison.
 """
 
 import math
@@ -49,7 +49,11 @@ from stratagem.worker.exchange.transports import SoloTransport
 from stratagem.worker.models.build import build_model, build_shapes
 from stratagem.worker.numerics.model import make_gather
 
-# ---- gossip memory ----
+# ---- Copies of gossip nodes ----
+#
+# Every own node and every neighbour of one is held again: bucket by bucket while they are mixed,
+# or, with a codec, as a public copy that stays. The result is that of the member that listens to
+# most nodes.
 
 _DOUBLE: Final = 8
 _SCRATCH_BYTES: Final = 4 * SLICE_ELEMENTS * _DOUBLE
@@ -103,14 +107,12 @@ def coded_copies(num_nodes: int, num_own: int, layout: Layout, job: JobSpec) -> 
     return NodeCopies(num_nodes, held, num_nodes * codec.payload + at_once)
 
 
-# ---- simulated local steps ----
+# ---- Local steps of replicas ----
 #
-# Plays steps of the replicas of one worker that take local steps, with fake tensors or for real.
-#
-# The engine's own trainer is run over two rounds, which are made as short as fragments and overlap
-# allow: the first makes what is kept from step to step, the second holds it all. Parameters, not
-# steps, decide the memory. A codec of what is exchanged works on values and is left out. Must not
-# know what an estimate is for.
+# The steps of the replicas of one worker are played with fake tensors or for real. The engine's own
+# trainer is run over two rounds, which are made as short as fragments and overlap allow: the first
+# makes what is kept from step to step, the second holds it all. Parameters, not steps, decide the
+# memory. A codec of what is exchanged works on values and is left out.
 
 NUM_ROUNDS: Final = 2
 
@@ -263,12 +265,11 @@ def _gradients_of(*models: nn.Module) -> Iterable[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-# ---- outer messages ----
+# ---- Messages of outer gradients ----
 #
-# Computes the memory that a worker needs for outer gradients that are exchanged in few bits.
-#
-# A replica's share of a fragment is coded when the fragment is cut, and its message kept until the
-# sums have arrived. Of all fragments one at most is under way. Of codecs on the host.
+# Outer gradients may be exchanged in few bits. A replica's share of a fragment is coded when the
+# fragment is cut, and its message kept until the sums have arrived. At most one fragment is under
+# way at a time. The numbers are those of codecs on the host.
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,12 +292,11 @@ def outer_messages(
     )
 
 
-# ---- codec memory ----
+# ---- Memory of a codec ----
 #
-# Measures the memory that a codec takes of a worker by coding a small copy of the layout.
-#
-# All codecs take memory in proportion to the elements, so a layout of the same proportions says how
-# much per element; a change to a codec need not change a formula here. Of codecs on the host.
+# The memory is measured by coding a small copy of the layout. All codecs take memory in proportion
+# to the elements, so a layout of the same proportions gives the memory per element; a change to a
+# codec need not change a formula here. The numbers are those of codecs on the host.
 
 _MAX_ELEMENTS: Final = 1 << 20
 """Of the small copy: coded in a fraction of a second."""
@@ -361,12 +361,10 @@ def _numel(layout: Layout) -> int:
     return sum(tensor.numel for tensor in layout)
 
 
-# ---- measured step ----
+# ---- Measured steps ----
 #
-# Measures the peak of training steps of one worker that are done for real.
-#
-# They are the steps that `simulated_step` and `simulated_local_steps` play with fake tensors, by
-# the same engine on the job's own rows.
+# The peak is that of real steps: those that are otherwise played with fake tensors, by the same
+# engine on the job's own rows.
 
 MAX_STEPS: Final = 32
 """Enough for a scale of the loss to come down."""

@@ -1,7 +1,7 @@
-"""Checks that a row is a function of its number and its key: fetched twice, it is the same.
+"""Check that the rows of a job's data are the same whenever, and wherever, they are fetched.
 
-Compares bytes that are taken at once, as a data set may hand out what it changes later. Must not
-know jobs.
+A row must be a function of its number and its key. The checks compare bytes that are taken at once,
+as a data set may change an object after it has returned it. The module does not know jobs.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from stratagem.worker.data.stream_reader import StreamSource, opened, state_of
 from stratagem.worker.data.streams import FetchedRows
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- purity check ----
+# ---- Rows fetched twice ----
 
 _KEYS = BatchKeys(("row", "check"))
 
@@ -98,14 +98,13 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-# ---- same rows ----
+# ---- Rows of another process ----
 #
-# Describes a few rows of each split, so that those of another process, or of another call of the
-# function that makes them, can be compared with them.
-#
-# Floating-point values are rounded to three digits: what a data function computes from all rows,
-# such as a mean, has other last bits on other processors. Streams, data sets with a `take` of their
-# own and the rows of single clients are left out. Must not know workers.
+# A few rows of each split are described, so that those of another process, or of another call of
+# the function that makes them, can be compared with them. Floating-point values are rounded to
+# three digits: a value that a data function computes from all rows, such as a mean, has other last
+# bits on other processors. Streams, data sets with a `take` of their own and the rows of single
+# clients are left out.
 
 MAX_CHARS: Final = 8192
 """Of a description, which is journaled; of longer ones nothing is compared."""
@@ -243,10 +242,10 @@ def _alike(one: list[str], other: list[str]) -> bool:
     return len(one) == len(other) and all(same[:1]) and (len(one) == 1 or any(same[1:]))
 
 
-# ---- stream checks ----
+# ---- Streams ----
 #
-# Checks of a source that read its first rows: that they are the same when they are read again, and
-# that a state of the source leads to exactly the rows that come next.
+# The first rows of a source must be the same when they are read again, and a state of the source
+# must lead to exactly the rows that come next.
 
 _NUM_ROWS: Final = 3
 

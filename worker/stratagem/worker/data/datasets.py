@@ -1,8 +1,8 @@
-"""Data sets: the protocol and kinds of them, and gathering of their rows for a computation.
+"""Data sets give rows by number, and `Gather` copies their rows for a computation.
 
-Owns gathering: rows are always copied into storage that torch allocated, never views, because the
-bits of a matrix product depend on the alignment of its operands. Must not know where a data set
-came from or which rows are wanted.
+Rows are always copied into storage that torch allocated, never views, because the bits of a matrix
+product depend on the alignment of its operands. The module knows neither the origin of a data set
+nor which rows are needed.
 """
 
 from collections import OrderedDict
@@ -32,7 +32,7 @@ from stratagem.worker.data.stream_reader import stream_source
 from stratagem.worker.data.streams import FetchedRows, StreamDataset, StreamedSplit
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- datasets ----
+# ---- Data sets and gathering ----
 
 # torch aligns its own CPU allocations to this many bytes.
 _ALIGNMENT_BYTES: Final = 64
@@ -276,13 +276,11 @@ class Gather:
         return placed.clone() if placed.data_ptr() % _ALIGNMENT_BYTES else placed
 
 
-# ---- batch storage ----
+# ---- Storage of batches and data sets ----
 #
-# Storage of batches and data sets: the part of `execution.memory` that concerns data.
-#
-# Pooled: batches are stored in buffers that are reused, page-locked on the host for a CUDA device.
-# Cached: data sets are read once and kept on the device. Neither changes a value. Must not know
-# models.
+# This is the part of `execution.memory` that concerns data. Pooled stores batches in buffers that
+# are reused, page-locked on the host for a CUDA device. Cached reads data sets once and keeps them
+# on the device. Neither changes a value.
 
 _IN_USE_BY_US: Final = 2
 """References to a buffer's storage that we hold while we look at it."""

@@ -1,7 +1,7 @@
-"""Calls the function of the user's that returns a job's data, alike wherever it is called.
+"""Call the user's function that returns a job's data, in the same way wherever it is called.
 
 The generators are seeded before the call: workers, and the processes that read rows for them, must
-get the same rows. Must not know clients, steps and processes.
+get the same rows. The module knows neither clients nor steps nor processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from stratagem.worker.data.rows import generators_kept, seed_generators
 from stratagem.worker.data.streams import StreamDataset, StreamedSplit
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- data factory ----
+# ---- Data function ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ def made_data(
     }
 
 
-# ---- make stream ----
+# ---- Streams of a job ----
 #
-# Makes the streams of a job out of what its data function returns, and refuses those that cannot
-# be used as the job says.
+# The streams are made from the result of the data function; those that cannot be used as the job
+# says are refused.
 
 _TRAIN = "train"
 

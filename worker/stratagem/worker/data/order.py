@@ -1,7 +1,7 @@
-"""Selects and shuffles the rows of each step's batch, as a pure function of the step.
+"""Select and shuffle the rows of each step's batch, as a pure function of the step.
 
-The position in the data derives from the number of applied steps alone, so it needs no state of
-its own and a resumed run continues exactly. Must not know data sets.
+The position in the data derives from the number of applied steps alone, so it needs no state of its
+own and a resumed run continues exactly. The module does not know data sets.
 """
 
 import math
@@ -21,7 +21,7 @@ from stratagem.worker.data.datasets import Dataset, TensorDataset
 from stratagem.worker.data.rows import RowDataset, generators_kept, seed_generators
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- sampler ----
+# ---- Batch order ----
 
 _BLOCK: Final = 256
 """Batches that are cut off the order at once; one by one it would be 8 µs of each step."""
@@ -105,12 +105,10 @@ def epoch_order(num_rows: int, seed: int) -> Tensor:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- row order ----
+# ---- Row order ----
 #
-# The orders in which an epoch may pass the training rows, each a pure function of the epoch.
-#
-# An order is the numbers of rows, or a list of batches of them. Must not know batches' sizes in
-# use, steps and shards.
+# An order is a pure function of the epoch: the numbers of the training rows, or a list of batches
+# of them.
 
 MAX_WEIGHTED_ROWS: Final = 1 << 24
 """What torch.multinomial can choose from."""

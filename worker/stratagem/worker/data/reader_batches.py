@@ -1,6 +1,7 @@
-"""Batches as a run of bytes and a JSON description of what lies where in it.
+"""Transfer batches between a reader process and its worker: their layout, memory and messages.
 
-A batch is tensors in tuples, lists, named tuples and dicts. Must not know where the bytes are kept.
+A batch is tensors in tuples, lists, named tuples and dicts. It travels as a run of bytes and a JSON
+description of the place of each tensor.
 """
 
 import collections
@@ -29,7 +30,7 @@ from stratagem.worker.data.factory import DataFunction
 from stratagem.worker.data.rows import BatchKeys, ReadOrder
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- batch layout ----
+# ---- Layout of a batch ----
 
 _ALIGNMENT_BYTES: Final = 64
 """As torch aligns what it allocates: the bits of a matrix product depend on it."""
@@ -142,13 +143,11 @@ def _maker(
     return kind if isinstance(kind, type) and issubclass(kind, plain) else plain
 
 
-# ---- batch memory ----
+# ---- Shared memory of a reader ----
 #
-# Memory that a reader writes batches to and its worker maps: segments without a name.
-#
-# A segment holds one batch and is written again once the worker has let go of that. As many are
-# made as batches are in use at once; one that is too small is replaced. Knows neither batches nor
-# messages.
+# A reader writes batches to segments without a name, and its worker maps them. A segment holds one
+# batch and is written again once the worker has released that batch. There are as many segments as
+# batches are in use at once; one that is too small is replaced.
 
 _SPARE: Final = 8
 """A new segment has room for this part more than is wanted: batches differ in size."""
@@ -225,12 +224,10 @@ def _mapped(fd: int) -> np.ndarray:
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
-# ---- reader messages ----
+# ---- Messages of a reader ----
 #
-# What a worker and its readers say to each other: JSON texts, one to a line.
-#
-# A worker sends a setup, then orders; a reader answers each with a batch or an error, in order, and
-# tells what the user's code has printed meanwhile. Must not know sockets.
+# Messages are JSON texts, one to a line. A worker sends a setup, then orders; a reader answers each
+# with a batch or an error, in order, and reports what the user's code has printed meanwhile.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The loop of a reader: takes orders of rows from its worker and answers with batches.
+"""Run a reader: take orders of rows from its worker and answer with batches.
 
-Makes the data set by calling the function that the job names, as the worker has done, so nothing is
-handed over but numbers. Ends when its worker closes the connection.
+The reader makes the data set by calling the function that the job names, as the worker has done, so
+a worker sends it only numbers. It ends when its worker closes the connection.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from stratagem.worker.data.rows import ReadOrder, RowDataset
 from stratagem.worker.user_code import watching
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- reader loop ----
+# ---- Reader loop ----
 
 _MAX_MADE: Final = 8
 """Data sets kept, where each client has its own."""
@@ -142,9 +142,9 @@ class _Reader:
         self._connection.sendall(data[sent:])
 
 
-# ---- main ----
+# ---- Main program ----
 #
-# `python -m stratagem.worker.data.reader_loop FD PARENT`: one reader, over an inherited socket.
+# `python -m stratagem.worker.data.reader_loop FD PARENT` runs one reader over an inherited socket.
 
 _PR_SET_PDEATHSIG: Final = 1
 _OTHERS_SIGNALS: Final = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")

@@ -1,8 +1,8 @@
-"""The readers of one data set: which of them reads what, how far ahead, and what if one dies.
+"""Manage the readers of data sets: which of them reads what, how far ahead, and what if one dies.
 
 A batch is the same whoever reads it and however often, so nothing is lost with a reader: another
-takes its place and gets its orders; where there is none, the worker reads itself. Must not know
-steps, shards and models.
+takes its place and gets its orders; where there is none, the worker reads itself. The module knows
+neither steps nor shards nor models.
 """
 
 import json
@@ -34,11 +34,10 @@ from stratagem.worker.data.rows import ReadOrder, RowDataset
 from stratagem.worker.user_code import watching
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- reader process ----
+# ---- Process of a reader ----
 #
-# One reader as its worker sees it: a process, the connection to it, and the memory it writes to.
-#
-# Nothing here waits. Must not know which orders are worth giving.
+# The worker sees a reader as a process, the connection to it, and the memory it writes to. Nothing
+# here waits.
 
 _MODULE: Final = "stratagem.worker.data.reader_loop"
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -151,7 +150,7 @@ class ReaderProcess:
         return self._segments.view(number, self._freed.append)
 
 
-# ---- reader pool ----
+# ---- Pool of readers of one data set ----
 
 PREFETCH: Final = 2
 """Batches per reader, unless the job says otherwise."""
@@ -341,9 +340,9 @@ def _fatal(order: ReadOrder, how: str) -> UserCodeError:
     )
 
 
-# ---- worker readers ----
+# ---- All readers of a worker ----
 #
-# All readers of a worker: those of all runs that it has a part in, within the operator's limit.
+# These are the readers of all runs that the worker has a part in, within the operator's limit.
 
 _Key = tuple[str, str, int, int]
 

@@ -1,8 +1,8 @@
-"""Data sets whose rows are fetched one by one, as torch's `Dataset` is, and collated to batches.
+"""Collate batches from data sets whose rows are fetched one by one, as torch's `Dataset` is.
 
-Owns what a row may draw at random: the generators are seeded for each row and each batch with keys
-of their own, so a row is the same whoever fetches it, in whichever batch. Must not know where a
-data set came from, nor which rows are wanted.
+The generators are seeded for each row and each batch with keys of their own, so a row is the same
+whoever fetches it, in whichever batch. The module knows neither the origin of a data set nor which
+rows are needed.
 """
 
 import random
@@ -22,7 +22,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.keys import POSITIVE, Key, mix, mix_on
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- row datasets ----
+# ---- Row data sets ----
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of a list of rows."""
@@ -175,14 +175,12 @@ def row_dataset(
     return RowDataset(value, split, num_rows, collate or default_collate, tuple(given.items()))
 
 
-# ---- known rows ----
+# ---- Rows that draw no random numbers ----
 #
-# Rows of which it is known that nothing is drawn at random while they are fetched or collated.
-#
-# They are what lists, arrays and the plain data sets of torch hold: no code runs but theirs.
-# Whoever reads such rows need not seed the generators, which takes as long as fetching them. A row
-# of the user's own class may read a generator without a trace in its state, as
-# `torch.initial_seed()` does, so whether it has drawn cannot be seen afterwards.
+# Lists, arrays and the plain data sets of torch hold such rows: no code runs but theirs. A reader
+# of such rows need not seed the generators, which takes as long as fetching them. A row of the
+# user's own class may read a generator without a trace in its state, as `torch.initial_seed()`
+# does, so whether it has drawn cannot be seen afterwards.
 
 _ARRAYS: Final = frozenset({Tensor, np.ndarray, np.memmap})
 _LEAVES: Final = _ARRAYS | {int, float, bool, str, bytes, np.float32, np.float64, np.int64}
@@ -236,12 +234,10 @@ def _are_values(values: list[Any]) -> bool:
     return all(type(key) is str for key in keys) and _are_values(list(inner))
 
 
-# ---- generators ----
+# ---- Random generators ----
 #
-# The generators that the user's code draws from: seeding them, and leaving them as they were.
-#
-# These are Python's, numpy's and torch's default generator on the CPU. Must not know what keys
-# mean.
+# The user's code draws from Python's and numpy's generators and from torch's default one on the
+# CPU.
 
 
 def seed_users_generators(key: int) -> None:

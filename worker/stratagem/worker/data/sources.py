@@ -1,7 +1,7 @@
-"""Loads the data that a job names: an entry point, a file, tensors of the caller, local data.
+"""Load the data that a job names: an entry point, a file, tensors of the caller, or local data.
 
-Owns what each kind of source may look like and, for federated jobs, which rows one client may use.
-Must not know batches, models or the network.
+The module defines the form of each kind of source and, for federated jobs, the rows that one client
+may use. It knows neither batches nor models nor the network.
 """
 
 import inspect
@@ -32,7 +32,7 @@ from stratagem.worker.data.rows import RowDataset
 from stratagem.worker.data.streams import StreamDataset, StreamedSplit
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- data sources ----
+# ---- Data sources ----
 
 LocalData = Callable[[int | None], Mapping[str, Dataset]]
 """Loads data that are the worker's own, by split; gets the seed of the job, if it is to be used."""
@@ -370,12 +370,10 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Dataset]:
     }
 
 
-# ---- client partition ----
+# ---- Partition among simulated clients ----
 #
-# Splits the rows of one data set among federated clients, when the clients are simulated.
-#
-# Every method gives each row to exactly one client and depends on its arguments only. Must not know
-# data sets: it sees labels and counts.
+# Every method gives each row to exactly one client and depends on its arguments only, which are
+# labels and counts.
 
 _LABELS_PER_CLIENT = 2
 

@@ -1,8 +1,9 @@
-"""One logical stream: rows of some shards of a source, epoch after epoch, at any position.
+"""Read one logical stream: rows of some shards of a source, epoch after epoch, at any position.
 
-The row at a position is a function of the source and the seed alone: a reader that is ahead of it
-goes back to a place it has marked and reads again, one that is behind reads on. Where the source
-has a state, a mark holds it; else it leads to the beginning of a shard. Must not know steps.
+The row at a position is a function of the source and the seed alone. A reader that is ahead of it
+goes back to a place it has marked and reads again; one that is behind reads on. Where the source
+has a state, a mark holds it; else the mark leads to the beginning of a shard. The module does not
+know steps.
 """
 
 import json
@@ -21,12 +22,10 @@ from stratagem.common.numerics.keys import POSITIVE, Key, mix
 from stratagem.worker.data.rows import seed_generators
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- stream sources ----
+# ---- Sources of streams ----
 #
-# Where streamed rows come from: each kind of source as numbered shards that can be opened.
-#
-# A shard of an epoch is opened anew whenever it is to be read, and gives the same rows each time.
-# Must not know which rows are wanted, nor by whom.
+# Each kind of source appears as numbered shards. A shard of an epoch is opened anew whenever it is
+# to be read, and gives the same rows each time.
 
 
 class StreamSource(Protocol):
@@ -151,7 +150,7 @@ def _is_stream(value: Any) -> bool:
     return callable(getattr(value, "streams", None)) or hasattr(kind, "__iter__")
 
 
-# ---- stream reader ----
+# ---- Stream reader ----
 
 log = structlog.get_logger(__name__)
 

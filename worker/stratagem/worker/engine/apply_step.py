@@ -1,7 +1,8 @@
-"""The end of a training step, once its gradients are reduced: the same for every kind of trainer.
+"""Apply one training step once its gradients are reduced; every kind of trainer does it here.
 
-A step whose loss or gradients are not finite changes nothing but the scale of the loss; any other
-one becomes one update of the parameters. Must not know how gradients were made and reduced.
+A step whose loss or gradients are not finite changes nothing but the scale of the loss. Any other
+step becomes one update of the parameters, at the learning rate that the job's schedule gives for
+the step. The module does not know how the gradients were made and reduced.
 """
 
 import math
@@ -23,11 +24,9 @@ from stratagem.worker.exchange.layout import parts_of, total_norm
 from stratagem.worker.numerics.model import ModelExecution
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- finite gradients ----
+# ---- Finite gradients ----
 #
-# The check that the gradients of a step are finite numbers.
-#
-# Finding their norm is the one pass over the gradients: it is reported, and clipping uses it.
+# The norm is the only pass over the gradients: the step reports it, and clipping uses it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,9 @@ def summarize(
     return StepSummary(loss, weight, norm, are_finite(norm, grads))
 
 
-# ---- learning rate ----
+# ---- Learning-rate schedules ----
 #
-# Learning-rate schedules: the rate of each step as a pure function of the step, with no state.
+# The rate of each step is a pure function of the step; a schedule has no state.
 
 
 def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
@@ -181,13 +180,12 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
-# ---- reported rates ----
+# ---- Reported learning rates ----
 #
-# The learning rates of a step, by the names of their series: what all reports of a step show.
-#
-# `train.lr`; with groups `train.lr.<group>`, of which one is `default`; with turns
-# `train.lr.<turn>` and `train.lr.<turn>.<group>`. They follow from the job and the step alone, so
-# all members of a party say the same, also those that hold no parameter of a group.
+# The series is `train.lr`; with groups it is `train.lr.<group>`, of which one is `default`; with
+# turns it is `train.lr.<turn>` and `train.lr.<turn>.<group>`. The rates follow from the job and the
+# step alone, so all members of a party report the same ones, also members that hold no parameter of
+# a group.
 
 SERIES: Final = "train.lr"
 
@@ -227,7 +225,7 @@ class ReportedRates:
         return {name: lr * factor for name, lr in self._current.items()}
 
 
-# ---- apply step ----
+# ---- Apply a step ----
 
 _SKIPPING: Final = "; accumulation.non_finite: skip_step leaves single such steps out"
 

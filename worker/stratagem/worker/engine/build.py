@@ -1,6 +1,6 @@
-"""Puts a trainer together from a job: model, data, objective, metrics.
+"""Build a trainer from a job: its model, data, objective and metrics.
 
-The only place that knows all of them by name.
+This is the only module that knows all of these parts by name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,14 +31,11 @@ from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.objectives.evaluator import EvaluationPart, make_evaluator
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- inference ----
+# ---- Inference ----
 #
-# A model that is only run: a stored state that is evaluated, in a job that trains or in one that
-# does not.
-#
-# No graph is recorded and no optimizer is there, so the memory is that of the weights and of one
-# batch. Where nothing is trained, full batches are compiled if the job says so. Knows no
-# coordinator.
+# An `Inference` evaluates a stored state, in a job that trains or in one that does not. It records
+# no graph and has no optimizer, so it needs the memory of the weights and of one batch. Where
+# nothing is trained, full batches are compiled if the job says so.
 
 
 class Inference:
@@ -95,7 +92,7 @@ def _copies(name: str, output: Any, num_rows: int) -> Iterator[tuple[str, Tensor
             raise InvalidInputError.at("evaluation.predictions", text)
 
 
-# ---- build trainer ----
+# ---- Trainers ----
 
 
 def build_trainer(

@@ -1,7 +1,8 @@
-"""The object of callbacks that a job names: which hooks it has, and the calls of them.
+"""Call the hooks of the callbacks object that a job names.
 
-Hooks are the user's code: what they raise ends the run as the user's error, with file and line.
-What they draw at random depends on the step alone. Knows no exchange and no coordinator.
+Hooks are the user's code: an exception in a hook ends the run as the user's error, with file and
+line. Their random numbers depend on the step alone. The module knows neither the exchange nor the
+coordinator.
 """
 
 import math
@@ -32,9 +33,9 @@ from stratagem.worker.exchange.transports import END
 from stratagem.worker.objectives.step_function import MAX_LOGGED, check_log_name
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- evaluation view ----
+# ---- View of an evaluation ----
 #
-# What the user's on_evaluation sees of an evaluation, and what it may ask for.
+# `on_evaluation` gets this view: the numbers of the evaluation, and the requests it may make.
 
 
 @dataclass(slots=True)
@@ -58,9 +59,9 @@ class EvaluationView:
         self.wants_end = True
 
 
-# ---- step view ----
+# ---- View of a step ----
 #
-# What the user's on_step sees of a step, and what it may ask for.
+# `on_step` gets this view: the numbers of the step, and the requests it may make.
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ def add_logged(logged: dict[str, float], name: str, value: float) -> None:
     logged[name] = number
 
 
-# ---- callbacks ----
+# ---- Callbacks ----
 
 HOOKS: Final = ("on_build", "on_gradients", "on_step", "on_evaluation")
 _FIELD: Final = "callbacks"
@@ -281,12 +282,11 @@ def _layout(model: nn.Module) -> set[tuple[str, object]]:
     return {(name, (t.shape, t.dtype, t.requires_grad)) for name, t in tensors.items()}
 
 
-# ---- step answer ----
+# ---- Answer of on_step ----
 #
-# What the user's on_step has said of a step: it travels with the sums of the next step.
-#
-# Only the member that owns the first shard calls on_step. All others learn with the next step what
-# it has logged, so that it is not lost with that member.
+# Only the member that owns the first shard calls `on_step`. Its answer travels with the sums of the
+# next step, from which all others learn what it has logged, so that it is not lost with that
+# member.
 
 _ONCE: Final = 1.0
 

@@ -1,8 +1,9 @@
-"""Forward and backward over rows of a data set: the one place where a model makes gradients.
+"""Run forward and backward over rows of a data set; all gradients of a model are made here.
 
-Trainer, gossip node and federated client differ in what they do with gradients, not in how they
-are made. Gradients of micro-batches are added to the parameters' `.grad` in order, in place: where
-that is part of a flat bucket, they add up there. Must not know shards, exchange and optimizer.
+Trainers, gossip nodes and federated clients differ in what they do with gradients, not in how they
+make them. The gradients of micro-batches are added to the parameters' `.grad` in order and in
+place: where `.grad` is part of a flat bucket, they add up there. The module knows neither shards
+nor the exchange nor the optimizer.
 """
 
 import re
@@ -28,9 +29,7 @@ from stratagem.worker.objectives.objective import Logged, LossValue, Objective
 from stratagem.worker.objectives.step_function import MAX_LOGGED, MAX_NAME_CHARS
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- backward pass ----
-#
-# The backward pass from a loss, begun with a given gradient.
+# ---- Backward pass ----
 
 _ENGINE: Final = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
@@ -48,11 +47,10 @@ def run_backward(root: Tensor, begin: Tensor | None) -> None:
     _ENGINE((root,), (begin,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-# ---- autograd errors ----
+# ---- Errors of autograd ----
 #
-# Adds the parameters' names to torch's error about a gradient that autograd refused.
-#
-# A user's own function may return a gradient of a wrong shape; torch names the function only.
+# A user's own function may return a gradient of a wrong shape. torch's error names only the
+# function, so the names of the parameters are added to it.
 
 _REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at index (\d+)")
 
@@ -108,12 +106,11 @@ def _nodes(starts: Iterable[Any]) -> list[Any]:
     return list(nodes.values())
 
 
-# ---- logged sums ----
+# ---- Sums of logged values ----
 #
-# What a step function logs, as sums that are added up over shards together with the gradients.
-#
-# A member without rows knows no names, so they travel, too, as numbers, with a checksum by which
-# all know that all shards have the same ones. Must not know how a step is computed.
+# What a step function logs is added up over shards together with the gradients. A member without
+# rows knows no names, so the names travel too, as numbers, with a checksum by which all members
+# know that all shards have the same ones.
 
 LoggedSums = Mapping[str, tuple[float, float]]
 """(Σ mean · weight, Σ weight) by name, in order of name."""
@@ -203,7 +200,7 @@ def _checksum(names: tuple[str, ...]) -> float:
     return float(zlib.crc32("\n".join(names).encode()))
 
 
-# ---- forward backward ----
+# ---- Forward and backward ----
 
 
 @dataclass(frozen=True, slots=True)

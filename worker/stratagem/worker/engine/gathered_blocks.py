@@ -156,7 +156,7 @@ class GatheredBlocks:
             param.__class__ = nn.Parameter
             param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
 
-    # ---- what is here ----
+    # ---- Blocks in memory ----
 
     def _put(self, number: int) -> None:
         whole = self._gathered(number)
@@ -214,7 +214,7 @@ class GatheredBlocks:
         torch._foreach_copy_(targets, sources)
         return made
 
-    # ---- hooks ----
+    # ---- Hooks ----
 
     def _before(self, number: int) -> Any:
         owner = weakref.ref(self)

@@ -1,8 +1,8 @@
-"""Decentralized training of the nodes that one member owns, and their state (D-PSGD).
+"""Train the nodes that one member owns in a decentralized run (D-PSGD), and keep their state.
 
 Every node has parameters, optimizer and buffers of its own. A step is a local step of each node on
-its shard of the global batch, and then one round of mixing with its neighbours; what is evaluated
-is the mean of all nodes. Knows no gRPC, no members and no coordinator.
+its shard of the global batch, and then one round of mixing with its neighbours. Evaluation uses the
+mean of all nodes. The module knows neither gRPC nor members nor the coordinator.
 """
 
 import math
@@ -35,7 +35,7 @@ from stratagem.worker.exchange.layout import flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.public_copies import PublicCopies, neighbour_distance
 from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 
-# ---- gossip trainer ----
+# ---- Gossip trainer ----
 
 _NUM_COLUMNS: Final = 6
 """Columns of the table in which a segment's summary is added up."""
@@ -258,9 +258,7 @@ def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
     return table.reshape(-1)
 
 
-# ---- consensus distance ----
-#
-# The exact distance of the nodes of a gossip party from their mean.
+# ---- Consensus distance ----
 
 
 @torch.no_grad()
@@ -294,11 +292,9 @@ def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[
     return math.sqrt(float(square) / exchange.num_nodes)
 
 
-# ---- node mean ----
+# ---- Mean of all nodes ----
 #
-# The mean of the models of all nodes of a decentralized run, and how far each of them is from it.
-#
-# Over float64 values in order of node, rounded once; integers are node 0's.
+# The mean is taken over float64 values in order of node and rounded once; integers are node 0's.
 
 
 @torch.no_grad()

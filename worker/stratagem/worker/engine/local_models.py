@@ -1,7 +1,8 @@
-"""The models of one member that train apart from each other, each on its shard of every batch.
+"""Train the models of one member that are apart from each other, each on its shard of every batch.
 
-Makes one local step of each; what joins them is their trainer's. Knows no gRPC, no members and no
-coordinator. Used by one thread.
+A model is a node that gossips, or a replica that takes local steps; it shares nothing but the job
+with the others. This module makes one local step of each, and their trainer joins them. Used by one
+thread.
 """
 
 import math
@@ -36,12 +37,7 @@ from stratagem.worker.engine.turns import LocalReport, LocalStep, StepTurn
 from stratagem.worker.numerics.model import prepare
 from stratagem.worker.numerics.randomness import KeyedRandomness
 
-# ---- local model ----
-#
-# One model that trains apart from the others: its optimizer, its sums, and its names.
-#
-# It is a node that gossips, or a replica that takes local steps. It has nothing in common with the
-# others of its member but the job; what joins it with those is its trainer's.
+# ---- One local model ----
 
 Value = TypeVar("Value")
 
@@ -130,7 +126,7 @@ def own_part(kind: str, number: int, named: Mapping[str, Value]) -> dict[str, Va
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 
 
-# ---- local models ----
+# ---- All local models of a member ----
 
 
 class LocalSteps(NamedTuple):

@@ -1,9 +1,9 @@
-"""Training of the replicas that one member owns, which take local steps (local SGD, DiLoCo).
+"""Train the replicas that one member owns by local steps (local SGD, DiLoCo).
 
-Every replica has parameters, buffers and an optimizer of its own. A step is a step of each on its
-shard of the global batch; after every `local_steps` of them, and after the last one, outer steps
-join all replicas into what is committed and evaluated. Knows no gRPC, no members and no
-coordinator.
+Every replica has parameters, buffers and an optimizer of its own. A step is a step of each replica
+on its shard of the global batch. After every `local_steps` of them, and after the last one, outer
+steps join all replicas into the state that is committed and evaluated. The module knows neither
+gRPC nor members nor the coordinator.
 """
 
 import math
@@ -52,13 +52,11 @@ from stratagem.worker.exchange.transports import StepScalars, num_scalars
 from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- outer steps ----
+# ---- Schedule of outer steps ----
 #
-# The outer steps of replicas: which fragment is cut or applied after which local step.
-#
-# What travels with the last fragment, besides its parameters: changes of the model's buffers, which
-# are averaged as they are over shards, and sums over the local steps since it was cut before. Knows
-# no members and no coordinator.
+# `OuterSteps` decides which fragment is cut or applied after which local step. Two things travel
+# with the last fragment besides its parameters: changes of the model's buffers, which are averaged
+# as they are over shards, and sums over the local steps since the previous cut.
 
 _NUM_NUMBERS = 3
 """Weight, sum of the loss, skipped steps."""
@@ -208,14 +206,16 @@ class OuterSteps:
         self._sums = JoinedSums()
 
 
-# ---- outer fragment ----
+# ---- One fragment of the outer step ----
 #
-# One fragment of the outer step: some parameters, from what replicas have moved to the update.
+# With g the mean over the replicas of (common parameters - own parameters), added in the fixed tree
+# and divided once, an outer step computes
 #
-# g = mean over the replicas of (common parameters - own parameters), added in the fixed tree and
-# divided once; buf <- momentum * buf + g; common <- common - lr * (g + momentum * buf); replicas go
-# on from mix * own + (1 - mix) * common. Between the cut, where g is taken, and its application
-# replicas may go on. Knows no members, no schedule and no coordinator.
+#     buf    <- momentum * buf + g
+#     common <- common - lr * (g + momentum * buf)
+#
+# and each replica continues from mix * own + (1 - mix) * common. Replicas may take steps between
+# the cut, which determines g, and its application.
 
 OUTER: Final = "outer/"
 """What the names of the outer optimizer's tensors begin with."""
@@ -372,7 +372,7 @@ def _optimizer(outer: OuterOptimizer, params: list[nn.Parameter]) -> torch.optim
     )
 
 
-# ---- local steps trainer ----
+# ---- Trainer of local steps ----
 
 REPLICA: Final = "replica"
 """What a model is called here."""

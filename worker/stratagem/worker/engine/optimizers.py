@@ -1,10 +1,10 @@
-"""Optimizers by their torch.optim names or by entry point, their updates, and clipping of
+"""Make optimizers by their torch.optim names or by entry point, run their updates, and clip
 gradients.
 
-Steps of torch's run per parameter tensor (foreach is off, and fused kernels keep to one tensor
-too): the same bits whatever other parameters there are, and however many threads. The user's are
-called as their entry point makes them.
-Must not know where gradients come from.
+torch's optimizers step each parameter tensor by itself (foreach is off, and fused kernels keep to
+one tensor too). So an update has the same bits whatever other parameters there are and however many
+threads run. The user's own optimizers are called as their entry point makes them. The module does
+not know where gradients come from.
 """
 
 import inspect
@@ -23,12 +23,11 @@ from stratagem.common.job.optimizer import KEYWORDS, GroupedRule, UpdateRuleSpec
 from stratagem.worker.numerics.deferred_compiler import defer_compiler
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- weight average ----
+# ---- Average of the weights ----
 #
-# The average of a model's parameters over the steps of a run: exponential, or their mean.
-#
-# A pure function of the parameters after each applied step, so every member of a party that holds
-# the same parameters holds the same average. Has a state; must not know where it is kept.
+# The average is exponential, or the mean over the steps of a run. It is a pure function of the
+# parameters after each applied step, so all members that hold the same parameters hold the same
+# average.
 
 AVERAGE: Final = "average/"
 """Before the names of the averaged parameters in a state."""
@@ -126,13 +125,11 @@ def _copy_of(name: str, param: nn.Parameter, tensors: Mapping[str, Tensor]) -> T
     return torch.empty_like(param, requires_grad=False).copy_(given)
 
 
-# ---- late momentum ----
-#
-# torch's SGD for parameters whose first gradients come in different steps.
+# ---- SGD with momentum that begins late ----
 #
 # A branch of a model that only some batches take gets its first gradient late. Its momentum then
 # begins with that gradient, as in torch's SGD of one tensor at a time; the kernel that does a whole
-# update at once wants all momenta or none, and raises.
+# update at once needs all momenta or none, and raises.
 
 _PASSED = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
@@ -166,7 +163,7 @@ class SGD(torch.optim.SGD):
         return has_sparse
 
 
-# ---- optimizers ----
+# ---- Optimizers ----
 
 defer_compiler()
 

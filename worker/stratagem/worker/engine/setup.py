@@ -1,4 +1,6 @@
-"""The parts that every kind of trainer is built from."""
+"""The parts from which every kind of trainer is built are collected here, with its training
+rows.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from stratagem.worker.objectives.evaluator import Evaluator
 from stratagem.worker.objectives.objective import Objective
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- trainer setup ----
+# ---- Trainer setup ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,9 @@ class Setup:
         return self.execution.notes
 
 
-# ---- training rows ----
+# ---- Training rows ----
 #
-# The rows that each training step of a job has, and where in them reading has come to.
+# `TrainingRows` says which rows each training step has, and up to where the data has been read.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""One update of a model that all members of a party share: a synchronous step, or a turn of it.
+"""Update a model that all members of a party share: one synchronous step, or one turn of it.
 
-Computes the shards that this member owns, passes their gradients to an exchange, and applies the
-sum; parameters change only after the exchange is complete, so an update that failed leaves no
-trace. Knows no gRPC, no members and no coordinator.
+A member computes the gradients of its own shards, passes them to an exchange, and applies the sum.
+Parameters change only after the exchange is complete, so an update that fails leaves no trace. The
+module knows neither gRPC nor members nor the coordinator.
 """
 
 import time
@@ -51,12 +51,11 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.numerics.precision import LossScale
 from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
 
-# ---- step extras ----
+# ---- Extras of a step ----
 #
-# What travels beside the gradients of a synchronous step and is added up with them, shard by
-# shard: changes of the buffers, what the step logs, what on_step has said, and a checksum.
-#
-# Only this module knows their order there.
+# The extras travel beside the gradients and are added up with them, shard by shard: changes of the
+# buffers, the values that the step logs, the answer of `on_step`, and a checksum. Only `StepExtras`
+# knows their order.
 
 
 class StepExtras:
@@ -106,7 +105,7 @@ class StepExtras:
         return self._answers.taken(total)
 
 
-# ---- shared step ----
+# ---- Shared step ----
 
 
 class Share(NamedTuple):
@@ -425,12 +424,10 @@ def _tell_updated(parameters: ParameterTransport) -> None:
     parameters.updated()
 
 
-# ---- replica check ----
-#
-# The check that all replicas hold the same state after steps that each made for itself.
+# ---- Check that replicas agree ----
 #
 # Predicted steps exchange nothing. The first exact step after them carries a checksum of each
-# member's state in one extra, added up over shards like all extras.
+# member's state in one extra, which is added up over shards like all extras.
 
 ReplicaState = tuple[Mapping[str, Tensor], Mapping[str, str]]
 

@@ -1,6 +1,7 @@
-"""The saved state of a trainer: parameters, buffers, optimizer, and additions of its settings.
+"""The saved state of a trainer consists of parameters, buffers, optimizer, and additions of its
+settings.
 
-Of all that a step uses, only this outlives it. Must not know how a step is made.
+Nothing else that a step uses outlives the step. The module does not know how a step is made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from stratagem.worker.numerics.precision import LossScale
 from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.phases import PhaseTraining
 
-# ---- trainer state ----
+# ---- State of a trainer ----
 
 State = tuple[dict[str, Tensor], dict[str, str]]
 """(tensors by name, metadata)."""
@@ -161,10 +162,10 @@ class TrainerState:
             blocks.leave()
 
 
-# ---- member trainer ----
+# ---- Interfaces of a trainer and its exchange ----
 #
-# The interfaces of what a session trains: a trainer whose steps are taken together with the other
-# members of a party, and the exchange that they are taken over.
+# A session trains through `MemberTrainer`, which takes its steps together with the other members of
+# a party, over an `Exchange`.
 
 
 class Exchange(Protocol):

@@ -1,8 +1,8 @@
-"""A trainer's state as named tensors and metadata, and back.
+"""Convert a trainer's state to named tensors and metadata, and back.
 
-Names are `model/<state_dict name>` and `optimizer/<parameter name>/<key>`; numbers that an
+Names are `model/<state_dict name>` and `optimizer/<parameter name>/<key>`. Numbers that an
 optimizer keeps as Python values stand in the metadata under the same names. Loading copies into
-storage that torch allocated. Must not know files or streams.
+storage that torch allocated. The module knows neither files nor streams.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.host.stalls import moved
 
-# ---- state format ----
+# ---- State format ----
 
 MODEL: Final = "model/"
 OPTIMIZER: Final = "optimizer/"
@@ -234,11 +234,10 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
     return int(google_crc32c.extend(0, "\n".join(lines).encode()))
 
 
-# ---- dealt tensors ----
+# ---- Division of tensors among members ----
 #
-# Deals out what all members of a party hold alike, so that each copies some of it for a commit.
-#
-# A function of names and sizes alone: all members come to the same answer without a word.
+# All members of a party hold these tensors alike, and each copies some of them for a commit. The
+# division depends on names and sizes alone, so all members compute the same one without a message.
 
 
 def dealt_out(

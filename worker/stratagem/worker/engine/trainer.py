@@ -1,7 +1,7 @@
-"""The training of one member whose model is that of all members of its party.
+"""Train one member whose model is the same on all members of its party (synchronous training).
 
-Keeps model, optimizer and position in the data over the steps, evaluations and segments of a
-session. Knows no gRPC, no members and no coordinator.
+A trainer keeps model, optimizer and position in the data over the steps, evaluations and segments
+of a session. The module knows neither gRPC nor members nor the coordinator.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -42,7 +42,7 @@ from stratagem.worker.numerics.model import layers_of
 from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.phases import PassTimer, PhaseTraining
 
-# ---- synchronous trainer ----
+# ---- Synchronous trainer ----
 
 
 class Trainer:
@@ -337,10 +337,10 @@ class Trainer:
         return state.fingerprint(*self.state())
 
 
-# ---- turn transaction ----
+# ---- Transaction over several turns ----
 #
-# The transaction of a step with several turns: where one of them fails, those before it are
-# undone, so that the whole step is done again, perhaps with other members.
+# Where one turn of a step fails, the turns before it are undone, so that the whole step is done
+# again, perhaps with other members.
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""The turns of a step: what each of its updates trains, by which objective and optimizer.
+"""The turns of a step say what each of its updates trains, by which objective and optimizer.
 
-A step of a job without turns has one, of all trained parameters. Must not know how gradients are
-made and reduced.
+A step of a job without turns has one turn, of all trained parameters. The module does not know how
+gradients are made and reduced.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,10 +29,9 @@ from stratagem.worker.engine.reports import StepReport
 from stratagem.worker.objectives.step_function import step_functions
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- turn parameters ----
+# ---- Parameters of each turn ----
 #
-# The parameters of each turn of a job, and their optimizers: every trained parameter belongs to
-# exactly one turn.
+# Every trained parameter belongs to exactly one turn.
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
@@ -59,7 +58,7 @@ def make_optimizer_of(
     return OptimizersInOrder(parts)
 
 
-# ---- turns ----
+# ---- Turns ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +145,11 @@ def whole_step(turns: Sequence[StepTurn], reports: Sequence[StepReport]) -> Step
     )
 
 
-# ---- local step ----
+# ---- Local step ----
 #
-# One optimizer step of a model that is not shared: a gossip node's, or a federated client's.
-#
-# Its window of micro-batches is one transaction: what raises, or is not finite, leaves parameters,
-# optimizer and buffers as they were. Must not know nodes, clients and rounds.
+# A gossip node and a federated client take this step of a model that is not shared. Its window of
+# micro-batches is one transaction: if it raises or is not finite, parameters, optimizer and buffers
+# stay as they were.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,6 @@
-"""Gradient exchange: sums the gradients of logical shards, whichever members compute them.
+"""The exchange of a party sums the gradients of logical shards, whichever members compute them.
 
-`GradientBuckets` is the storage, `GradientReducer` the reducer, and a transport carries partial
-sums: none (solo), member to member (mesh, or shared where they share memory), or through the
-coordinator (server). `GossipExchange` adds nothing up for all: it averages parameters among
-neighbours.
+A gossip exchange instead averages the parameters of neighbours.
 """
 
 from stratagem.worker.exchange.buckets import GradientBuckets

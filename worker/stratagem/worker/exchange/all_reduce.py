@@ -1,12 +1,11 @@
-"""The direct exchange, as lists of transfers and additions prepared before the first byte moves.
+"""Plan and run the direct exchange of gradient buckets between members (AllReduce).
 
 A bucket is cut into pieces, and each piece into one slice per member. A member sends its partial
-sums of slice p to member p (phase 1), adds what it received of its own slice in tree order and
-sends the sum back to all (phase 2): the bandwidth of a ring, two latencies, and bits that depend
-on nothing but the shards. A small bucket is not cut: among few members each sends everything
-to all others and adds for itself, among more it goes up and down a tree. Where members own slices,
+sums of slice p to member p (phase 1), adds what it received of its own slice in tree order, and
+sends the sum back to all (phase 2). This has the bandwidth of a ring, two latencies, and bits that
+depend on nothing but the shards. A small bucket is not cut: among few members each sends everything
+to all others and adds for itself; among more it goes up and down a tree. Where members own slices,
 every bucket but the extras is cut into these, and sums stay with their owners: there is no phase 2.
-Prepares only; moves nothing and waits for nothing.
 """
 
 from collections.abc import Sequence
@@ -30,15 +29,13 @@ from stratagem.worker.exchange.transfer_thread import Turn
 from stratagem.worker.exchange.transports import Addition, Transfer, start_transfers
 from stratagem.worker.mesh.link import Link, PendingTransfer
 
-# ---- tree all reduce ----
-#
-# Tree all-reduce of a small bucket, as the messages of one member, prepared beforehand.
+# ---- Tree all-reduce of a small bucket ----
 #
 # Partial sums go up the tree over shards: the member that computed the leftmost shard of a node
 # adds it up, and receives the right child from the member that did the same there. The sum goes
 # down from member 0 by doubling: 2 ceil(log2 N) rounds and, with a shard for each member, 2 (N - 1)
-# messages, for any N. Additions are those of the direct exchange, so the bits are too. Moves
-# nothing.
+# messages, for any N. Additions are those of the direct exchange, so the bits are the same.
+# Planning moves nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,9 @@ def _down(rank: int, size: int, tag: int, total: Tensor) -> tuple[Hop, ...]:
     return tuple(hops)
 
 
-# ---- all reduce schedule ----
+# ---- Schedule of transfers and additions ----
+#
+# All transfers and additions of a member are prepared before the first byte moves.
 
 PIECE_BYTES = 32 << 20
 """So only a bucket made of one huge parameter is cut. Smaller pieces overlap more but cost a
@@ -358,10 +357,7 @@ def tree_additions(
     return tuple(additions)
 
 
-# ---- direct all reduce ----
-#
-# The direct exchange over a link: executes what `all_reduce_schedule` prepared, in the order of
-# time.
+# ---- Execution of the schedule ----
 #
 # Receives are posted ahead, the next pieces are sent while one is being added, and nothing waits
 # for the end of a piece before it must.

@@ -1,9 +1,10 @@
-"""The storage in which gradients are summed; it belongs to the model and outlives memberships.
+"""Gradient buckets are the storage in which gradients are summed; it belongs to the model and
+outlives memberships.
 
-A *set* is one full copy of all buckets. A member that computes one shard needs one set; one that
-computes several keeps the partial sums it cannot add yet in further sets, made when first needed.
-Hooks bring each gradient into its slot as backward finishes it and say when a bucket is full.
-Knows neither members nor network, nor which shards there are.
+A *set* is one full copy of all buckets. A member that computes one shard needs one set. A member
+that computes several shards keeps the partial sums it cannot add yet in further sets, which are
+made when first needed. Hooks bring each gradient into its slot as backward finishes it and say when
+a bucket is full. The module knows neither members nor the network, nor which shards there are.
 """
 
 import weakref
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from stratagem.worker.exchange.layout import BUCKET_BYTES, BucketLayout, plan_layout
 from stratagem.worker.exchange.slice_owners import KeptSums
 
-# ---- gradient buckets ----
+# ---- Gradient buckets ----
 
 
 class GradientBuckets:
@@ -290,12 +291,11 @@ class GradientBuckets:
         return hook
 
 
-# ---- lent buckets ----
+# ---- Buckets without permanent memory ----
 #
-# Buckets whose memory is given back: they travel through a few windows, and sums are kept apart.
-#
-# A bucket has memory of its own from its first gradient until the transfer thread copies it into a
-# window; so no more of a gradient is here than backward is ahead of the exchange.
+# A lent bucket gives its memory back: it travels through a few windows, and sums are kept apart. It
+# has memory of its own from its first gradient until the transfer thread copies it into a window;
+# so no more of a gradient is in memory than backward is ahead of the exchange.
 
 NUM_WINDOWS: Final = 4
 

@@ -1,7 +1,7 @@
-"""Coders that code gradients in place: numpy on the host, or a device form of the codec.
+"""Code gradients in place: with numpy on the host, or by a device form of the codec.
 
-Both give the same bits; those of `stratagem.common.compression` are the definition. `coder_of` is
-the only place that knows which codecs have a device form. Knows neither shards nor messages.
+Both give the same bits, which `stratagem.common.compression` defines. `coder_of` is the only place
+that knows which codecs have a device form. The module knows neither shards nor messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker import kernels
 from stratagem.worker.mesh.staging import to_host
 
-# ---- gradient coder ----
+# ---- Coders, and coding on the host ----
 
 State = Mapping[str, Tensor]
 """A codec's state, where the coder works; its tensors are replaced, never changed."""
@@ -111,13 +111,11 @@ def _flat(gradient: Tensor) -> Tensor:
     return gradient.detach().reshape(-1).to(torch.float32)
 
 
-# ---- device coder ----
+# ---- Coding on a device ----
 #
-# Coding of gradients on the device that holds them; only payloads travel to the host.
-#
-# A *form* is what a codec does there to flat float32 vectors, by the operators of
-# `stratagem.worker.kernels`; this is what all forms share: residuals, the way to the host, and the
-# check that values are finite.
+# Only payloads travel to the host. A *form* implements a codec on flat float32 vectors by the
+# operators of `stratagem.worker.kernels`. `DeviceCoder` does what all forms share: residuals, the
+# way to the host, and the check that values are finite.
 
 FLOAT_BYTES: Final = 4
 
@@ -210,12 +208,11 @@ def _flats(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [gradient.detach().view(-1) for gradient in gradients]
 
 
-# ---- ternary device ----
+# ---- Ternary form ----
 #
-# The codec `ternary` on a device: computes what `common.compression.quantize` does, with its bits.
-#
-# The host computes thresholds and scales, from one sum per tensor that comes to it; so a payload
-# waits for the device two times, for any number of tensors, and once for the payload.
+# It computes the bits of `common.compression.quantize`. The host computes thresholds and scales
+# from one sum per tensor; so a payload waits for the device two times, for any number of tensors,
+# and once for the payload.
 
 
 class TernaryForm:
@@ -330,12 +327,11 @@ def _codes_and_scale(payload: Tensor, host: ByteArray) -> tuple[Tensor, float]:
     return payload[FLOAT_BYTES:], float(from_bytes(host[:FLOAT_BYTES], "<f4")[0])
 
 
-# ---- vsa device ----
+# ---- VSA form ----
 #
-# `vsa` on a device: what `common.compression.vsa` does, with its bits.
-#
-# A payload waits for the device once for the check, once or twice for the codec of the bundle, once
-# for the scales, and once for the payload. At most one tensor's guess is held at a time.
+# It computes the bits of `common.compression.vsa`. A payload waits for the device once for the
+# check, once or twice for the codec of the bundle, once for the scales, and once for the payload.
+# At most one tensor's guess is held at a time.
 
 _INT8_LEVELS = np.float32(127.0)
 

@@ -1,11 +1,10 @@
-"""Compression of a session's gradients: each logical shard is coded before it is added to others.
+"""Compress a session's gradients: each logical shard is coded before it is added to others.
 
-The unit is the shard. The member that owns it codes its gradient, and every member, the owner too,
-adds what decoding gives. So sums have the same bits whichever member owns a shard and by any
-transport, sent as a message or not at all. What the codec keeps (residuals) belongs to the shard
-and changes only when the step has been applied. Portions of a shard are coded in the torch thread,
-while the thread of an exchange sends and decodes those before. What is coded is the shard's mean
-gradient, and its weight is sent with it; see common.compression.table.
+The member that owns a shard codes its gradient, and every member, the owner too, adds what decoding
+gives. So sums have the same bits whichever member owns a shard and by any transport. The residuals
+of the codec belong to the shard and change only when the step has been applied. The torch thread
+codes portions of a shard while the thread of an exchange sends and decodes earlier ones. The coded
+value is the shard's mean gradient, and its weight is sent with it; see common.compression.table.
 """
 
 import re
@@ -27,14 +26,12 @@ from stratagem.worker.exchange.layout import BucketLayout
 from stratagem.worker.exchange.transports import FIRST_REACHED
 from stratagem.worker.mesh.staging import to_host
 
-# ---- codec groups ----
-#
-# The portions in which a shard is coded: bucket by bucket as backward fills them, or all at once.
+# ---- Portions of a shard ----
 #
 # A codec that codes each tensor by itself can begin while backward is still busy with the others,
 # so a portion is the tensors of one bucket. Where tensors share a payload, and on a device, which
 # coding would keep waiting in the middle of backward, one portion is all of them. Either way the
-# bits are the same. Knows neither shards nor members.
+# bits are the same.
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ def _places(layout: BucketLayout, bucket: int) -> range:
     return range(min(held), max(held) + 1)
 
 
-# ---- gradient compressor ----
+# ---- Gradient compressor ----
 
 _STATE_NAME: Final = re.compile(r"(residual|basis)/shard(\d+)/(.+)", re.DOTALL)
 

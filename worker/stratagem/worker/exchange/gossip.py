@@ -1,9 +1,9 @@
-"""Gossip: nodes that have parameters of their own average them with their neighbours.
+"""Mix the parameters of gossip nodes with those of their neighbours.
 
-A node is a logical shard. Its parameters go only to the members that own neighbours of it; which
-member owns a node changes no bits, because every sum is taken in order of node number, in float64.
-Works bucket by bucket: while one is mixed, the next ones are under way. Used by one thread; only
-`cut` may come from another. Knows neither model nor optimizer.
+A node is a logical shard. Its parameters go only to the members that own neighbours of it. The
+owner of a node does not change any bits, because every sum is taken in order of node number, in
+float64. The exchange works bucket by bucket: while it mixes one, the next ones are under way. Used
+by one thread; only `cut` may come from another. The module knows neither model nor optimizer.
 """
 
 import threading
@@ -23,7 +23,7 @@ from stratagem.worker.exchange.transfer_thread import ABANDON_S
 from stratagem.worker.exchange.transports import Transfer, start_transfers
 from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 
-# ---- gossip averaging ----
+# ---- Gossip averaging ----
 
 WINDOW: Final = 3
 """Buckets under way at once."""
@@ -332,12 +332,10 @@ def _slices(numel: int) -> Iterator[slice]:
         yield slice(start, min(start + SLICE_ELEMENTS, numel))
 
 
-# ---- abandonable wait ----
+# ---- Waits that can be abandoned ----
 #
-# Waits for transfers in a thread that can be left behind.
-#
-# A transfer whose connection was cut may never be told (gloo), and a thread that waits for it
-# cannot be called back. So it is not the caller's thread that waits.
+# A transfer whose connection was cut may never report it (gloo), and a thread that waits for it
+# cannot be called back. So a thread of its own waits, which the caller can leave behind.
 
 
 class Waiter:

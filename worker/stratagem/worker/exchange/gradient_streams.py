@@ -39,7 +39,7 @@ class GradientPort:
         self._applied = 0
         self._changed = asyncio.Event()
 
-    # ---- what the torch thread posts ----
+    # ---- Posts of the torch thread ----
 
     def open(self, membership: int, applied: int, transport: ServerTransport) -> None:
         """Sets the exchange of a membership; `applied` steps have been applied so far."""
@@ -55,7 +55,7 @@ class GradientPort:
         self._transport = None
         self._wake()
 
-    # ---- what the coordinator asks ----
+    # ---- Requests of the coordinator ----
 
     async def outgoing(
         self, membership: int, wait_s: float

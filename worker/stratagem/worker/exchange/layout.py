@@ -1,9 +1,10 @@
-"""The layout of gradient buckets: each parameter's bucket, and its slot there.
+"""The layout of an exchange says where each parameter lies in the buckets, and which member adds
+what.
 
-Follows from names, shapes and dtypes only and never changes afterwards, so that a run which
-resumes, or a member which joins late, adds in the same places. Parameters go in reverse order,
-which is about the order in which backward finishes them; the first bucket is small so that the
-exchange starts early. The last bucket holds the extras. Allocates no tensors.
+The bucket layout follows from names, shapes and dtypes only and never changes afterwards, so that a
+run which resumes, or a member which joins late, adds in the same places. Parameters go in reverse
+order, which is about the order in which backward finishes them; the first bucket is small so that
+the exchange starts early. The last bucket holds the extras.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from stratagem.common.numerics.shards import Node, assign_shards, pairwise_sum, parent, tree_nodes
 
-# ---- bucket layout ----
+# ---- Bucket layout ----
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -101,11 +102,10 @@ def _bucket_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# ---- flat tensors ----
+# ---- Whole tensors as flat buckets ----
 #
-# Whole tensors as flat buckets and back; for tensors that travel as they are.
-#
-# Gradients are another matter: their buckets are storage of their own, see `bucket_layout`.
+# These buckets are for tensors that travel as they are. Gradients have storage of their own, by the
+# layout above.
 
 FLAT_BYTES: Final = 4 << 20
 
@@ -159,13 +159,11 @@ def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         start += tensor.numel()
 
 
-# ---- shard owners ----
+# ---- Owners of shards ----
 #
-# The plan of a step: which member holds which partial sums, and what it adds locally before any
-# exchange.
-#
-# A step is described by two numbers that all members know: how many shards there are and how many
-# of them have rows. Pure; knows neither tensors nor the network.
+# The plan of a step says which member holds which partial sums, and what it adds locally before any
+# exchange. All members know the two numbers that describe a step: how many shards there are and how
+# many of them have rows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +240,7 @@ def num_sets(party: ShardOwners) -> int:
     return max([0, *plan_step(party, party.num_shards).sets]) + 1
 
 
-# ---- gradient norm ----
-#
-# The 2-norm of all gradients together, and the order in which it is added up.
+# ---- Norm of the gradient ----
 #
 # By the rules of `numerics` 2 each block of 65,536 elements of a parameter gives its norm in
 # float64, and the squares of all blocks, in order of parameter, are added over the binary tree of

@@ -1,11 +1,11 @@
-"""Carries partial sums to a coordinator that adds them, and the sums back.
+"""Carry partial sums to a coordinator that adds them, and carry the sums back.
 
-The hand-over between the torch thread and an event loop. On the torch side it is a
+`ServerTransport` hands over between the torch thread and an event loop. On the torch side it is a
 `ReductionTransport`. On the loop's side it is an *outbox*, partial sums bucket by bucket as
 backward finishes them, and an *inbox*, a buffer of its own into which sums are staged and which
-counts only when committed. So a stream that breaks can be begun again from the start, in either
-direction. On a CUDA device the outbox is copied to the host bucket by bucket, during backward
-(`mesh.device_staging`). Knows neither gRPC nor the coordinator.
+counts only when committed. So a stream that breaks can start again, in either direction. On a CUDA
+device the outbox is copied to the host bucket by bucket, during backward (`mesh.staging`).
+The module knows neither gRPC nor the coordinator.
 """
 
 import asyncio
@@ -28,16 +28,13 @@ from stratagem.worker.exchange.layout import BucketLayout, StepPlan
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.staging import HostCopy, SideStream, host_room, to_host
 
-# ---- server payloads ----
-#
-# Payloads that travel between a member and a parameter server: sums, or coded shards.
+# ---- Payloads ----
 #
 #     SumFreight     up: the member's partial sums, bucket by bucket; down: the sums
 #     CodedFreight   up: the messages of the member's shards; down: the messages of all shards, or
-#                    the
-#                    sum of what they say, whichever is fewer bytes
+#                    their sum, whichever is fewer bytes
 #
-# Both ends follow the same rules, which depend on sizes alone. Knows neither threads nor streams.
+# Both ends follow the same rules, which depend on sizes alone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +196,7 @@ def _entry(bucket: int, node: Node, tensor: Tensor) -> StreamVector:
     return StreamVector(bucket, node, dtype, tensor.numel(), tensor.nbytes)
 
 
-# ---- server transport ----
+# ---- Server transport ----
 
 
 @dataclass(slots=True)

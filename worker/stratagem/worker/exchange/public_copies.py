@@ -1,9 +1,10 @@
-"""Public copies: the state of a gossiping node that its neighbours know (CHOCO-SGD).
+"""Keep the public copies of gossip nodes: the state of a node that its neighbours know (CHOCO-SGD).
 
-A node sends its coded move since the last round; it and all that receive it add what decoding gives
-to their copy, so all copies of a node are the same bits. What a payload did not carry stays in the
-difference between node and copy and is part of the next move: the copies are the error feedback
-(https://arxiv.org/abs/1902.00340). Knows neither members nor network.
+A node sends its coded move since the last round. The node and all receivers add what decoding gives
+to their copy, so all copies of a node have the same bits. The part of the move that a payload did
+not carry stays in the difference between node and copy and is part of the next move: the copies are
+the error feedback (https://arxiv.org/abs/1902.00340). The module knows neither members nor the
+network.
 """
 
 import math
@@ -29,9 +30,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.exchange.compressor import Traffic
 from stratagem.worker.mesh.staging import to_host
 
-# ---- gossip distances ----
-#
-# The distances between gossiping nodes, as mixing measures them.
+# ---- Distances between nodes ----
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ def neighbour_distance(distances: Sequence[Distances]) -> float:
     return math.sqrt(math.fsum(distance.apart for distance in distances) / (2 * len(distances)))
 
 
-# ---- public copies ----
+# ---- Public copies ----
 
 PUBLIC: Final = "public/"
 _MODEL: Final = "model/"

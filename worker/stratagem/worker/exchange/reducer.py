@@ -1,10 +1,10 @@
-"""The reducer: one training step's gradients, from shards to the sum over all shards.
+"""Reduce one training step's gradients from shards to the sum over all shards.
 
 The sum has the same bits whichever member computes a shard and by any transport: shards are added
-in the tree of `common.numerics.shards`, each slot in its fixed place. Overlaps with backward:
-while the last own shard runs, each bucket is handed to the transport when it is full, in order;
+in the tree of `common.numerics.shards`, each slot in its fixed place. Reduction overlaps with
+backward: while the last own shard runs, the transport gets each bucket when it is full, in order;
 with a codec, when the buckets that are coded together are full and coded. Used by one thread; only
-`cut` may come from another. Knows neither model nor optimizer.
+`cut` may come from another. The module knows neither model nor optimizer.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,14 +43,11 @@ from stratagem.worker.mesh.link import CollectiveLink, ExchangeError, Link
 from stratagem.worker.mesh.shm import SharedGroup
 from stratagem.worker.mesh.staging import SideStream
 
-# ---- single member ----
+# ---- Single member without peers ----
 #
-# The exchange of a member that has no peers and only one shard.
-#
-# Its gradients are the sums already. They stay where autograd puts them. Large ones are divided and
-# measured while they are warm, as backward finishes each, small ones all at once in the end. The
-# bits are those of the buckets. Used by one thread; only `cut` may come from another. Knows neither
-# model nor optimizer.
+# A member with no peers and only one shard has the sums already. Its gradients stay where autograd
+# puts them. Large ones are divided and measured while they are warm, as backward finishes each, and
+# small ones all at once in the end. The bits are those of the buckets.
 
 _AS_SUMMED: Final = (torch.float32, torch.float64)
 """Gradients of these are summed as they are; narrower ones need wider storage."""
@@ -216,7 +213,7 @@ def _smallest(params: Sequence[nn.Parameter]) -> list[int]:
     )
 
 
-# ---- reducer ----
+# ---- Reducer for several members or shards ----
 
 
 class GradientReducer:

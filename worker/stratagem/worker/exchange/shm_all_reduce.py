@@ -1,11 +1,12 @@
-"""Sums in shared memory: every member's buckets are mapped by all, and nothing is sent.
+"""Sum gradients in shared memory: all members map each other's buckets, and nothing is sent.
 
 Once all members say that a bucket is full, each adds its own slice over all members' partial sums,
 in the tree, and writes the sum into the same slice of every member's set 0. No other member reads
-or writes that slice, so one barrier per bucket is enough, and one at the end of the step. Has no
-thread: a bucket is added when the torch thread comes by with the next one, or in `finish`. Adding
-costs little, and waking another thread costs as much and takes a core from backward.
-Where members own slices, sums stay with them, and what they make of them the others read in place.
+or writes that slice, so one barrier per bucket is enough, and one at the end of the step. The
+transport has no thread: it adds a bucket when the torch thread comes by with the next one, or in
+`finish`. Adding costs little, and waking another thread costs as much and takes a core from
+backward. Where members own slices, sums stay with them, and the others read the updated parameters
+in place.
 """
 
 from collections.abc import Sequence
@@ -358,7 +359,7 @@ def _block(
     )
 
 
-# ---- the sets in a segment ----
+# ---- Sets in a shared segment ----
 
 
 def _offsets(layout: BucketLayout, num_windows: int | None) -> list[int]:

@@ -1,11 +1,11 @@
-"""The division of all parameters among the members of an exchange, where each keeps the optimizer
-state of its own slice (ZeRO, https://arxiv.org/abs/1910.02054).
+"""Divide all parameters among the members of an exchange that each keep the optimizer state of
+their own slice (ZeRO, https://arxiv.org/abs/1910.02054).
 
-A slice is a run of whole blocks of `gradient_norm.BLOCK` elements in each bucket. So the norm of a
-gradient is made of the same blocks whoever owns them, and what a member updates of a parameter ends
-with a block or with the parameter: kernels that treat the last elements of a tensor apart, and
-round them otherwise, do so at the same elements as with the whole parameter. Follows from the
-layout and the number of members only. Pure.
+A slice is a run of whole blocks of `layout.BLOCK` elements in each bucket. So the norm of a
+gradient is made of the same blocks whoever owns them, and the part of a parameter that a member
+updates ends with a block or with the parameter: kernels that treat the last elements of a tensor
+apart, and round them otherwise, do so at the same elements as with the whole parameter. The
+division follows from the layout and the number of members only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stratagem.worker.exchange.layout import BLOCK, SLOT_BYTES, BucketLayout, Slot
 
-# ---- slice owners ----
+# ---- Slice owners ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,10 @@ def _ranges(starts: list[int | None], numel: int) -> tuple[tuple[int, int], ...]
     return tuple(reversed(ranges))
 
 
-# ---- kept sums ----
+# ---- Sums of own slices ----
 #
-# The sums of a member's own slices, where the buckets that gradients travel in are given back as
-# soon as they are summed up.
+# The sums have storage of their own where the buckets of gradients are given back as soon as they
+# are summed up.
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +191,11 @@ def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[
     return [(size, -(-size // SLOT_BYTES) * SLOT_BYTES) for size in sizes]
 
 
-# ---- held blocks ----
+# ---- Held parts of each block ----
 #
-# The places of all members' parts of the parameters, block by block of the model.
-#
-# What a member holds of a block is one run of bytes, so that it travels as one message. Each part
-# begins on `SLOT_BYTES`. Follows from the division of the parameters and the blocks only. Pure.
+# A member holds one run of bytes of each block of the model, which travels as one message. Each
+# part begins on `SLOT_BYTES`. The places follow from the division of the parameters and the blocks
+# only.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Makes the exchange of a member whose sums stay with the owners of slices, over any engine."""
+"""Make the exchange of a member whose sums stay with the owners of slices, over any engine."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from stratagem.worker.mesh.link import Link, PendingTransfer
 from stratagem.worker.mesh.shm import SharedGroup
 from stratagem.worker.mesh.staging import SideStream
 
-# ---- sliced reducer ----
+# ---- Sliced reducer ----
 
 
 def sliced_exchange(
@@ -73,12 +73,11 @@ def sliced_exchange(
     return GradientReducer(buckets, party, transport, slices=slices, parameters=parameters)
 
 
-# ---- fragments ----
+# ---- Fragments of replicas ----
 #
-# The exchange of replicas that are joined fragment by fragment: a reducer for each fragment.
-#
-# Of all fragments one at most is under way on a member. Reducers go over one link, each with tags
-# of its own, as a member may have begun the next fragment while another one still ends this one.
+# Replicas are joined fragment by fragment, with a reducer for each fragment. At most one fragment
+# is under way on a member. All reducers use one link, each with tags of its own, because a member
+# may have begun the next fragment while another member still ends this one.
 
 
 class FragmentLink:

@@ -1,9 +1,9 @@
-"""One member's side of a step in which each member updates its own slice of all parameters.
+"""Exchange the slices of a step in which each member updates its own slice of all parameters.
 
-The sums of gradients are with the owners of slices. Here all come to know the norm of the whole
-gradient, and then the updated parameters, which take as many bytes as the sums would have. A step
-that fails on the way may be applied by some members and not by others. Used by one thread. Knows
-neither model nor optimizer.
+The owners of slices have the sums of gradients. Here all members learn the norm of the whole
+gradient, and then the updated parameters, which take as many bytes as the sums would have. When a
+step fails on the way, some members may have applied it and others not. Used by one thread. The
+module knows neither model nor optimizer.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -21,7 +21,7 @@ from stratagem.worker.exchange.transfer_thread import MeshTransport, Turn
 from stratagem.worker.exchange.transports import SliceTransport, Transfer, start_transfers
 from stratagem.worker.mesh.link import Link
 
-# ---- slice exchange ----
+# ---- Slice exchange ----
 
 
 class SliceExchange:
@@ -143,12 +143,10 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-# ---- slice gather ----
+# ---- All-gather of slices over a link ----
 #
-# Brings the slices of all members to all of them, over a link: an all-gather of slices that need
-# not be equally long.
-#
-# Each member sends each of its pieces to every other one. The transfers are prepared once.
+# Slices need not be equally long. Each member sends each of its pieces to every other one. The
+# transfers are prepared once.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
-"""The scalars of a step: numbers that are added up over shards together with their gradients.
+"""The interfaces of transports define what an exchange moves: step scalars, sums, parameters and
+slices.
 
-They travel in the last bucket. Only this module knows their order there.
+A transport carries partial sums, blocks of parameters or slices between members; for a member
+without peers there are transports that carry nothing.
 """
 
 import math
@@ -15,7 +17,10 @@ from stratagem.worker.exchange.layout import StepPlan
 from stratagem.worker.exchange.slice_owners import HeldBlocks
 from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 
-# ---- step scalars ----
+# ---- Step scalars ----
+#
+# The scalars are added up over shards together with the gradients and travel in the last bucket.
+# Only `StepScalars` knows their order.
 
 FIRST_REACHED: Final = 3
 """The place of the first parameter's `reached`, after weight, sum of the loss, and stop."""
@@ -71,10 +76,7 @@ class StepScalars:
         return math.isnan(self.reached[0])
 
 
-# ---- reduction transport ----
-#
-# The interface of the transports that carry the reducer's partial sums, and the transport of a
-# lone member, which carries nothing.
+# ---- Transport of partial sums ----
 
 
 class ReductionTransport(Protocol):
@@ -150,10 +152,9 @@ class SoloTransport:
     def close(self) -> None: ...
 
 
-# ---- parameter transport ----
+# ---- Transport of parameters ----
 #
-# The interface of what brings the parts of a block of parameters from their owners to a member,
-# and that of a lone member.
+# A `ParameterTransport` brings the parts of a block of parameters from their owners to a member.
 
 
 class ParameterTransport(Protocol):
@@ -211,10 +212,7 @@ def own_memory(held: HeldBlocks, rank: int, device: torch.device) -> list[Tensor
     return [torch.zeros(size, dtype=torch.uint8, device=device) for size in held.sizes[rank]]
 
 
-# ---- slice transport ----
-#
-# The interface of what brings the slices of all members to all of them, between the sums of one
-# step and the next step.
+# ---- Transport of slices ----
 
 
 class SliceTransport(Protocol):
@@ -238,10 +236,10 @@ class SliceTransport(Protocol):
         """Blocks until no other member reads the own slices any more. Raises ExchangeError."""
 
 
-# ---- transfer ops ----
+# ---- Transfers and additions ----
 #
-# The operations of every exchange: a tensor that goes to or comes from a peer, and a sum of
-# two.
+# Every exchange consists of these operations: a tensor goes to a peer or comes from one, and two
+# tensors are added.
 
 
 @dataclass(frozen=True, slots=True)

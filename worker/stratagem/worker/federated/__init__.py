@@ -1,1 +1,1 @@
-"""The client's side of secure aggregation: its secrets, its signatures, its masked update."""
+"""The client's side of federated rounds: training, privacy of rows, and secure aggregation."""

@@ -1,8 +1,9 @@
-"""One round of one federated client: local epochs over the client's own rows.
+"""Train one federated client for one round: local epochs over the client's own rows.
 
 Clients are stateless: each round starts from the global state with a fresh optimizer, and its
 sample order and random numbers depend on (seed, client, round) only, so a round that is done again
-gives the same update. Rounds count from 1. Must not know the coordinator or other clients' data.
+gives the same update. Rounds count from 1. The module knows neither the coordinator nor other
+clients' data.
 """
 
 import math
@@ -60,7 +61,7 @@ from stratagem.worker.objectives.evaluator import EvaluationShare, Evaluator
 from stratagem.worker.objectives.step_function import make_objective
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- federated client ----
+# ---- Federated client ----
 
 # Keeps the sample orders of different clients apart; client 0 has those of an undivided run.
 _CLIENT_STRIDE = 0x9E3779B97F4A7C15
@@ -449,13 +450,12 @@ def _no_rows(client: int, num_clients: int) -> InvalidInputError:
     return InvalidInputError.at("data.train", f"client {client} of {num_clients} has no rows")
 
 
-# ---- loss before ----
+# ---- Loss before the round ----
 #
-# The mean loss of a state over the training rows of one client, before it trains them.
-#
-# The model is in eval mode and nothing is differentiated. The rows are read in their order, in
-# batches of the job's batch size, as an evaluation of the split reads them; so the loss is a
-# function of the state and the rows alone, the same in whichever round it is measured.
+# The mean loss is that of a state over the training rows of one client, before it trains them. The
+# model is in eval mode and nothing is differentiated. The rows are read in their order, in batches
+# of the job's batch size, as an evaluation of the split reads them; so the loss is a function of
+# the state and the rows alone, the same in whichever round it is measured.
 
 _SPLIT = "train"
 

@@ -1,11 +1,8 @@
-"""Clips the change that a client makes to the global state, as one vector of all its floats.
+"""Protect the privacy of a client's rows: clip its update, and train its steps by DP-SGD.
 
-    Δ = w - w_global, of all floating tensors together, buffers and single numbers included
-    Δ · min(1, C / ‖Δ‖), computed in float64, rounded to the tensors' types
-
-What is rounded to may be a last bit too long, so it is made shorter until its norm, computed in
-float64, is at most C. Integers and bools do not change: they would tell of the client's rows.
-Source: McMahan et al. 2018, https://arxiv.org/abs/1710.06963 (flat clipping).
+A client may send its change to the global state clipped as one vector of all its floats. Where its
+rows are protected, each step clips the gradient of every row and adds noise, and a budget limits
+the number of rounds.
 """
 
 import hashlib
@@ -42,7 +39,14 @@ from stratagem.worker.host.stalls import per_thread
 from stratagem.worker.models.tensors import name_of
 from stratagem.worker.user_code.entrypoints import user_code
 
-# ---- clip update ----
+# ---- Clipped update ----
+#
+#     Δ = w - w_global, of all floating tensors together, buffers and single numbers included
+#     Δ · min(1, C / ‖Δ‖), computed in float64, rounded to the tensors' types
+#
+# A rounded change may be a last bit too long, so it is made shorter until its norm, computed in
+# float64, is at most C. Integers and bools do not change: they would reveal the client's rows.
+# Source: McMahan et al. 2018, https://arxiv.org/abs/1710.06963 (flat clipping).
 
 _SHORTER: Final = 2.0**-24
 """The factor is made smaller by this share, then by twice as much, and so on."""
@@ -113,9 +117,9 @@ def _scaled(
     }
 
 
-# ---- row budget ----
+# ---- Privacy budget of a client's rows ----
 #
-# What the rounds of a client have cost in privacy of its rows, and the refusal of one too many.
+# A client refuses a round that would exceed the budget.
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +182,9 @@ def check_budget(costs: RowCosts, target: float | None, num_spent: int) -> float
     return epsilon
 
 
-# ---- row checks ----
+# ---- Checks of the model ----
 #
-# Checks a model whose rows are to be protected, once it is built: before anything is trained.
+# The model is checked once it is built, before anything is trained.
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
@@ -217,18 +221,14 @@ def _keeps_sums(module: nn.Module) -> bool:
     return (is_batch and not is_instance) or bool(module.track_running_stats)
 
 
-# ---- row noise ----
+# ---- Draws and noise of a round ----
 #
-# What is drawn at random in one protected round of a client: the rows of each step, and its noise.
+# The rows of each step and its noise are functions of a secret that lies where the rows lie and of
+# all that the round is computed from. So a round that is done again has the same rows and the same
+# noise, while noise is never used for another sum, of which the difference could be taken:
 #
-# Both are functions of a secret that lies where the rows lie and of all that the round is computed
-# from, so a round that is done again has the rows and the noise that it had, while noise is never
-# used for another sum, of which the difference could be taken:
-#
-#     round  = name of the round, base state, job, client, number of rows        (in the key of
-#            both)
-#     draw   = HKDF(secret, round, step)                        row i takes part if uniform(i) <
-#            rate
+#     round  = name of the round, base state, job, client, number of rows    (in both keys)
+#     draw   = HKDF(secret, round, step)              row i takes part if uniform(i) < rate
 #     noise  = HKDF(secret, round, step, rows read so far, tensor)
 #
 # The name of a round holds the run, its submission and how often it went back; it does not hold how
@@ -278,9 +278,7 @@ class RowNoise:
         return standard_normal(key, 0, num)
 
 
-# ---- row gradients ----
-#
-# The gradient of a step in which no row can be told from its absence (DP-SGD).
+# ---- Gradients of protected rows (DP-SGD) ----
 #
 #     g_i  = gradient of the mean loss of row i, of all parameters as one vector
 #     sum  = Σ g_i · min(1, C / ‖g_i‖) + N(0, (z·C)²), rounded to a grid      (of the rows drawn)
@@ -288,8 +286,8 @@ class RowNoise:
 #
 # Each row goes through the model alone, as a batch of one (`torch.func`: vmap over grad), so
 # nothing can mix rows; where torch cannot run a module of the model for many rows at once, one row
-# after the other. Norms and sums are float64. A row whose gradient is not finite counts as zero: it
-# must not tell of itself by an error. Buffers stay as they are. Source: Abadi et al. 2016,
+# after the other. Norms and sums are float64. A row whose gradient is not finite counts as zero: an
+# error would reveal it. Buffers stay as they are. Source: Abadi et al. 2016,
 # https://arxiv.org/abs/1607.00133, Algorithm 1, with Poisson sampling.
 
 _MAX_NUMBERS: Final = 1 << 25

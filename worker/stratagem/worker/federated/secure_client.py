@@ -1,16 +1,15 @@
-"""The steps of a client in a secure round, each checked against what the client has done before.
+"""Take the steps of a client in a secure round, each checked against its earlier steps.
 
     post keys        make secrets for this attempt, once
-    share secrets    believe the neighbours' keys, seal shares of the secrets for them, once
-    mask             say with which masks the update leaves, for one update alone
+    share secrets    verify the neighbours' keys, seal shares of the secrets for them, once
+    mask             name the masks of the update, for one update alone
     sign survivors   sign whose updates are in the sum, for one set alone
     open shares      once enough neighbours have signed the same set: of each neighbour one share,
                      of the self mask if it survives, of the mask key if it does not
 
-What a step decides is on the disk before its answer leaves. The same step again gets the same
-keys, shares and consent (a signature may be a new one of the same text); another one is refused.
-Nothing here trusts the coordinator: threshold, neighbours and modulus follow from the job and the
-members, and are computed here.
+A step's decision is on disk before its answer leaves. The same step again gets the same keys,
+shares and consent (a signature may be a new one of the same text); another one is refused. The
+client computes threshold, neighbours and modulus itself: it does not trust the coordinator.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ from stratagem.worker.federated.secure_secrets import (
 )
 from stratagem.worker.site.file import PeerPins
 
-# ---- secure client ----
+# ---- Secure client ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,9 +403,9 @@ def _one_of(share: HeldShare, survives: bool) -> tuple[bool, bytes]:
     return (False, share.self_mask) if survives else (True, share.mask_key)
 
 
-# ---- masked update ----
+# ---- Masked update ----
 #
-# Makes of a client's change a masked update: whole numbers that say nothing without the others'.
+# The change of a client becomes whole numbers that reveal nothing without those of the others.
 #
 #     Δ = w - w_global, of all floating elements; a change that is not finite is refused
 #     y = rint(clip(Δ) · s) · weight + self mask + Σ pair masks     modulo 2^32 or 2^64

@@ -1,9 +1,10 @@
-"""What a worker keeps of its clients' secure rounds: secrets, and what they were used for.
+"""Store the secrets of a worker's clients in secure rounds and their uses, and sign for the
+clients.
 
-Owns one record for each client of each run, on the disk before an answer leaves where the worker
+There is one record for each client of each run, on disk before an answer leaves where the worker
 has a data folder (0600, one file for each), else in memory: a worker that is restarted without one
-has lost its keys, and its clients drop out of the round. Of a round that is over only its number
-stays, so that it is never unmasked a second time.
+has lost its keys, and its clients drop out of the round. Only the number of a finished round stays,
+so that it is never unmasked a second time.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ from stratagem.common.schema.json import JSON
 from stratagem.common.strategy.secure import SecureAggregation
 from stratagem.worker.site.file import PeerPins
 
-# ---- secret store ----
+# ---- Secret store ----
 
 log = structlog.get_logger(__name__)
 
@@ -167,9 +168,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-# ---- signing ----
-#
-# Who signs for a client, and whose signatures count.
+# ---- Signatures ----
 #
 # A worker signs with the key of its certificate. It believes a certificate that is of a worker of
 # its own trust domain, that an authority it knows has issued, and, where its site names the

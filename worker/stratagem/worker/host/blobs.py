@@ -1,20 +1,12 @@
-"""Blobs that the coordinator has uploaded: committed states and inline data, named by digest.
+"""Keep the blobs that the coordinator has uploaded: committed states and inline data, named by
+digest.
 
-Owns what is kept of each run (all data, the newest states, and those that plans wait for or load),
-where it is stored (memory, or a file above a limit), and uploads that are not complete yet, which a
-later call may continue. A blob is visible once all its bytes are here. Lives on the event loop.
-Knows nothing of sessions.
-
-The newest two states are kept, or two for each federation of the run whose clients train here, as
-far as memory allows it: its state comes as soon as the round before has ended, and its clients have
-their turn after those of the others.
-
-The digest is a name here and is not computed again: the coordinator has checked the file against
-it, and the checksum of every chunk, made from the bytes as they are read there, guards the way.
-SHA-256 of a state costs more than receiving it (0.5 to 1.8 GB/s of one core, which trains
-meanwhile). What it would find besides is memory that fails; of that, workers that hold the same
-state find more, as they compare what they have computed. Only what has come in several streams is
-computed again: they may have been those of different callers.
+The store keeps of each run all data, the newest states, and those that plans wait for or load, in
+memory or, above a limit, in a file. A later call may continue an incomplete upload; a blob is
+visible once all its bytes are here. The newest two states are kept, or two for each federation of
+the run whose clients train here, as far as memory allows it: the state of a federation comes as
+soon as the round before has ended, and its clients have their turn after those of the others. Lives
+on the event loop and knows nothing of sessions.
 """
 
 import asyncio
@@ -47,9 +39,7 @@ from stratagem.common.tensors.stream import ChunkWriter
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
 from stratagem.v1 import tensor_pb2
 
-# ---- memory use ----
-#
-# The memory that this process uses now.
+# ---- Memory use ----
 
 _STATM: Final = Path("/proc/self/statm")
 _RSS: Final = 1
@@ -68,7 +58,14 @@ def memory_bytes(device: torch.device) -> int:
         return most if sys.platform == "darwin" else most * 1024
 
 
-# ---- worker blob cache ----
+# ---- Blobs ----
+#
+# The digest is a name here and is not computed again: the coordinator has checked the file against
+# it, and the checksum of every chunk, made from the bytes as they are read there, protects the
+# transfer. SHA-256 of a state costs more than receiving it (0.5 to 1.8 GB/s of one core, which
+# trains meanwhile). It would find only failing memory besides; workers that hold the same state
+# find more of that, as they compare what they have computed. Only a blob that has come in several
+# streams is hashed again: they may have been those of different callers.
 
 NUM_STATES: Final = 2
 """Kept of a run, or of each of its federations."""

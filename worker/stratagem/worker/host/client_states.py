@@ -1,4 +1,4 @@
-"""What federated clients keep to themselves on this worker, by run, client and round.
+"""Store the private state of federated clients on this worker, by run, client and round.
 
 A state is a safetensors file, on the disk before its name is told to anybody, and read by the
 digest that was told. The states of one client that are needed no more go when it writes the next

@@ -1,4 +1,4 @@
-"""A number for the clock of this process, by which others tell whether theirs is the same one."""
+"""The clocks, retries and torch thread of a worker process are shared by all its sessions."""
 
 import os
 import queue
@@ -16,7 +16,9 @@ import torch
 from stratagem.common.base.retry import Backoff
 from stratagem.worker.host.stalls import Activity, per_thread
 
-# ---- clock number ----
+# ---- Clock number ----
+#
+# Processes compare this number to tell whether they read the same clock.
 
 NO_NUMBER: Final = 0
 """Of a clock that nobody can be known to share."""
@@ -34,15 +36,12 @@ def clock_number() -> int:
     return zlib.crc32(f"{boot} {namespace}".encode()) or 1
 
 
-# ---- coordinator clock ----
+# ---- Offset to the coordinator's clock ----
 #
-# Estimates the offset between this machine's clock and the coordinator's.
-#
-# With it times of different workers can be compared.
-#
-# A call is answered with the coordinator's time. It was read between sending and receiving; if both
-# ways took equally long, in the middle. The error is at most half the round trip, so the call with
-# the shortest one counts (Cristian, 1989). Written on the event loop, read in the torch thread.
+# With the offset, times of different workers can be compared. A call is answered with the
+# coordinator's time. It was read between sending and receiving; if both ways took equally long, in
+# the middle. The error is at most half the round trip, so the call with the shortest one counts
+# (Cristian, 1989). Written on the event loop, read in the torch thread.
 
 NUM_KEPT: Final = 16
 """Calls that are remembered; older ones would miss a drift of the clocks."""
@@ -71,9 +70,7 @@ class CoordinatorClock:
         self.offset = min(self._readings, key=lambda reading: reading.error_s)
 
 
-# ---- coordinator retry ----
-#
-# The pauses between a worker's attempts to reach its coordinator.
+# ---- Retries to the coordinator ----
 
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
@@ -84,13 +81,11 @@ def new_backoff() -> Backoff:
     return Backoff(FIRST_RETRY_S, LAST_RETRY_S)
 
 
-# ---- torch thread ----
+# ---- Torch thread ----
 #
-# The one thread in which torch computes, and where the user's code runs.
-#
-# Owns the thread and the order: jobs run one after another as they were handed in, and others see
-# whose job runs and whether it moves. Knows nothing of what a job is; a job reports its own outcome
-# and does not raise.
+# torch computes and the user's code runs in this one thread. Jobs run one after another in the
+# order of their submission, and others see whose job runs and whether it moves. A job reports its
+# own outcome and does not raise.
 
 Job = Callable[[], None]
 

@@ -1,10 +1,9 @@
-"""The record from which the next worker process of the same name learns how this one ended.
+"""Record how this process ends, for the next worker process of the same name.
 
-Owns two files of the data folder: one in shared memory with what is executed, the step, and the
-lines that the job's code prints; one that a fatal signal is explained in. What is written there
-outlives SIGKILL and costs a training step a microsecond. The next process reads both before it
-registers, and takes their place once it has: one that ends before that has left
-no record.
+The record is two files of the data folder: one in shared memory with what is executed, the step,
+and the lines that the job's code prints; one in which a fatal signal is explained. They outlive
+SIGKILL and cost a training step a microsecond. The next process reads both before it registers, and
+takes their place once it has: one that ends before that has left no record.
 """
 
 import faulthandler
@@ -27,7 +26,7 @@ from stratagem.common.base.errors import UserCodeError, led_to
 from stratagem.common.base.files import create_private
 from stratagem.v1 import coordinator_pb2 as pb
 
-# ---- exit record ----
+# ---- Exit record ----
 
 log = structlog.get_logger(__name__)
 
@@ -112,7 +111,7 @@ class LastWords:
         if self._map is not None:
             struct.pack_into("<I", self._map, _STOPPED, 1)
 
-    # ---- in the torch thread ----
+    # ---- Calls in the torch thread ----
 
     @contextmanager
     def at(self, run_id: str, party: str) -> Iterator[None]:
@@ -157,7 +156,7 @@ class LastWords:
         struct.pack_into("<I", self._map, _LENGTH, len(data))
 
 
-# ---- of the process before ----
+# ---- Record of the previous process ----
 
 
 def _read(file: Path, faults: Path, supervisor: str) -> pb.PreviousExit:
@@ -253,14 +252,12 @@ def check_previous_exit(value: str) -> str:
     return value
 
 
-# ---- device faults ----
-#
-# Faults after which a CUDA device computes nothing more for this process.
+# ---- Faults of a CUDA device ----
 #
 # An assertion that fails in a kernel, or a failing device, leaves the process a context in which
 # every later call fails. So the process has to be replaced. Errors by which only the present call
-# fails, such as a lack of memory, are none of these. Whose fault it is follows from the driver's
-# words: an assertion fails because of the job's own numbers, and would fail on any device.
+# fails, such as a lack of memory, are none of these. The driver's words say whose fault it is: an
+# assertion fails because of the job's own numbers, and would fail on any device.
 
 _OF_THE_JOB: Final = ("device-side assert triggered",)
 _OF_THE_DEVICE: Final = (

@@ -1,7 +1,7 @@
-"""Rules about a thread that stays at one thing: from when on that is reported, when the process has
-to end because of it, and what its stack says of the cause.
+"""Detect a stalled thread: when to report it, when to end the process, and what its stack says of
+the cause.
 
-Pure functions. A step may take any time, so nothing is a fault until somebody wants the thread.
+A step may take any time, so nothing is a fault until another task needs the thread.
 """
 
 import sys
@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-# ---- stalls ----
+# ---- Rules for stalls ----
+#
+# The rules are pure functions.
 
 USUAL: Final = 2.0
 """A stay is long if it takes this many times as long as any that has ended before."""
@@ -164,13 +166,11 @@ def _is_users(frame: StackFrame) -> bool:
     return not (is_library or top == "stratagem" or frame.file.startswith("<"))
 
 
-# ---- thread activity ----
+# ---- Activity of a thread ----
 #
-# The present activity of a thread, which other threads may look at.
-#
-# A thread notes it whenever it enters or leaves the user's code, for a fraction of a microsecond
-# and without reading a clock: those who look at it every now and then see that the number of moves
-# has not changed, and since when.
+# A thread notes its activity whenever it enters or leaves the user's code, for a fraction of a
+# microsecond and without reading a clock: observers who look from time to time see that the number
+# of moves has not changed, and since when.
 
 
 def _nothing() -> None: ...

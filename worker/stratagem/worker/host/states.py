@@ -1,7 +1,7 @@
-"""States that this worker reads from the folder of states by itself, without the coordinator.
+"""Read states by the worker itself: from the folder of states, or from an object store.
 
-Every leaf is checked against its digest, and the list against that of the state. What cannot be
-read here is asked of the coordinator, like any other blob.
+Every leaf is checked against its digest, and the list of leaves against that of the state. A state
+that cannot be read here is requested from the coordinator, like any other blob.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.blobs import BlobUpload, ReceivedBlobs
 
-# ---- direct states ----
+# ---- Folder of states ----
 
 log = structlog.get_logger()
 
@@ -95,12 +95,11 @@ class DirectStates:
         return lambda: upload.fill(self.folder.read_state(listed))
 
 
-# ---- signed stream ----
+# ---- Signed requests ----
 #
-# A call in which this worker asks for signed requests, and says what it has done with them.
-#
-# Owns the asking: what is wanted goes out in as few messages as there are moments to send one, and
-# each URL comes to whoever waits for it. Lives on the event loop. Knows nothing of states.
+# In this call the worker asks for signed requests, and reports what it has done with them. Requests
+# that are needed at the same moment share a message, and each URL goes to the task that waits for
+# it. Lives on the event loop and knows nothing of states.
 
 MAX_ASKED: Final = 64
 """Leaves in one message: their URLs have at most half a megabyte."""
@@ -193,12 +192,9 @@ class SignedStream(Generic[R]):
                     waiting.set_exception(UnavailableError("the coordinator signs nothing more"))
 
 
-# ---- signed states ----
-#
-# States in leaves that this worker reads from an object store by signed requests.
+# ---- States in an object store ----
 #
 # The coordinator sends the list of a state and signs the requests; the bytes come from the store.
-# Every leaf is checked against its digest, and the list against that of the state.
 
 NUM_AHEAD: Final = 4
 """Leaves in memory, some of them on their way."""

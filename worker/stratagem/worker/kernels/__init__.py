@@ -1,8 +1,7 @@
 """Operators on flat float32 vectors for which torch has no fused one.
 
-`kernel_ops` is the entry: it checks arguments and takes the Triton programs for CUDA tensors, the
-torch reference for all others; both give the same bits. Formulas are in
-docs/explanation/kernels.md. Must not know gradients, members or codecs.
+CUDA tensors go to Triton programs, all others to the torch reference; both give the same bits.
+Formulas are in docs/explanation/kernels.md.
 """
 
 from stratagem.worker.kernels.ops import (

@@ -1,7 +1,7 @@
-"""The operators of the kernels: they check the arguments and choose the backend that computes.
+"""The operators of the kernels check their arguments and choose the backend that computes.
 
-`runs_programs` says which tensors go to the Triton programs (`triton_launch`); all others go to the
-torch reference (`torch_kernels`). Neither checks anything. Both give the same bits.
+`runs_programs` says which tensors go to the Triton programs (`kernels.triton`); all others go to
+the torch reference (`kernels.torch`). The backends check nothing. Both give the same bits.
 """
 
 import math
@@ -151,7 +151,7 @@ def unsketch(sketch: Tensor, numel: int, seed: int, scale: float = 1.0) -> Tenso
     return backend(sketch.device).unsketch(sketch, numel, _seed(seed), _rounded(scale))
 
 
-# ---- arguments ----
+# ---- Checks of the arguments ----
 
 
 def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:

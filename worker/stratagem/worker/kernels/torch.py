@@ -3,7 +3,7 @@
 torch has no uint32 arithmetic: words are held in int32, whose products have the same 32 bits, and
 the signs that a shift brings in are masked off. Products and sums are separate operations, so that
 none is contracted to a fused one, which rounds differently.
-Arguments were checked by `kernel_ops`, which also says what each operator is.
+Arguments were checked by `kernels.ops`, which also says what each operator is.
 """
 
 from typing import Final

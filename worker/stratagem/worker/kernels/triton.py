@@ -1,7 +1,8 @@
-"""The operators on a CUDA device: allocates the answers and launches the Triton programs.
+"""Run the operators on a CUDA device: allocate the results and launch the Triton programs.
 
-Replaces `torch_kernels`; `kernel_ops` chooses and has checked the arguments. Nothing here waits for
-the device. Under TRITON_INTERPRET=1, set before the import, the programs run on CPU tensors.
+`kernels.ops` chooses between this module and the torch reference, and has checked the arguments.
+Nothing here waits for the device. Under TRITON_INTERPRET=1, set before the import, the programs run
+on CPU tensors.
 """
 
 from typing import Any, Final
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from stratagem.worker.kernels.torch import signed
 
-# ---- triton launch ----
+# ---- Launch of the programs ----
 
 BLOCK: Final = 1024
 NUM_LEVELS: Final = 5
@@ -128,13 +129,12 @@ def _launch_over(program: Any, numel: int, first: Tensor, *args: Any, **constant
         )
 
 
-# ---- triton programs ----
-#
-# The operators as Triton programs. Imports triton; only `triton_launch` imports this.
+# ---- Triton programs ----
 #
 # Each program instance works on BLOCK elements and writes its own places only: no atomics, so the
-# bits depend on nothing but the arguments. Only triton's builtins are used, none of its library
-# functions: those are bound to the compiler or the interpreter when triton is first imported.
+# bits depend on nothing but the arguments. The programs use only triton's builtins, none of its
+# library functions: those are bound to the compiler or the interpreter when triton is first
+# imported.
 
 
 @triton.jit

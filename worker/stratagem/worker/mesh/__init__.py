@@ -1,8 +1,7 @@
 """Engines that carry tensors between the members of a party.
 
-Each engine implements `Link`: send, receive, cut; the one for shared memory, which sends nothing,
-implements `SharedGroup`: memory, barrier, cut. What the tensors mean, in which order they are added
-and which processes belong to the party is decided above.
+The callers decide what the tensors mean, in which order they are added, and which processes belong
+to the party.
 """
 
 from stratagem.worker.mesh.link import ExchangeError, Forming, Link, PendingTransfer, Rendezvous

@@ -1,7 +1,7 @@
-"""The choice of a membership's engine: a function of what all its members offer in the rendezvous.
+"""Choose the engine of a membership from the offers that all its members make in the rendezvous.
 
-Every member has the same answers and so comes to the same choice, without another round. An engine
-needs more than being there: shared memory one host, nccl a device for each. Pure; opens nothing.
+Every member has the same answers and so makes the same choice, without another round. An engine
+needs more than being installed: shared memory needs one host, nccl a device for each member.
 """
 
 import base64
@@ -31,7 +31,9 @@ from stratagem.worker.mesh.shm import (
 from stratagem.worker.mesh.shm_messages import SlotLink
 from stratagem.worker.mesh.torch_links import connect_nccl, form_gloo, serve_nccl
 
-# ---- backend choice ----
+# ---- Choice of an engine ----
+#
+# The choice is a pure function of the offers.
 
 PREFERENCE: Final = ("shm", "nccl", "gloo", "grpc")
 
@@ -114,12 +116,10 @@ def _objection(name: str, offers: Sequence[Offer]) -> str | None:
     return None
 
 
-# ---- backend agreement ----
+# ---- Agreement on an engine ----
 #
-# Forms the link of a membership with the engine that all its members agree on.
-#
-# Everything that needs an address is opened before the rendezvous, its answers decide
-# (`backend_choice`), and what was not chosen is closed again. Owns what this process may offer: the
+# Everything that needs an address is opened before the rendezvous; the answers decide, and the
+# engines that were not chosen are closed again. `MeshOffer` keeps what this process may offer: the
 # operator's wish, and whether sharing memory has turned out to be impossible here.
 
 AUTO: Final = "auto"

@@ -1,8 +1,8 @@
 """The gRPC engine: links that need no port of their own, and the only ones that TLS can protect.
 
-Owns the sending side: one stream to each other member, kept for the life of the link, its messages
-in order. What comes in is served by `peer_service.py`. Streams run on the event loop; a link is
-used from any other thread. Knows nothing of gradients.
+This is the sending side: one stream to each other member, kept for the life of the link, with its
+messages in order. `peers.py` serves the incoming streams. Streams run on the event loop; a link is
+used from any other thread. The engine knows nothing of gradients.
 """
 
 from __future__ import annotations

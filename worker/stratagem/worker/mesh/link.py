@@ -1,7 +1,7 @@
-"""The one interface between the reducer and the engines that carry its bytes.
+"""A link is the one interface between the reducer and the engines that carry its bytes.
 
-A link belongs to one membership of a party: it is formed when all members are there and thrown
-away when one of them is lost; there is no repair. It must not know what it carries.
+A link belongs to one membership of a party: it is formed when all members are there and thrown away
+when one of them is lost; there is no repair. It does not know what it carries.
 """
 
 import contextvars
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import StratagemError
 
-# ---- link ----
+# ---- Link ----
 
 LEAVE_GRACE_S = 0.5
 LEAVE_BYTES_PER_S = 100e6
@@ -93,14 +93,11 @@ class CollectiveLink(Link, Protocol):
         call it in the same order."""
 
 
-# ---- link forming ----
+# ---- Forming of a link ----
 #
-# Forms a link in a thread of its own, so that a caller that waits for it can be called away at
-# once.
-#
-# gloo cannot be told to give up connecting; a peer that was lost between the rendezvous and the
-# connection would hold all members up until a timeout. A link that comes too late is thrown away.
-# Knows nothing of engines.
+# A thread of its own forms a link, so that the caller can stop waiting at once. gloo cannot be told
+# to give up connecting: a peer that was lost between the rendezvous and the connection would hold
+# all members up until a timeout. A link that comes too late is thrown away.
 
 
 class Formed(Protocol):

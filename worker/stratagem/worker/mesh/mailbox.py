@@ -94,7 +94,7 @@ class Mailbox:
         """Sources from which nothing more will come, and why."""
         self._end = ""
 
-    # ---- the side of the receiving member, any thread ----
+    # ---- Receiving side, from any thread ----
 
     def post(self, route: Route, tensor: Tensor) -> Receive:
         """Posts a receive: the tensor that a message goes to, which may be here already."""
@@ -168,7 +168,7 @@ class Mailbox:
             begun = [m.receive for m in self._messages.values() if m.receive is not None]
             return sum(receive.size_bytes for receive in (*self._posted.values(), *begun))
 
-    # ---- the side of the streams, on the event loop ----
+    # ---- Streams, on the event loop ----
 
     def enter(self, source: int) -> None:
         """Counts a stream of this member as open."""
@@ -227,7 +227,7 @@ class Mailbox:
             if self._awaited is not None and route.step == self._first_step:
                 self._awaited.add(route)
 
-    # ---- inside; `changed` is held ----
+    # ---- Internal; the caller holds `changed` ----
 
     def _await(self, route: Route, is_done: Callable[[], bool], timeout_s: float) -> None:
         """Blocks until is_done(). Raises ExchangeError when nothing of the route can come any more,

@@ -1,9 +1,9 @@
-"""The shared-memory engine: members on one host that can hand each other memory.
+"""The shared-memory engine lets members on one host hand each other memory.
 
 Each member allocates an anonymous segment (memfd) and passes it to the others over connected Unix
-sockets; all map all of them. A segment has no name, so there is nothing to clean up, whenever and
-however a process ends, and no mount whose size limits it. The sockets also carry the barriers, as
-counted bytes: a peer that dies is seen at once. Knows nothing of gradients.
+sockets; all members map all segments. A segment has no name, so there is nothing to clean up,
+whenever and however a process ends, and no mount limits its size. The sockets also carry the
+barriers, as counted bytes: a peer that dies is seen at once. The engine knows nothing of gradients.
 """
 
 import fcntl
@@ -24,11 +24,7 @@ from torch import Tensor
 
 from stratagem.worker.mesh.link import ExchangeError
 
-# ---- shm segments ----
-#
-# Memory without a name that one process makes and others map, passed over a Unix socket.
-#
-# Knows neither members nor barriers.
+# ---- Anonymous memory segments ----
 
 _SEALS: Final = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 _SEGMENT: Final = b"S"
@@ -91,13 +87,11 @@ def take_segment(sock: socket.socket, size_bytes: int, peer: int, deadline_s: fl
             os.close(fd)
 
 
-# ---- same host ----
+# ---- Members on one host ----
 #
-# Members on one host: how they recognise that they share it, and connected Unix sockets among
-# them.
-#
-# They meet in the abstract namespace, that is, inside one network namespace; a secret from the
-# rendezvous keeps strangers out. Knows nothing of what the sockets will carry.
+# Members recognise that they share a host and connect by Unix sockets. They meet in the abstract
+# namespace, that is, inside one network namespace; a secret from the rendezvous keeps strangers
+# out.
 
 _SECRET_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f">{_SECRET_BYTES}sI")  # the listener's secret, the caller's rank
@@ -285,7 +279,7 @@ def _receive(sock: socket.socket, num_bytes: int, peer: int, deadline_s: float) 
     return answer
 
 
-# ---- shm buffers ----
+# ---- Shared group ----
 
 
 def form_shared(

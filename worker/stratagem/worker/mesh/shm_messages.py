@@ -218,7 +218,7 @@ class _Way:
         self._rooms.clear()
         self._slots.clear()
 
-    # ---- sending ----
+    # ---- Sending ----
 
     def _fill(self) -> None:
         """Puts what has waited longest into slots."""
@@ -296,7 +296,7 @@ class _Way:
                 os.close(fd)
             self._out_fds.clear()
 
-    # ---- receiving ----
+    # ---- Receiving ----
 
     def _pull(self) -> None:
         """Takes in everything that was announced."""

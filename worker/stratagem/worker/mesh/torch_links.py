@@ -1,6 +1,4 @@
-"""What the links over one of torch's process groups have in common: transfers, their bytes, and the
-errors of the group. Knows no engine.
-"""
+"""The gloo and nccl engines are links over torch's process groups."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from stratagem.common.tensors.stream import RECEIVED, SENT, Flow, over
 from stratagem.worker.mesh import shm
 from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, ExchangeError, Rendezvous
 
-# ---- process group link ----
+# ---- Links over a process group ----
 
 
 class ProcessGroupLink:
@@ -86,9 +84,7 @@ class GroupTransfer:
         self._link.count(-self._size_bytes)
 
 
-# ---- gloo sockets ----
-#
-# Finds the sockets that a process group opened, and cuts them.
+# ---- Sockets of gloo ----
 #
 # gloo has no abort: the only way to end its waits is to shut its connections down. Its sockets are
 # those that appeared while the group was formed and that use a port of a member's gloo listener, so
@@ -178,13 +174,12 @@ def _ends(sock: socket.socket) -> frozenset[int]:
         return frozenset()
 
 
-# ---- gloo backend ----
+# ---- The gloo engine ----
 #
-# The gloo engine: TCP between members on CPU.
-#
-# A raw process group on a store of our own, so that there is no default group and no store server:
-# the members' addresses travel through the caller's rendezvous, which is also the barrier. Forming
-# a group costs milliseconds, so each membership gets a fresh one. Knows nothing of gradients.
+# gloo uses TCP between members on CPU. The process group is a raw one on a store of our own, so
+# that there is no default group and no store server: the members' addresses travel through the
+# caller's rendezvous, which is also the barrier. Forming a group costs milliseconds, so each
+# membership gets a fresh one.
 
 # One group begins to listen at a time: the listeners that appear meanwhile are its own.
 _forming = threading.Lock()
@@ -324,12 +319,11 @@ def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
     return struct.unpack(f">{num_ports}H", answer[1:end]), answer[end:]
 
 
-# ---- nccl backend ----
+# ---- The nccl engine ----
 #
-# The nccl engine: CUDA devices, one per member.
-#
-# nccl has no tags. Two members' transfers run in the order of issue on a communicator of the pair,
-# so both ends must issue them in mirrored order; the reducer does when `in_order` is set.
+# nccl connects CUDA devices, one per member. It has no tags: two members' transfers run in the
+# order of issue on a communicator of the pair, so both ends must issue them in mirrored order; the
+# reducer does when `in_order` is set.
 
 
 def serve_nccl(host: str, timeout_s: float) -> TCPStore:

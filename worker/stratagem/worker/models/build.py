@@ -1,8 +1,8 @@
-"""Builds the model of a job: once for real, from the seed, and elsewhere empty, to be loaded.
+"""Build the model of a job: once for real, from the seed, and elsewhere empty, to be loaded.
 
-An empty model is built on the meta device, so no memory is touched and nothing is initialised.
-A factory that cannot do that (it reads values, or keeps tensors that are no part of the state) is
-run for real instead. Must not know training.
+An empty model is built on the meta device, so no memory is touched and nothing is initialised. A
+factory that cannot do that (it reads values, or keeps tensors that are no part of the state) is run
+for real instead. The module does not know training.
 """
 
 import inspect
@@ -32,13 +32,12 @@ from stratagem.worker.models.program import Slots, evaluate, run_calls
 from stratagem.worker.models.tensors import check_tensors, convert, memory_of
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- graph model ----
+# ---- Models from graph documents ----
 #
-# A model from a graph document: named nodes of allow-listed torch.nn modules, edges, subgraphs.
-#
-# Parameters are called `<node id>.<name>` (inside a subgraph `<subgraph id>.<node id>.<name>`), and
-# modules are made in the order of the document, so that a chain of nodes is initialised exactly as
-# the same nn.Sequential. Must not know training.
+# A graph document has named nodes of allow-listed torch.nn modules, edges and subgraphs. Parameters
+# are called `<node id>.<name>` (inside a subgraph `<subgraph id>.<node id>.<name>`), and modules
+# are made in the order of the document, so that a chain of nodes is initialised exactly as the same
+# nn.Sequential.
 
 
 class Add(nn.Module):
@@ -199,14 +198,12 @@ def _make_node(node: NodeSpec) -> nn.Module:
     return module.requires_grad_(node.trainable)
 
 
-# ---- file storage ----
+# ---- Storage in files ----
 #
-# Gives large tensors storage in files while a model is built, so that its size need not fit the
-# memory: the kernel writes pages out that are not used, as it cannot do with memory of a process
-# where there is no swap.
-#
-# What is computed is the same: the same operations run in the same order on the same numbers, drawn
-# from the same generator; only where the results lie is another place.
+# While a model is built, its large tensors may have storage in files, so that its size need not fit
+# the memory: the kernel writes unused pages out, as it cannot do with memory of a process where
+# there is no swap. The results are the same: the same operations run in the same order on the same
+# numbers, drawn from the same generator; only their storage is in another place.
 
 SMALLEST_BYTES: Final = 1 << 20
 """Of storage that is a file; smaller tensors are of no account."""
@@ -304,9 +301,9 @@ def _view(tensor: Tensor, storage: UntypedStorage) -> Tensor:
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-# ---- model fit ----
+# ---- Errors about the fit of job and model ----
 #
-# Tells errors about how a job fits its model from other wrong input: a site may pass them on.
+# These errors have a type of their own because a site may pass them on, unlike other wrong input.
 
 
 @contextmanager
@@ -319,7 +316,7 @@ def checks_of_the_model() -> Iterator[None]:
         raise UnfitModelError(violations=error.violations) from None
 
 
-# ---- model builder ----
+# ---- Model builder ----
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 _ACTIVITY: Final = "building the model"

@@ -1,8 +1,8 @@
-"""Runs a model's program, or the part of it that is one stage.
+"""Run a model's program, or the part of it that is one stage.
 
 The uses of a node's output are kept apart: each gets a tensor of its own (the same memory), and
 their gradients are added in falling order of use. So the sum does not depend on which uses are
-computed here and which on another worker. Must not know workers or messages.
+computed here and which on another worker. The module knows neither workers nor messages.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook as has_hooks_for_all_mo
 
 from stratagem.common.model.program import Bundle, Call, FromNode, ModelInput, NodeInput, Source
 
-# ---- run program ----
+# ---- Run a program ----
 
 Slots = dict[tuple[str, int], Any]
 """(node, use) → value; taken out when it is used."""
@@ -117,9 +117,7 @@ def _fan(value: Any, count: int) -> list[Any]:
     return [map_nested(value, use(number)) for number in range(count)]
 
 
-# ---- stochastic modules ----
-#
-# Tests whether modules may draw random numbers, and whether a model runs only known code.
+# ---- Stochastic modules and known code ----
 
 
 def draws_random_numbers(module: nn.Module) -> bool:

@@ -1,6 +1,7 @@
-"""The dtypes of a model's floats: as it was built, unless the job's precision converts them.
+"""Check and convert the tensors of a model: their dtypes, and the kinds that a model may hold.
 
-Rows follow their model. Must not know training.
+The floats of a model keep the dtypes that they were built with, unless the job's precision converts
+them. Rows follow their model. The module does not know training.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import LAYS_OUT_PARAMETERS
 from stratagem.common.tensors.manifest import DTYPES
 
-# ---- model dtypes ----
+# ---- Dtypes of a model ----
 
 _OF_ROWS: Final = (torch.float32, torch.float64)
 
@@ -88,13 +89,11 @@ def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-# ---- model tensors ----
+# ---- Kinds of tensors and modules ----
 #
-# The kinds of tensors and modules that a model may hold, decided in one place.
-#
-# Looked at when a factory has made a model: by `stratagem check`, when a run's model is built, and
-# on each worker that builds it again; so all of them say the same sentence. What can only be seen
-# while a model is trained is looked at whenever its state is saved. Must not know training.
+# The checks run when a factory has made a model: in `stratagem check`, when a run's model is built,
+# and on each worker that builds it again; so all of them report the same sentence. Properties that
+# show only while a model is trained are checked whenever its state is saved.
 
 _FIELD: Final = "model"
 _ALLOWED: Final = tuple(dtype.name for dtype in DTYPES)

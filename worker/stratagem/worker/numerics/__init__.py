@@ -1,5 +1,1 @@
-"""Execution settings of a job's model: compilation, precision, and activation checkpointing.
-
-`prepare` puts the settings of `execution` onto a model that has just been built; the engine then
-calls the model as before.
-"""
+"""Numerics of a job's model: compilation, precision, checkpointing, and random numbers."""

@@ -1,8 +1,8 @@
-"""Puts the execution settings of a job onto its model.
+"""Apply the execution settings of a job to its model.
 
-The one place that says in which order they go around each other: from inside out, the user's
-code, compiled code, 16-bit numbers, checkpointing. Names, parameters and hooks of the model stay
-as they are; only `forward` of some modules is replaced.
+Only this module says in which order they go around each other: from inside out, the user's code,
+compiled code, 16-bit numbers, checkpointing. Names, parameters and hooks of the model stay as they
+are; only `forward` of some modules is replaced.
 """
 
 import ctypes
@@ -38,13 +38,12 @@ from stratagem.worker.numerics.precision import (
 )
 from stratagem.worker.numerics.randomness import Draws, KeyedRandomness, find_compiler
 
-# ---- model blocks ----
+# ---- Blocks of a model ----
 #
-# The blocks of a model: what is compiled, or computed again, as one.
-#
-# For a graph, an nn.Sequential and a model that calls its children in a row these are its nodes, in
-# the order of the program, and neighbours can be grouped. For any other model they are its repeated
-# layers and other children, found without running it; each can only be treated by itself.
+# A block is compiled, or computed again, as one. For a graph, an nn.Sequential and a model that
+# calls its children in a row the blocks are its nodes, in the order of the program, and neighbours
+# can be grouped. For any other model they are its repeated layers and other children, found without
+# running it; each can only be treated by itself.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +111,13 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and is_deep
 
 
-# ---- torch compile ----
+# ---- Compiled code ----
 #
-# Running a module's forward pass as compiled code (torch.compile with inductor).
-#
-# Shapes are compiled as they are, so the bits of a computation depend on its shape and on nothing
-# that was computed before. Only full batches are compiled: what is left over at the end of an
-# epoch, and evaluation between steps, run eagerly, so uneven shards compile no further code. Random
-# numbers are torch's own, drawn from the same seeds as in eager code. Must not know what a model
-# is.
+# torch.compile with inductor runs the forward pass of a module. Shapes are compiled as they are, so
+# the bits of a computation depend on its shape and on nothing that was computed before. Only full
+# batches are compiled: the remainder at the end of an epoch, and evaluation between steps, run
+# eagerly, so uneven shards compile no further code. Random numbers are torch's own, drawn from the
+# same seeds as in eager code.
 
 MAX_SHAPES: Final = 64
 """Most input shapes of one piece of compiled code; each costs a compilation."""
@@ -222,7 +219,7 @@ def _observe(
                 buffer.copy_(value)
 
 
-# ---- prepare model ----
+# ---- Preparation of a model ----
 
 
 @dataclass(slots=True)
@@ -372,13 +369,12 @@ def _ending_single(forward: Forward) -> Forward:
     return lambda *args, **kwargs: single(forward(*args, **kwargs))
 
 
-# ---- memory modes ----
+# ---- Memory modes ----
 #
-# The memory modes of `execution.memory`: gathering of rows, and return of freed memory.
-#
-# Pooled: storage of batches is reused. Cached: data sets are kept on the device. MinimalPeak:
-# gradients have storage from their first micro-batch's backward to the update only, and what was
-# freed goes back to the system. None of them changes a bit.
+# `execution.memory` has three modes besides the default. Pooled reuses the storage of batches.
+# Cached keeps data sets on the device. MinimalPeak gives gradients storage from their first
+# micro-batch's backward to the update only, and returns freed memory to the system. None of them
+# changes a bit.
 
 
 def make_gather(

@@ -1,4 +1,4 @@
-"""Computing in 16 bits: autocast, 16-bit copies of the weights, and the scale of the loss.
+"""Compute in 16 bits by autocast, 16-bit copies of the weights, and a scale of the loss.
 
 Parameters and optimizer stay float32 in both cases, so that small updates are not lost and sums
 over shards, clients and neighbours are taken in float32. Mixed precision as in Micikevicius et al.,
@@ -22,7 +22,7 @@ from stratagem.common.job import ExecutionSpec
 from stratagem.worker.models.tensors import name_of
 from stratagem.worker.numerics.randomness import device_name
 
-# ---- mixed precision ----
+# ---- Mixed precision ----
 
 Forward = Callable[..., Any]
 
@@ -186,13 +186,11 @@ class LossScale:
             self.num_good_steps = int(metadata.get("num_good_steps", 0))
 
 
-# ---- layer support ----
+# ---- Layers that a device supports ----
 #
-# Tests which kinds of layer a device can compute in which precision, once each, when needed.
-#
-# Processors without 16-bit units lack some primitives of the libraries that torch calls; which ones
-# depends on the processor, the library and its settings, so there is no list of them. Must not know
-# jobs.
+# Each kind of layer is tried in each precision once, when needed. Processors without 16-bit units
+# lack some primitives of the libraries that torch calls; which ones depends on the processor, the
+# library and its settings, so there is no list of them.
 
 
 class Numbers(NamedTuple):

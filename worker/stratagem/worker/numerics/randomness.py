@@ -1,12 +1,11 @@
-"""Random numbers that depend on what is computed, not on who computes it or what came before.
+"""Random numbers depend on what is computed, not on who computes it or what came before.
 
 Before every module that may draw random numbers the default generator is seeded with a key of
 (seed, step, shard, micro-batch; module name; number of the call). So a dropout mask is the same
-whichever worker computes the shard. Knows modules, but neither data nor the exchange.
-
-Where nothing draws, as in most evaluations, seeding takes a tenth of the time of a small model. So
-a computation that can be repeated may be tried without: if the generators are as they were before,
-nothing has drawn from them, and all numbers are those that it would have given with seeding.
+whichever worker computes the shard. Where nothing draws, as in most evaluations, seeding takes a
+tenth of the time of a small model. So a computation that can be repeated may be tried without: if
+the generators are as they were before, nothing has drawn from them, and all numbers are those that
+it would have given with seeding.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ from stratagem.common.numerics.keys import POSITIVE, mix, mix_on, text_number
 from stratagem.worker.data.rows import seed_users_generators
 from stratagem.worker.models.program import draws_random_numbers, runs_only_known_code
 
-# ---- keyed randomness ----
+# ---- Keyed randomness ----
 
 
 @dataclass(slots=True)
@@ -226,12 +225,11 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# ---- fingerprint ----
+# ---- Numerics fingerprint ----
 #
-# Names everything that decides the bits of a computation on this machine.
-#
-# Workers of one deterministic run must have equal digests. Call it in the thread that computes,
-# because thread counts belong to the thread. Must not know runs or jobs.
+# The fingerprint names everything that decides the bits of a computation on this machine. Workers
+# of one deterministic run must have equal digests. Call it in the thread that computes, because
+# thread counts belong to the thread.
 
 _COMPILERS: Final = ("g++", "gcc", "clang++")
 """What inductor looks for where CXX is not set."""

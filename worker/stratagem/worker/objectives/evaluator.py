@@ -1,7 +1,7 @@
-"""Evaluates a model on its splits: fixed batches in order, dealt to the members by number.
+"""Evaluate a model on its splits: fixed batches in order, dealt to the members by number.
 
-Returns sums per batch, not means, so that their sum in order of batch does not depend on which
-member evaluated which batch. Must not know the exchange.
+Results are sums per batch, not means, so that their sum in order of batch does not depend on which
+member evaluated which batch. The module does not know the exchange.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,15 +25,13 @@ from stratagem.worker.objectives.step_function import make_objective
 from stratagem.worker.user_code.call_notes import noted
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- evaluation metrics ----
+# ---- Evaluation metrics ----
 #
-# Evaluation metrics: each answers (mean, weight) over one batch, so batches can be added.
-#
-# Metrics of the user's own are here in runs of `numerics` 2 and before only, which finish under the
-# rule that they began with: a function (output, target) of a batch that returns a number, or (mean,
-# weight). The rule of later runs is in own_metrics.py.
-# `perplexity` is a function of the mean loss and has no sum of its own: it is computed
-# as exp(loss) where the parts are added up. Must not know data sets or ranks.
+# Each metric answers (mean, weight) over one batch, so batches can be added. Metrics of the user's
+# own are here in runs of `numerics` 2 and before only, which finish under the rule that they began
+# with: a function (output, target) of a batch that returns a number, or (mean, weight). The rule of
+# later runs is in own_metrics.py. `perplexity` is a function of the mean loss and has no sum of its
+# own: it is computed as exp(loss) where the parts are added up.
 
 Metric = Callable[[Any, Any, int], tuple[float, float]]
 """(output, target, num_rows) -> (mean, weight)."""
@@ -112,7 +110,7 @@ _METRICS: Final[Mapping[str, Metric]] = {
 }
 
 
-# ---- evaluator ----
+# ---- Evaluator ----
 
 Batch = tuple[str, int]
 """A batch of an evaluation: its split, and its number."""

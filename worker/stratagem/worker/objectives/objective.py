@@ -1,8 +1,8 @@
-"""Objectives: what a model is trained for, as (mean loss, weight, log) of one micro-batch.
+"""An objective defines what a model is trained for, as (mean loss, weight, log) of one micro-batch.
 
 An objective calls the model itself, so it may be a loss of the model's output, or any function of
 model and batch. Everything that trains or evaluates a whole model knows objectives only; a
-pipeline, whose model is in stages, needs the loss of an output. Must not know shards.
+pipeline, whose model is in stages, needs the loss of an output. Objectives do not know shards.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,11 @@ from stratagem.common.schema.json import thawed
 from stratagem.worker.user_code.call_notes import noted, text_of
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- losses ----
+# ---- Losses ----
 #
-# Training losses: each answers (mean, weight), the mean being over `weight` rows or tokens.
-#
-# The weight is what makes a sum over uneven shards equal one big batch: gradients are added as
-# mean × weight and divided once by the total weight. Must not know shards.
+# Each loss answers (mean, weight), the mean being over `weight` rows or tokens. The weight makes a
+# sum over uneven shards equal one big batch: gradients are added as mean × weight and divided once
+# by the total weight.
 
 
 class Logged(NamedTuple):
@@ -217,7 +216,7 @@ _LOSSES: Final[Mapping[str, Callable[[Tensor, Tensor, int, Mapping[str, Any]], L
 }
 
 
-# ---- objective ----
+# ---- Objectives ----
 
 
 class Objective(Protocol):
@@ -273,13 +272,12 @@ class OutputLoss:
         return Assessment(self.loss(output, y, num_rows), output, y)
 
 
-# ---- returned loss ----
+# ---- Loss that the model returns ----
 #
-# The loss that a model returns itself, as those of transformers do, and what it is a mean over.
-#
-# A sum over uneven parts equals one big batch only if each mean comes with the number of things
-# that it is a mean over. Models do not say it, so it is counted in the labels of the batch, by a
-# rule that is a function of the model's class and the labels' type alone. Must not know shards.
+# Some models return a loss themselves, as those of transformers do. A sum over uneven parts equals
+# one big batch only if each mean comes with the number of things that it is a mean over. Models do
+# not say it, so it is counted in the labels of the batch, by a rule that is a function of the
+# model's class and the labels' type alone.
 
 Weight = Literal["rows", "labels", "shifted_labels"]
 

@@ -1,11 +1,11 @@
-"""The user's own metrics: each is computed once, of all rows of a split, and never of a batch.
+"""Compute the user's own metrics, each once, of all rows of a split, and never of a batch.
 
 A function gets the outputs and the targets of all rows, in order. An object with `update` and
 `compute` (torchmetrics and others like it) is updated with batch after batch, in order, as in a
 loop of the user's. Merging the states of such objects instead would not do: torchmetrics 1.9 puts
 the rows of the merged one first, and takes means for single values. So the numbers depend neither
-on who evaluated which batch nor on how many did. Only clients, whose rows are nowhere together, say
-their states beside the values, where these are sums (summed_states.py). Must not know who that was.
+on who evaluated which batch nor on how many did. Only clients, whose rows are never together,
+report their states beside the values, where the states are sums.
 """
 
 import copy
@@ -27,13 +27,11 @@ from stratagem.common.numerics.keys import mix
 from stratagem.worker.data.rows import generators_kept, seed_generators
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- kept batches ----
+# ---- Kept batches ----
 #
-# What is kept of evaluated batches for metrics of whole splits: outputs and targets, on the CPU.
-#
-# Nestings of tuples, lists and dicts are taken apart into tensors, so that they can be sent as any
-# other tensors, and put together again where the metrics are computed. Must not know what is
-# computed of them.
+# Outputs and targets of evaluated batches are kept on the CPU. Nestings of tuples, lists and dicts
+# are taken apart into tensors, so that they can be sent as any other tensors, and put together
+# again where the metrics are computed.
 
 LAYOUT: Final = "layout"
 """The key of the metadata that says how the tensors of a batch are nested."""
@@ -158,15 +156,14 @@ def _unlike(text: str) -> InvalidInputError:
     )
 
 
-# ---- summed states ----
+# ---- States that are sums ----
 #
-# States of metric objects that are numbers of fixed size and are added up, and nothing else.
-#
-# Such states of clients, each over its own rows, may be added: the sum is what one object would
-# hold that has seen the rows of all. A metric of torchmetrics says so of each state by
-# `dist_reduce_fx="sum"`; an object of any other kind names its attributes in `summed_states`. A
-# state that begins with another value than zero would be counted once per client, and lists of rows
-# stay where they are: such metrics are none of these.
+# Some metric objects have only states that are numbers of fixed size and are added up. Such states
+# of clients, each over its own rows, may be added: the sum is the state of one object that has seen
+# the rows of all. A metric of torchmetrics declares each such state by `dist_reduce_fx="sum"`; an
+# object of any other kind names its attributes in `summed_states`. A metric is none of these if a
+# state begins with another value than zero, which would be counted once per client, or is a list of
+# rows, which do not leave the client.
 
 MAX_NUMBERS: Final = 65_536
 """Numbers of all such states of a split together, which leave with one message."""
@@ -294,7 +291,7 @@ def _misfit(named: str, why: str) -> InvalidInputError:
     return InvalidInputError.at("evaluation.metrics", f'"{named}" cannot be merged: {why}')
 
 
-# ---- own metrics ----
+# ---- Own metrics ----
 
 Sums = list[SummedState]
 Measure = Callable[[Sequence[KeptBatch], str, Sums | None], Any]

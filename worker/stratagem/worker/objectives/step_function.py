@@ -1,8 +1,8 @@
-"""Step functions: an objective that is a function of the user's, called with model and batch.
+"""A step function is an objective that the user defines: a function called with model and batch.
 
-It returns the mean loss, (mean, weight), or {"loss", "weight", "log": {name: (mean, weight)}}.
-What goes backward and what updates is not its business: a gradient that it leaves behind, or a
-parameter that it writes, would be counted twice or not by all, and is refused.
+It returns the mean loss, (mean, weight), or {"loss", "weight", "log": {name: (mean, weight)}}. It
+must not run backward or update parameters: a gradient that it leaves behind, or a parameter that it
+writes, would be counted twice or not by all, and is refused.
 """
 
 import re
@@ -30,7 +30,7 @@ from stratagem.worker.objectives.objective import (
 from stratagem.worker.user_code.call_notes import noted
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- step function ----
+# ---- Step functions ----
 
 MAX_LOGGED: Final = 16
 MAX_NAME_CHARS: Final = 32
@@ -234,9 +234,9 @@ def _weight(value: Any, what: str) -> float:
     return weight
 
 
-# ---- make objective ----
+# ---- Objective of a job ----
 #
-# Makes the objective that a job names: the one place that knows all kinds of them.
+# `make_objective` is the one place that knows all kinds of objectives.
 
 
 def make_objective(job: JobSpec, entrypoints: EntryPoints) -> Objective:

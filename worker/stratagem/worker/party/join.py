@@ -1,8 +1,8 @@
-"""Joining a party: meet at the rendezvous, form the exchange, agree on one state.
+"""Join a party: meet at the rendezvous, form the exchange, and agree on one state.
 
-Owns the calls to the coordinator and the fellow members after which the session holds the party's
-newest state and an exchange for the view. Runs in the torch thread; calls go through the event
-loop. Must not know how a step is computed.
+After a join the session holds the party's newest state and an exchange for the view. The module
+makes the calls to the coordinator and to the other members that this needs. It runs in the torch
+thread; calls go through the event loop. It does not know how a step is computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ from stratagem.worker.party.state import agree_on_state, held_slices, share_of
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.control import MemberView
 
-# ---- join ----
+# ---- Join and leave ----
 
 
 def join(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
@@ -113,7 +113,7 @@ def leave(work: ExecutionContext) -> None:
     work.holding.leave()
 
 
-# ---- meeting ----
+# ---- Rendezvous of the members ----
 
 
 def _meet(
@@ -155,7 +155,7 @@ def _meet(
     return forming.link(), members
 
 
-# ---- the exchange ----
+# ---- Exchange of gradients ----
 
 
 def _exchange(
@@ -235,12 +235,10 @@ def _bucket_exchange(
     return exchange_over(work, summed.buckets, link, plan.num_shards, compressor)
 
 
-# ---- join gossip ----
+# ---- Join a party of gossip nodes ----
 #
-# Joining a party that gossips: every member loads the nodes that it owns.
-#
-# What a member holds is the only copy, so members cannot copy from each other: either all hold
-# their nodes at the same step, or all of them load the base. Runs in the torch thread.
+# A member's nodes exist nowhere else, so members cannot copy from each other: either all hold their
+# nodes at the same step, or all of them load the base.
 
 
 def join_nodes(
@@ -301,12 +299,10 @@ def _load_node(
     return trainer
 
 
-# ---- join local steps ----
+# ---- Join a party of replicas with local steps ----
 #
-# Joining a party whose replicas take local steps: every member loads the replicas that it owns.
-#
-# What a member holds of them is the only copy, so members cannot copy from each other: either all
-# hold their replicas at the same step, or all of them load the base. Runs in the torch thread.
+# A member's replicas exist nowhere else, so members cannot copy from each other: either all hold
+# their replicas at the same step, or all of them load the base.
 
 
 def hold_replicas(

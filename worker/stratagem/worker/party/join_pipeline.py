@@ -1,10 +1,11 @@
-"""Joining a party whose members hold stages of a model: meet, connect, load one's part of the base.
+"""Join a party whose members hold stages of a model: meet, connect, and load one's part of the
+base.
 
 Members stand replica by replica. There is one rendezvous for all of them; then the ranks of each
-replica are connected for activations, and equal ranks of the replicas, a *column*, for gradients;
-with a ParameterServer each column has its sums from the coordinator, and no connection of its own.
-What a rank holds is the only copy, so no rank heals: a new membership begins from the base. Runs in
-the torch thread, but for the forming of connections.
+replica are connected for activations, and equal ranks of the replicas, a *column*, for gradients.
+With a ParameterServer each column has its sums from the coordinator, and no connection of its own.
+The stages of a rank exist nowhere else, so no rank copies from another: a new membership begins
+from the base. Runs in the torch thread, but for the forming of connections.
 """
 
 import asyncio
@@ -104,7 +105,7 @@ def _spec_of(job: JobSpec) -> ModelParallel:
     return inner
 
 
-# ---- connecting ----
+# ---- Connections ----
 
 
 def _connect(work: ExecutionContext, where: _Where, spec: ModelParallel) -> StageExchange:
@@ -184,7 +185,7 @@ def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) ->
     return Group(work.key.run_id, party, view.term, view.membership, rank, size, worker_ids)
 
 
-# ---- what goes over the connections ----
+# ---- Traffic over the connections ----
 
 
 def _runner(

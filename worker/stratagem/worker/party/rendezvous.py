@@ -1,6 +1,6 @@
-"""The rendezvous of a party: its members' calls to the coordinator, with their retries.
+"""Meet the other members of a party at the coordinator, and connect to them.
 
-Runs in the torch thread; the calls go through the event loop.
+Runs in the torch thread, but for the forming of links; calls go through the event loop.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,9 @@ from stratagem.worker.pipeline.agreement import Interruptible
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.control import MemberView, ViewChanged
 
-# ---- join rendezvous ----
+# ---- Calls to the coordinator ----
+#
+# A failed call to the coordinator is retried.
 
 # The coordinator decides how long members may stay away; this only ends a call it has forgotten.
 RENDEZVOUS_TIMEOUT_S: Final = 600.0
@@ -110,11 +112,9 @@ def session_of(work: ExecutionContext) -> types_pb2.SessionRef:
     )
 
 
-# ---- connect members ----
+# ---- Connections between members ----
 #
-# Connects the members of a party: the engine that all of them have, and sums of gradients over it.
-#
-# Runs in the torch thread, but for the forming of links.
+# Members use the engine that all of them have, and sum gradients over it.
 
 FORM_TIMEOUT_S: Final = 30.0
 USABLE: Final = {

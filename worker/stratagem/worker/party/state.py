@@ -1,6 +1,8 @@
-"""The live state of members of a party: given to those that are behind, and taken over from others.
+"""Bring all members of a party to one state: the newest of any member, or the base where none has
+one.
 
-Runs in the torch thread; calls go through the event loop.
+A member that is behind copies the live state of one that is not, or puts it together from slices
+that several members hold. Runs in the torch thread; calls go through the event loop.
 """
 
 import json
@@ -39,7 +41,7 @@ from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.control import MemberView
 from stratagem.worker.session.states import KeptSlices, State, freeze
 
-# ---- live state ----
+# ---- Live state ----
 
 _TALLY: Final = "tally"
 _STREAMS: Final = "streams"
@@ -204,16 +206,14 @@ def offer(
     work.post(work.states.set_live, view.membership, freeze(tensors, metadata))
 
 
-# ---- mirrored state ----
+# ---- Sliced state with mirrors ----
 #
-# One state for the members of a party that keep slices of it, and copies of their neighbours'.
-#
-# When a member is gone, its slice is with the member that came after it. Those that are left agree
-# on the newest step that any of them has applied: then all of them have its sums, and whoever has
-# not applied it does so now. Each gives its slice to all, and one of them what all have; so all
-# members, new ones too, begin from the same whole state, of which each keeps its new slices. It
-# keeps copies of what it had before until the next step, which shows that all are that far. Runs in
-# the torch thread; calls go through the event loop.
+# A member keeps a slice of the state and a copy of its neighbour's. When a member is lost, the
+# member after it still has its slice. The remaining members agree on the newest step that any of
+# them has applied: then all of them have its sums, and whoever has not applied it does so now. Each
+# gives its slice to all, and one of them gives what all have; so all members, new ones too, begin
+# from the same whole state, of which each keeps its new slices. A member keeps copies of its former
+# slices until the next step, which shows that all have reached that point.
 
 _AVERAGE_IS_DUE: Final = "average is due"
 
@@ -414,12 +414,7 @@ def _put(
     _copy_in(whole[place.whole], place.first, part)
 
 
-# ---- common state ----
-#
-# One state for all members of a party: its newest, or the base where no member holds any.
-#
-# A member that is behind copies the state of one that is not; with slices of a state, see
-# `mirrored_state`. Runs in the torch thread; calls go through the event loop.
+# ---- Agreement on one state ----
 
 
 def agree_on_state(

@@ -1,4 +1,4 @@
-"""Which members of a party can give which slices of the state that they have divided.
+"""Decide which members of a party can give which slices of the state that they have divided.
 
 Pure: decided from what all members say at a rendezvous, by each of them alike.
 """

@@ -1,7 +1,4 @@
-"""Phase training: some steps compute their gradient, the others predict it from earlier ones.
-
-`PhaseTraining` is what a trainer uses; `phase_schedule` is the pure state machine inside it.
-"""
+"""Phase training: some steps compute their gradient, the others predict it from earlier ones."""
 
 from stratagem.worker.phases.schedule import PhaseError, TrainingPhase
 from stratagem.worker.phases.training import PREFIX, PassTimer, PhaseTraining

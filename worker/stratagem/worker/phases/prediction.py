@@ -1,9 +1,9 @@
-"""The numbers by which known gradients are multiplied to predict one: pure arithmetic.
+"""Predict a gradient from known ones, and measure the quality of the prediction.
 
 Both predictors are linear in the gradients, so a prediction is Σ cᵢ·gᵢ with coefficients that
-depend only on when the gradients were computed. Distances are true: steps between the gradients,
-predicted ones included. How far a slope is followed is damped: `d + d² + … + d^ahead` steps, so a
-prediction comes to rest as the distance grows.
+depend only on the steps at which the gradients were computed. Distances are true: they count all
+steps between the gradients, predicted ones included. The slope is damped: it is followed for `d +
+d² + … + d^ahead` steps, so a prediction comes to rest as the distance grows.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from stratagem.common.job.schedules import PredictorSpec
 from stratagem.worker.phases.schedule import Quality
 
-# ---- gradient extrapolation ----
+# ---- Coefficients of the predictors ----
 
 _LEAST_DETERMINANT = 1e-10
 
@@ -74,15 +74,12 @@ def _least_squares(steps: Sequence[int], decay: float, followed: float) -> list[
     ]
 
 
-# ---- gradient prediction ----
+# ---- Gradient history ----
 #
-# Prediction of gradients from earlier ones, and the quality of the predictions.
-#
-# Works on flat gradients (N,): all parameters one after the other, in the widest of their dtypes
-# and at least float32. Every element is multiplied and added by itself, never with a fused
-# operation, so neither the place of an element nor the vector width of the machine is in its bits;
-# norms are sums in float64 in an order that torch's thread count fixes, as in clipping. Knows no
-# schedule.
+# Gradients are flat (N,): all parameters one after the other, in the widest of their dtypes and at
+# least float32. Every element is multiplied and added by itself, never with a fused operation, so
+# neither the place of an element nor the vector width of the machine is in its bits; norms are sums
+# in float64 in an order that torch's thread count fixes, as in clipping.
 
 MAX_RELATIVE_ERROR = 1e9
 """Stands for every error above it: a number that JSON has."""

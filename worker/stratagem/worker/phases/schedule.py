@@ -1,9 +1,8 @@
-"""The schedule of the phases, which gives each step its phase: a pure state machine over a frozen,
-JSON-able state.
+"""The phase schedule gives each step its phase; it is a pure state machine over a JSON-able state.
 
-`begin` opens the next step and says its phase; `end` closes it with what was seen. Between the two
-the phase cannot change, however often `begin` is asked. All decisions follow from sums over the
-whole batch, so replicas decide alike. Knows no tensor, no clock and no trainer.
+`begin` opens the next step and returns its phase; `end` closes it with the measured values. Between
+the two the phase cannot change, however often `begin` is called. All decisions follow from sums
+over the whole batch, so replicas decide alike.
 
     FULL     the gradient is computed; `full_steps` of them, then PREDICT if the back-test passed
              and the loss does not diverge
@@ -24,12 +23,9 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job.schedules import PhasesSpec
 from stratagem.common.numerics.rules import CURRENT
 
-# ---- loss history ----
+# ---- Loss history ----
 #
-# The last losses of one kind of step, and the statistics that phase training reads from them.
-#
-# Pure: no clock, no tensor. Every comparison is relative to |loss|, so that losses at and below
-# zero mean the same as others.
+# Every comparison is relative to |loss|, so that losses at and below zero mean the same as others.
 
 MAX_LOSSES: Final = 1000
 SPIKE_DEVIATIONS: Final = 3.0
@@ -171,12 +167,10 @@ def _relative(difference: float, base: float) -> float:
     return difference / abs(base) if base else math.copysign(math.inf, difference)
 
 
-# ---- phase adaptation ----
+# ---- Adaptation of phase lengths ----
 #
-# Adaptation of the lengths of the phases to the loss.
-#
-# Pure functions of the lengths and the losses of Full steps, which are equal on all replicas. A
-# length moves in the intended direction or not at all, within limits that follow from the job.
+# The lengths follow from the losses of Full steps, which are equal on all replicas. A length moves
+# in the intended direction or not at all, within limits that follow from the job.
 
 FALL_SHARE: Final = 0.05
 """A fall by more than this share of |loss| is a fall."""
@@ -235,7 +229,7 @@ def _tenth(length: int) -> int:
     return -(-length // 10)
 
 
-# ---- phase schedule ----
+# ---- Schedule ----
 
 NUM_LOSSES: Final = 100
 """Kept of each phase."""
@@ -476,11 +470,10 @@ def _end_correct(closed: State, spec: PhasesSpec, loss: float, passed: bool) -> 
     )
 
 
-# ---- phase schedule json ----
+# ---- Schedule as JSON ----
 #
-# A schedule's state as JSON text and back, exactly: Python writes floats so that they read back.
-#
-# The text travels with checkpoints and to members that join, and stands in the fingerprint.
+# The round trip is exact, because Python writes floats so that they read back. The text travels
+# with checkpoints and to members that join, and is part of the fingerprint.
 
 
 def dump_state(state: State) -> str:

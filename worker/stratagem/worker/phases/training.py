@@ -1,10 +1,9 @@
-"""The phases of a training: schedule and gradient history together, as a trainer calls them and as
-they are saved.
+"""Phase training combines schedule and gradient history for a trainer, and saves both.
 
 `phase` says what the next step is. After an exact step the trainer hands over its gradients
 (`take`), for a predicted one it gets them (`predict`); the call that does not fit is an error.
-Nothing changes before one of the two succeeds, so a step that failed can be done again. Knows no
-exchange: that replicas see the same sums is the trainer's promise, and `checksum` lets it check.
+Nothing changes before one of the two succeeds, so a step that failed can be done again. The trainer
+guarantees that replicas see the same sums, and `checksum` lets it check that.
 """
 
 import hashlib
@@ -42,17 +41,15 @@ from stratagem.worker.phases.schedule import (
     mean,
 )
 
-# ---- phase statistics ----
+# ---- Phase statistics ----
 #
-# Statistics of what phase training has saved, in three units. Pure: seconds come in as arguments.
-#
-# step ratio: all steps per step with a gradient. It counts a predicted step as free. cost model:
-# T·(f+b) / (B·(f+b) + P·p) for T steps, B of them exact with f and b seconds forward and backward,
-# P predicted with p seconds each. (With a forward pass in each predicted step p would be f; here a
-# predicted step reads no data, so p is the prediction itself.) wall time: T·(mean seconds of an
-# exact step) / (seconds of all steps), exchange and update included. All three compare with as many
-# steps without phases; whether fewer steps would have reached the same loss only a run without
-# phases can show.
+# Three units measure the savings. The step ratio is all steps per step with a gradient; it counts a
+# predicted step as free. The cost model is T·(f+b) / (B·(f+b) + P·p) for T steps, B of them exact
+# with f and b seconds forward and backward, P predicted with p seconds each. (With a forward pass
+# in each predicted step p would be f; here a predicted step reads no data, so p is the prediction
+# itself.) The wall time is T·(mean seconds of an exact step) / (seconds of all steps), exchange and
+# update included. All three compare with as many steps without phases; only a run without phases
+# can show whether fewer steps would have reached the same loss.
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +189,7 @@ def _speedup(counts: Counts, exact_s: float, predicted_s: float) -> float:
     return counts.total * (exact_s / num_exact) / spent_s if num_exact and spent_s else 1.0
 
 
-# ---- phase training ----
+# ---- Phase training ----
 
 PREFIX: Final = "phases/"
 _GRADIENT: Final = f"{PREFIX}gradient/"
@@ -392,9 +389,9 @@ def _layout_digest(params: NamedParams) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-# ---- step timer ----
+# ---- Step timer ----
 #
-# Measures what the steps of a trainer cost. The only place of phase training with a clock.
+# The timer is the only part of phase training with a clock.
 
 
 class PassTimer:

@@ -1,9 +1,9 @@
-"""The values that the ranks of a pipeline exchange once per step, apart from activations.
+"""The ranks of a pipeline agree on a few values once per step, apart from activations.
 
-Three rounds, each a message from rank to rank: the loss and its weight, from the last stage to all;
-gradients of tied parameters, among those that hold copies; norms and whether all is finite, from
-all to all. Each rank then computes the same numbers from the same parts in the same order: those of
-a single process. No round makes the first stage wait, which ends last.
+There are three rounds of messages from rank to rank: the loss and its weight, from the last stage
+to all; gradients of tied parameters, among those that hold copies; norms and whether all is finite,
+from all to all. Each rank then computes the same numbers from the same parts in the same order:
+those of a single process. No round makes the first stage wait, which ends last.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from stratagem.worker.models.program import add_uses
 from stratagem.worker.pipeline.messages import Address, Message, StageTransport
 from stratagem.worker.pipeline.rank_pass import StageChannel
 
-# ---- step agreement ----
+# ---- Agreement of a step ----
 
 _TOTALS: Final = 0
 _TIED: Final = 1
@@ -165,10 +165,9 @@ class Agreement:
         return self._lane.transport.recv(address, self._lane.timeout_s)
 
 
-# ---- stage exchange ----
+# ---- Exchange of a rank ----
 #
-# The exchange of one rank of a pipeline under one membership: its connections, and the sum of its
-# gradients over the replicas.
+# One rank has its connections and the sum of its gradients over the replicas under one membership.
 
 
 @dataclass(frozen=True, slots=True)

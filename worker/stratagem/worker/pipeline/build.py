@@ -1,4 +1,4 @@
-"""Puts a runner together from a job, a placement of its stages, and a transport."""
+"""Build the runner of a pipeline rank from a job, a placement of its stages, and a transport."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from stratagem.worker.pipeline.rank_trainer import RunnerSetup, StageRunner
 from stratagem.worker.pipeline.stage import StagePart
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- build stages ----
+# ---- Build a stage runner ----
 
 _CPU = torch.device("cpu")
 
@@ -145,12 +145,11 @@ def build_stage_runner(
     )
 
 
-# ---- replica reduction ----
+# ---- Sum over replicas ----
 #
-# Data parallelism around a pipeline: equal ranks of all replicas add up their gradients.
-#
-# Each such column of ranks has an exchange of its own, which adds the logical shards in the same
-# tree as without pipelines. Knows no stages.
+# Data parallelism around a pipeline adds up the gradients of equal ranks of all replicas. Each such
+# column of ranks has an exchange of its own, which adds the logical shards in the same tree as
+# without pipelines.
 
 
 class SumOverReplicas:

@@ -1,7 +1,7 @@
-"""Messages between stages: tensors with a few JSON-able words about them, and their form as bytes.
+"""Pack messages between stages, which are tensors with JSON-able metadata, and carry them.
 
 A received tensor has the strides, and the alignment, of the one that was sent: the bits of a matrix
-product depend on both. So a cut between two nodes changes no bit. Must not know what carries it.
+product depend on both. So a cut between two nodes changes no bit.
 """
 
 import json
@@ -18,7 +18,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError, Stal
 from stratagem.common.tensors.torch_codec import bytes_of, dtype_of, torch_dtype
 from stratagem.worker.mesh.link import ExchangeError, MessageLink, PendingTransfer
 
-# ---- stage message ----
+# ---- Messages and their bytes ----
 
 _MAGIC: Final = b"SGA1"
 _PREFIX_BYTES: Final = 8
@@ -216,10 +216,7 @@ def put_together(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
     return tuple(members) if kind == "tuple" else members
 
 
-# ---- stage transport ----
-#
-# The one interface between stages and the transports of their messages, and the transport in
-# memory.
+# ---- Transport between stages ----
 #
 # A transport belongs to one rank of one membership. It is cut when anything fails and not repaired.
 
@@ -311,12 +308,11 @@ class LocalTransport:
         self._post.cut()
 
 
-# ---- peer transport ----
+# ---- Transport over a link ----
 #
-# Messages of stages from worker to worker: a link carries each as one run of bytes.
-#
-# The link is PeerService (`mesh/grpc.py`) or memory of one host (`mesh/shm_messages.py`).
-# What arrives early is kept by the mailbox, what is stale or comes twice is refused there.
+# A link carries each message as one run of bytes; it is PeerService (`mesh/grpc.py`) or memory of
+# one host (`mesh/shm_messages.py`). The mailbox keeps messages that arrive early, and refuses stale
+# ones and those that come twice.
 
 
 class PeerTransport:

@@ -1,9 +1,10 @@
-"""The training step of one rank of a pipeline, and its part of the state; `forward_only` evaluates.
+"""Train and evaluate the stages of one rank of a pipeline, and keep its part of the state.
 
 A rank computes its stages of every micro-batch, adds gradients up in order of micro-batch, and
-steps its own optimizer after the last backward. What all ranks must agree on (weight, loss, norm of
-all gradients, tied parameters) goes round in three small messages. Nothing changes before all ranks
-have said that their gradients are finite. Must not know gRPC and the coordinator.
+steps its own optimizer after the last backward. The values that all ranks must agree on (weight,
+loss, norm of all gradients, tied parameters) go round in three small messages. Nothing changes
+before all ranks have said that their gradients are finite. The module knows neither gRPC nor the
+coordinator.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,9 +49,7 @@ from stratagem.worker.pipeline.stage import StagePart
 from stratagem.worker.pipeline.times import StageTimes
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- rank setup ----
-#
-# The parts of a rank of a pipeline, as its training step and its evaluation take them.
+# ---- Rank setup ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class RunnerSetup:
     """The order of the training rows; they are shuffled unless set."""
 
 
-# ---- rank trainer ----
+# ---- Rank trainer ----
 
 
 class StageRunner:
@@ -419,9 +418,9 @@ class StageRunner:
             weight.forget()
 
 
-# ---- forward only ----
+# ---- Evaluation of a rank ----
 #
-# Evaluation of a rank of a pipeline: forward only, batch behind batch.
+# Evaluation runs forward only, batch behind batch.
 
 _WINDOW_PER_STAGE: Final = 2
 

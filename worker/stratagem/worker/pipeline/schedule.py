@@ -1,6 +1,6 @@
-"""Choice of the schedule that the ranks of a pipeline follow, also where "auto" leaves it open.
+"""Choose the schedule that the ranks of a pipeline follow, also where the job leaves it to "auto".
 
-Owns the proof that a schedule ends, before anything is computed by it. Must not know tensors.
+The module proves that a schedule ends before anything is computed by it.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from stratagem.common.strategy.choices import AUTO
 from stratagem.worker.pipeline.messages import Address, Message
 from stratagem.worker.pipeline.rank_pass import StageChannel
 
-# ---- schedule choice ----
+# ---- Choice of a schedule ----
 
 log = structlog.get_logger(__name__)
 
@@ -71,15 +71,12 @@ class Schedules:
         )
 
 
-# ---- hop measurement ----
+# ---- Measurement of hops ----
 #
-# Choice of the order of work that suits a pipeline's hops: measured by its ranks and agreed on by
-# all.
-#
-# In a training step every rank times what it computes. Then ranks that are neighbours send a
-# message as large as those of the step to and fro, over the transport that carries activations, and
-# all ranks send all others what they found, so that all come to the same choice. It changes the
-# order of work and no bit.
+# The ranks measure which order of work suits the pipeline's hops. In a training step every rank
+# times what it computes. Then neighbouring ranks send a message as large as those of the step to
+# and fro, over the transport that carries activations, and all ranks send all others what they
+# found, so that all make the same choice. It changes the order of work and no bit.
 
 NUM_PINGS: Final = 5
 """Round trips between two ranks that count; one more goes before them."""

@@ -1,1 +1,1 @@
-"""One module per kind of plan: train, evaluate, build, one client's round."""
+"""Plans of a session: train, evaluate, build, or run one client's round."""

@@ -1,4 +1,7 @@
-"""The plan that builds a model, alone and before anything else: run in the torch thread."""
+"""Build a job's model alone and before anything else, and check the job against model and data.
+
+Runs in the torch thread.
+"""
 
 import hashlib
 import json
@@ -54,7 +57,7 @@ from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.states import freeze
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-# ---- build plan ----
+# ---- Build plan ----
 
 _MODEL: Final = "model/"
 
@@ -165,9 +168,9 @@ def layout_digest(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-# ---- built job checks ----
+# ---- Checks of a built job ----
 #
-# Checks of a job that need its model and its data; made once both are built, before training.
+# These checks need the model and the data, and run once both are built, before training.
 
 _NUM_NAMES: Final = 3
 """How many parameters a refusal lists."""
@@ -287,13 +290,12 @@ def _pipeline(strategy: Strategy, field: str) -> tuple[str, ModelParallel | None
     return (field, None) if inner is None else _pipeline(inner, f"{field}.options.inner")
 
 
-# ---- structural fields ----
+# ---- Fields that decide the structure of a state ----
 #
-# Finds the values of a job that decide its state's structure, by building it with other values.
-#
-# Models are built on the meta device, optimizers over parameters of a few numbers. A state is made
-# of the names, shapes and types of the model's tensors, which of them are trained or tied, and what
-# the optimizer keeps for each: one that raises over a state of the other cannot continue from it.
+# The fields are found by building the job with other values. Models are built on the meta device,
+# optimizers over parameters of a few numbers. The structure of a state is the names, shapes and
+# types of the model's tensors, which of them are trained or tied, and the optimizer's entries for
+# each: an optimizer that raises over a state of the other cannot continue from it.
 
 _META = torch.device("meta")
 _NOTHING_ALLOWED = EntryPoints([])
@@ -400,9 +402,7 @@ def _params(dims: int) -> list[tuple[str, nn.Parameter]]:
     return [("weight", param)]
 
 
-# ---- supported settings ----
-#
-# Refuses the settings of a job's execution that this worker does not carry out.
+# ---- Supported settings ----
 
 _SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "parallelism": ("None",),

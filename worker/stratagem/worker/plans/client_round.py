@@ -1,6 +1,6 @@
-"""The plan of one client's round: train from the global state, and keep the update to be fetched.
+"""Run one client's round: train from the global state, and keep the update to be fetched.
 
-Run in the torch thread.
+Runs in the torch thread.
 """
 
 import hashlib
@@ -48,9 +48,9 @@ from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.profiling import StepRecorder
 from stratagem.worker.session.states import ClientSteps, Frozen, freeze
 
-# ---- client update codec ----
+# ---- Coded update of a client ----
 #
-# A client's update as its coded difference to the global state; see common.compression.update.
+# The coded value is the difference to the global state; see common.compression.table.
 
 
 def coded_update(
@@ -97,9 +97,9 @@ def _flats(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[FloatArr
     return [copy.wait().numpy() for copy in copies]  # all were under way before one is read
 
 
-# ---- row round ----
+# ---- Privacy of rows ----
 #
-# A client's round whose rows are protected: its noise, what it costs, and what is told of it.
+# A round with protected rows has noise, a cost, and a limit on what the client reports.
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, 
     return RowNoise(secret, names), fingerprint
 
 
-# ---- client round ----
+# ---- Client round ----
 
 NUM_UPDATES: Final = 1
 """A worker may play many clients, so each keeps its latest update only."""

@@ -1,8 +1,10 @@
-"""What a federated client keeps to itself: read before its round, written before its update goes.
+"""Keep the private state of a federated client: read before its round, written before its update
+goes.
 
-Says which tensors of the model these are, and where they begin. Where a worker has the rows of a
-client of its own they lie on it, see host.client_state_store; those of a simulated client go to the
-coordinator, for its next round may be on another worker.
+The module says which tensors of the model are private, and with which values they begin. Where a
+worker has the rows of a client of its own, the state stays on that worker (see `host.states`). The
+state of a simulated client goes to the coordinator, because its next round may be on another
+worker.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +36,7 @@ from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.finite import diverged
 from stratagem.worker.session.states import freeze
 
-# ---- client state ----
+# ---- Private tensors and their storage ----
 
 _PERSONAL_FIELD: Final = "strategy.options.personal"
 _OPTIONS: Final = "strategy.options"
@@ -240,12 +242,11 @@ def _beginning(work: ExecutionContext) -> dict[str, Tensor]:
     return own
 
 
-# ---- control variates ----
+# ---- Control variates ----
 #
-# The control variates of SCAFFOLD, option II (Karimireddy et al., 2020, arXiv:1910.06378).
-#
-# The global state holds c beside the model, each client keeps c_k, and both begin at zero. A client
-# takes K steps of rate lr with c - c_k added to its gradient, from x to y; then
+# SCAFFOLD, option II (Karimireddy et al., 2020, arXiv:1910.06378). The global state holds c beside
+# the model, each client keeps c_k, and both begin at zero. A client takes K steps of rate lr with c
+# - c_k added to its gradient, from x to y; then
 #
 #     c_k+ = c_k - c + (x - y) / (K lr)        Δc = c_k+ - c_k
 #

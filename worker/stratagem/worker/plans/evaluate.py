@@ -1,7 +1,9 @@
-"""EvaluatePlan: this member's share of the batches of an evaluation of a stored state.
+"""Evaluate this member's share of the batches for a stored state, and show results to the user's
+hook.
 
-A member knows no other one. When the party changes the same plan is asked for again with another
-share, and what was evaluated already is answered at once. Runs in the torch thread.
+A member knows no other one. When the party changes, the coordinator sends the same plan with
+another share, and the member answers at once for batches that it has evaluated already. Runs in the
+torch thread.
 """
 
 import time
@@ -28,7 +30,7 @@ from stratagem.worker.session.control import DRAINED, PlanStopped
 from stratagem.worker.session.profiling import EVALUATING, StepRecorder
 from stratagem.worker.session.states import freeze
 
-# ---- evaluate plan ----
+# ---- Evaluate plan ----
 
 
 def evaluate_state(
@@ -127,13 +129,11 @@ class _Progress:
         self._work.post(self._work.outbox.progress, progress)
 
 
-# ---- show plan ----
+# ---- Show plan ----
 #
-# ShowPlan: the numbers of an evaluation of all members, shown to the user's on_evaluation here.
-#
-# The coordinator has added them up and runs no code of the user's. What the hook says comes back
-# before the evaluation is journaled, so it is called once for each one that counts. Runs in the
-# torch thread.
+# The coordinator has added up the numbers of all members and runs none of the user's code, so a
+# worker shows them to the user's `on_evaluation`. The answer of the hook comes back before the
+# evaluation is journaled, so the hook is called once for each evaluation that counts.
 
 STOPPED: Final = "on_evaluation has called view.stop()"
 

@@ -1,8 +1,9 @@
-"""One plan of one session, from its first Execute call to the result that later calls replay.
+"""Execute one plan of one session, from its first Execute call to the result that later calls
+replay.
 
-Owns the plan's life on the event loop (queued, running, finished, running again under a newer
-view) and the border to the torch thread: what a plan raises becomes a typed result there, or the
-error of every attached call when it is a defect of ours.
+`PlanExecution` manages the plan on the event loop (queued, running, finished, running again under a
+newer view) and its hand-over to the torch thread. An error of a plan becomes a typed result there,
+or the error of every attached call when it is a defect of Stratagem.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ from stratagem.worker.site.gate import SiteAdmission
 from stratagem.worker.user_code import watching
 from stratagem.worker.user_code.entrypoints import user_error
 
-# ---- plan execution ----
+# ---- Execution of a plan ----
 
 log = structlog.get_logger(__name__)
 
@@ -266,7 +267,7 @@ class PlanExecution:
         # What its frames have, tensors above all, is not needed: it has been logged.
         self._work.outbox.fail(without_frames(error))
 
-    # ---- in the torch thread ----
+    # ---- Calls in the torch thread ----
 
     def _run(self) -> None:
         work = self._work
@@ -405,12 +406,11 @@ def _told(
         return users_fault(work, error)
 
 
-# ---- plan errors ----
+# ---- Errors of plans ----
 #
-# Errors of plans: which of them the job has brought about, and what is told of those.
-#
-# Everything else is a defect of ours, and reported as one; so an error of torch that says in a
-# general type what the job has done is given its own type first.
+# The job or the user's code causes some errors, and these become results. Everything else is a
+# defect of Stratagem and reported as one; so an error that torch raises as a general type for
+# something that the job did is given its own type first.
 
 # What the job, the user's code or the user's sizes have brought about. Never retried.
 USERS_FAULT: Final = (

@@ -1,9 +1,9 @@
-"""The step history of one segment on one member: what is recorded of each step, and its sending.
+"""Record the step history of one segment on one member, and send it in parts.
 
-Every member records what all of them know alike, so that any of them can go on with what another
-one has begun; the first one of the party sends it. What a member alone knows, of its nodes or
-stages and of itself, it records and sends itself. What is sent begins with the segment's first step
-whenever a view begins: the member before may be gone, and with it what only that one had sent.
+Every member records what all of them know alike, so that any of them can continue the record of
+another; the first member of the party sends it. Each member also records and sends what it alone
+knows, of its nodes or stages and of itself. Sending begins with the segment's first step whenever a
+view begins: the member before may be lost, and with it what only that one had sent.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from stratagem.worker.phases import TrainingPhase
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.control import MemberView
 
-# ---- step history ----
+# ---- History of a segment ----
 
 _PREDICTED: Final = Series("train.loss.predicted")
 _WAIT: Final = Series("time.exchange_wait_s", observed=True)
@@ -188,9 +188,7 @@ class StepHistory:
             self._parts.send(party, recorder, is_end=is_end)
 
 
-# ---- client history ----
-#
-# The step history of one round of a federated client: what is recorded of its steps.
+# ---- History of a client's round ----
 #
 # A client begins each round anew, on any worker. So its steps count as if it took part in all
 # rounds: before those of round r there are r - 1 times the steps of one round.
@@ -247,9 +245,7 @@ class ClientHistory:
             yield ROWS_PER_S, step.num_rows / max(seconds, 1e-9)
 
 
-# ---- sent parts ----
-#
-# The sending of a step history in numbered parts, and the series that several plans have.
+# ---- Numbered parts ----
 
 SEND_INTERVAL_S: Final = 0.5
 

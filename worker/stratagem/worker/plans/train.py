@@ -1,10 +1,10 @@
-"""TrainPlan: train to a step with the other members, through every change of the party.
+"""Train to a step with the other members, through every change of the party (TrainPlan).
 
-Owns the loop for all kinds of trainer: join the party, step until the end, and when the exchange
-fails leave it, say so and wait for the next view. A step is applied by all members or done again,
-so nothing here undoes anything; members that are sole copies of their state drop it, and the
-coordinator returns the party to its last commit. Runs in the torch thread, which it does not keep
-while it waits.
+The loop serves all kinds of trainer: join the party, step until the end, and when the exchange
+fails leave it, report it and wait for the next view. A step is applied by all members or done
+again, so nothing here undoes anything. Members that are sole copies of their state drop it, and the
+coordinator returns the party to its last commit. Runs in the torch thread, which it gives up while
+it waits.
 """
 
 import time
@@ -59,7 +59,7 @@ from stratagem.worker.session.finite import diverged, parameters_of
 from stratagem.worker.session.profiling import EVALUATING, StepRecorder
 from stratagem.worker.session.states import freeze
 
-# ---- train plan ----
+# ---- Train plan ----
 
 PROGRESS_INTERVAL_S: Final = 0.1
 
@@ -255,7 +255,7 @@ def _account(
     work.post(work.outbox.progress, progress)
 
 
-# ---- the end of a segment ----
+# ---- End of a segment ----
 
 
 def _conclude(
@@ -380,13 +380,11 @@ def parts_to_proto(parts: list[EvaluationPart]) -> Iterator[pb.EvaluationPart]:
         )
 
 
-# ---- step listener ----
+# ---- Calls of on_step ----
 #
-# Shows the steps of a segment to the user's on_step, on the member that owns the first shard.
-#
-# What it says of a step, all members learn with the next one. And every member keeps in its tally
-# what the latest step was, so one that takes over from a lost member shows that step again: what it
-# had said of it would be lost otherwise. Runs in the torch thread.
+# Only the member that owns the first shard calls `on_step`; all members learn its answer with the
+# next step. Every member keeps the latest step in its tally, so one that takes over from a lost
+# member shows that step again: the answer to it would be lost otherwise.
 
 STOPPED: Final = "on_step has called view.stop()"
 
@@ -443,13 +441,11 @@ def check_may_end(work: ExecutionContext, activity: str) -> None:
         raise UserCodeError("ValueError", f"view.stop() {text}", activity=activity)
 
 
-# ---- measure plan ----
+# ---- The user's own metrics ----
 #
-# The user's own metrics at the end of an evaluation: here if this member has all batches, and
-# otherwise by a MeasurePlan, for which the coordinator gathers what the members have kept. Of
-# clients with rows of their own a MeasureSumsPlan brings the sums of their states instead.
-#
-# Runs in the torch thread.
+# A member that has all batches computes them at once. Otherwise a MeasurePlan computes them, for
+# which the coordinator gathers the values that the members have kept. For clients with rows of
+# their own a MeasureSumsPlan brings the sums of their states instead.
 
 log = structlog.get_logger()
 

@@ -1,7 +1,8 @@
-"""Makes this worker known to the coordinator and keeps its lease alive.
+"""Register this worker with the coordinator and keep its lease alive by heartbeats.
 
-Owns registration and heartbeats, on a channel of their own so that no tensor stream can hold them
-up. A coordinator that is away is waited for; training continues meanwhile. Knows nothing of runs.
+Both use a channel of their own so that no tensor stream can hold them up. If the coordinator is
+unreachable, the worker waits for it, and training continues meanwhile. The module knows nothing of
+runs.
 """
 
 import asyncio
@@ -36,12 +37,11 @@ from stratagem.worker.host.clock import CoordinatorClock, new_backoff
 if TYPE_CHECKING:
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
-# ---- heartbeat stream ----
+# ---- Heartbeat stream ----
 #
-# Sends this worker's heartbeats over one standing call, as often as the coordinator asks for.
-#
-# Each beat is answered; what the coordinator says unasked comes in between. Owns one call, from its
-# first message to its end. What follows from the end is the caller's.
+# A worker sends heartbeats over one standing call, as often as the coordinator asks for. The
+# coordinator answers each, and may send requests in between. `BeatStream` handles one call from its
+# first message to its end; its caller decides what follows.
 
 LEAST_TIMEOUT_S: Final = 1.0
 """An answer is waited for as long as an interval, but for this long at least."""
@@ -141,7 +141,7 @@ class BeatStream:
             return
 
 
-# ---- heartbeat ----
+# ---- Registration and heartbeats ----
 
 log = structlog.get_logger(__name__)
 

@@ -1,4 +1,6 @@
-"""The host of a worker's sessions: what its settings have it keep, where, and whom it reaches."""
+"""Set up the host of a worker's sessions from the settings: its security, storage and
+capability.
+"""
 
 import asyncio
 import os
@@ -47,9 +49,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, UserCode
 if TYPE_CHECKING:
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
-# ---- worker security ----
-#
-# The security settings of a worker: its identity, and the protection of what workers exchange.
+# ---- Worker security ----
 #
 # Without certificates everything is in plaintext, on loopback unless the operator wants more. With
 # them the worker's name must be the one in its certificate, or of the pool in it, and unless the
@@ -139,7 +139,7 @@ def _trust_domain(tls: TlsFiles | None, name: str) -> str:
     return identity.trust_domain
 
 
-# ---- worker host ----
+# ---- Host of sessions ----
 
 NO_SECRET: Final = (
     "rows that lie on this worker are protected by a secret that stays here: start it with "
@@ -256,12 +256,10 @@ def _user_code(settings: WorkerSettings) -> UserCode:
     return UserCode(installed, CodePolicy(settings.allow_code), CodeStore(folder))
 
 
-# ---- capability ----
+# ---- Capability ----
 #
-# The capability of this process by which the coordinator places work on it.
-#
-# Owns the facts about device, memory and numerics. Called in the torch thread, whose thread count
-# is part of the numerics.
+# The coordinator places work by the facts about device, memory and numerics. They are read in the
+# torch thread, whose thread count is part of the numerics.
 
 
 def device_of(name: str) -> torch.device:

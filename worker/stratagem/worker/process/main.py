@@ -1,8 +1,8 @@
-"""The worker process: one event loop for gRPC, one thread for torch, and how they start and end.
+"""Run the worker process: one event loop for gRPC, one thread for torch, their start and their end.
 
-Owns the order of start and of drain. When asked to end, the worker reports that it drains, ends
-what runs after its present step, reports that it leaves, and exits 0; or with PREEMPTED, where a
-launcher started it and a signal ended it, so that it is started again.
+When asked to end, the worker reports that it drains, ends what runs after its present step, reports
+that it leaves, and exits 0; or with PREEMPTED, where a launcher started it and a signal ended it,
+so that it is started again.
 """
 
 import asyncio
@@ -75,9 +75,7 @@ from stratagem.worker.site.gate import SiteGate
 from stratagem.worker.user_code import bundles as bundle_import
 from stratagem.worker.user_code import watching
 
-# ---- shutdown ----
-#
-# Handling of the signals that ask a worker to end.
+# ---- Shutdown by signals ----
 #
 # Schedulers repeat themselves: at the end of a job's time Slurm sends SIGTERM to the step and, at
 # once, to the job. So a repeat that follows closely means nothing. One that comes later, or a
@@ -179,7 +177,7 @@ def stop_by_signals(preempt_signal: str) -> Stop:
     return stop
 
 
-# ---- worker main ----
+# ---- Main program ----
 
 log = structlog.get_logger(__name__)
 

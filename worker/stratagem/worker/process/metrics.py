@@ -1,8 +1,8 @@
 """The metrics that a worker exports to Prometheus: definitions, and sources of their values.
 
-Reads what the event loop owns when it is scraped; nothing here runs otherwise. The
-counts of the work itself are kept by `work_statistics.py`. What a session or a run does is not
-exported (`stratagem status` shows it), so that the number of series does not grow with them.
+A scrape reads the values from the event loop; nothing here runs otherwise. `WorkStats`
+(session/states.py) counts the work itself. There are no metrics of single sessions and runs
+(`stratagem status` shows these), so that the number of series does not grow with them.
 """
 
 import time

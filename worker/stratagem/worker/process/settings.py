@@ -1,6 +1,6 @@
-"""The settings of one worker process: flags, else STRATAGEM_WORKER_* in the environment.
+"""The settings of one worker process are flags, else STRATAGEM_WORKER_* in the environment.
 
-Owns names, defaults and checks of the settings. Everything below takes plain values; nothing else
+This module has their names, defaults and checks. Everything below takes plain values; nothing else
 of the worker reads the environment or the command line.
 """
 
@@ -44,7 +44,7 @@ from stratagem.worker.process.launch_place import (
     device_at,
 )
 
-# ---- worker settings ----
+# ---- Worker settings ----
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
 MAX_STALL_REPORT_S: Final = 365 * 86_400.0
@@ -469,12 +469,10 @@ def from_command_line(arguments: list[str]) -> WorkerSettings:
     return WorkerSettings(**options)
 
 
-# ---- placed settings ----
+# ---- Settings from the place that a launcher gave ----
 #
-# Settings that follow from the place which a launcher gave this process.
-#
-# Reads what the pure `launch_place` needs of this host: its environment, its name, its cores and
-# its CUDA devices, and the address from which it reaches the coordinator.
+# These settings follow from the environment, name, cores and CUDA devices of this host, and from
+# the address from which it reaches the coordinator.
 
 
 def with_place(values: dict[str, Any]) -> dict[str, Any]:

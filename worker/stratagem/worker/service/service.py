@@ -1,7 +1,8 @@
-"""WorkerService: each handler checks, makes one call, and translates.
+"""WorkerService handles the calls of the coordinator and of other workers: it checks, makes one
+call, and translates.
 
-Owns nothing. Errors of our tree become status codes in `common.rpc.server`; errors of the user's
-code are results and never come past here.
+The service owns no state. `common.rpc.server` turns errors of Stratagem into status codes; errors
+of the user's code are results and never pass here.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ from stratagem.worker.session.leaves import (
 )
 from stratagem.worker.session.states import Frozen, SentState, without_same
 
-# ---- worker service ----
+# ---- Worker service ----
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -424,12 +425,11 @@ class WorkerServicer(WorkerServiceServicer):
                 raise InvalidInputError.at("which", "name a snapshot, outputs or the live state")
 
 
-# ---- plan checks ----
+# ---- Checks of a plan ----
 #
-# Range checks of a plan's fields, made before a session is made for it.
-#
-# Plans of our coordinator pass. Others are refused with the name of the wrong field, before the
-# torch thread fails over it or memory fills up.
+# The ranges of a plan's fields are checked before a session is made for it. Plans of our
+# coordinator pass. Others are refused with the name of the wrong field, before the torch thread
+# fails over it or memory fills up.
 
 MAX_MEMBERS: Final = 16_384
 MAX_SPLITS: Final = 64

@@ -1,7 +1,8 @@
-"""The table of all sessions of this worker, and the execution that a coordinator's call means.
+"""Keep the table of all sessions of this worker, and find the execution that a coordinator's call
+means.
 
-Owns the table of sessions, the fence that every call passes, and what is freed when a run or a
-session is closed. Lives on the event loop; the torch thread sees single sessions only.
+Every call passes the fence of the table. Closing a run or a session frees what it holds. The table
+lives on the event loop; the torch thread sees single sessions only.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from stratagem.worker.session.control import Control, Outbox
 from stratagem.worker.session.states import KnownLeaves, StateStore
 from stratagem.worker.site.gate import SiteAdmission
 
-# ---- session table ----
+# ---- Session table ----
 
 RETRY_AFTER_S: Final = 1.0
 NUM_RESULTS: Final = 2
@@ -326,12 +327,11 @@ def key_from(ref: types_pb2.SessionRef) -> SessionKey:
     return SessionKey(ref.run_id, ref.party, ref.member)
 
 
-# ---- fence ----
+# ---- Fence ----
 #
-# Refuses orders of coordinators and groups that no longer exist.
-#
-# Owns the highest term, and the highest membership of each party, that this process has seen.
-# Nothing is kept over a restart: a new incarnation holds no session that an old order could hurt.
+# The fence refuses orders of coordinators and groups that no longer exist. It has the highest term,
+# and the highest membership of each party, that this process has seen. Nothing is kept over a
+# restart: a new incarnation holds no session that an old order could hurt.
 #
 # A new term counts once the coordinator has said it in answer to this worker's own call. Else one
 # call with a high number, from any caller, would make the worker deaf to its coordinator.

@@ -1,9 +1,8 @@
-"""Control of a plan that runs in the torch thread by the event loop, and the plan's waits.
+"""Control a plan that runs in the torch thread from the event loop, and send its messages.
 
-Owns the current view of the party, the wish to abort or drain, and the exchange that must be cut
-when one of them changes. The loop side writes, the torch side reads and waits; a wait ends early
-when one of them changes: with PlanStopped (aborted, drained) or ViewChanged (a newer view).
-Knows nothing of engines, sessions or messages beyond the view.
+`Control` has the current view of the party, the wish to abort or drain, and the exchange that must
+be cut when one of them changes. The loop writes, the torch thread reads and waits. A wait ends
+early when one of them changes: with PlanStopped (aborted, drained) or ViewChanged (a newer view).
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from stratagem.common.base.errors import ConflictError
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.site.disclosure import Disclosure
 
-# ---- plan control ----
+# ---- Plan control ----
 
 T = TypeVar("T")
 
@@ -104,7 +103,7 @@ class Control:
         self._cut_lock = threading.Lock()
         self._held: tuple[Cuttable, int] | None = None
 
-    # ---- loop side ----
+    # ---- Calls of the event loop ----
 
     def set_view(self, view: MemberView) -> None:
         """Give the plan a newer view; what it exchanges under an older one is cut."""
@@ -142,7 +141,7 @@ class Control:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # ---- either side ----
+    # ---- Calls of either side ----
 
     @property
     def view(self) -> MemberView:
@@ -172,7 +171,7 @@ class Control:
         if self._interrupt is not None:
             raise PlanStopped(self._interrupt)
 
-    # ---- torch side ----
+    # ---- Calls of the torch thread ----
 
     def hold(self, exchange: Cuttable, membership: int) -> None:
         """Register the exchange that is cut from now on by a newer view, by an interrupt, and when
@@ -252,13 +251,11 @@ async def _first(task: asyncio.Future[Any], changed: asyncio.Event) -> None:
         await asyncio.gather(waiter, return_exceptions=True)
 
 
-# ---- outbox ----
+# ---- Messages to attached calls ----
 #
-# The messages of an execution to the calls attached to it, also to those that attach later.
-#
-# Owns the needed blobs, the latest progress and stall, the parts of the step history, the waiting
-# log lines and the outcome, and turns them into the messages of an Execute stream. Lives on the
-# event loop. Knows nothing of plans.
+# An outbox has the needed blobs, the latest progress and stall, the parts of the step history, the
+# waiting log lines and the outcome, and turns them into the messages of an Execute stream, also for
+# calls that attach later. It lives on the event loop and knows nothing of plans.
 
 MAX_LOG_LINES: Final = 1000
 

@@ -1,8 +1,8 @@
-"""Leaves of a state of which this worker holds a part: pieces that are here, and those of others.
+"""Join and write the leaves of a state of which this worker holds a part.
 
-A request says of which pieces each leaf is made, and who has them. What others have is asked of
-them, member to member, into memory of the leaf's own; a snapshot is meant by its name, so bytes of
-another one are refused. Lives on the event loop.
+A request says of which pieces each leaf is made, and who has them. Other members send their pieces
+into memory of the leaf's own. The request names a snapshot, and bytes of another one are refused.
+Lives on the event loop.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
 from stratagem.worker.host.states import SignedStream
 from stratagem.worker.session.states import Frozen, KnownLeaves, LeafHasher, SentState, hashed
 
-# ---- joined leaves ----
+# ---- Leaves joined from pieces ----
 
 _RETRY: Final = Retry(max_attempts=2)
 """Who does not answer may be gone: the coordinator finds another way sooner than a long wait."""
@@ -148,9 +148,9 @@ class LeafPieces:
         return stub
 
 
-# ---- written leaves ----
+# ---- Leaves written to the folder of states ----
 #
-# Writes leaves of a snapshot into the folder of states, some at once, beside the training.
+# Several leaves are written at once, beside the training.
 
 NUM_FILES_AT_ONCE: Final = 2
 """Leaves that are hashed and written at once: one on its way to the disk, one in the processor."""
@@ -289,12 +289,11 @@ def _written() -> None:
     failpoint("worker.leaf.unnamed")
 
 
-# ---- signed leaves ----
+# ---- Leaves sent to an object store by signed requests ----
 #
-# Writes leaves of a snapshot into an object store by signed requests, beside the training.
-#
-# The name of a leaf has its digest in it: so each is hashed first, then its request is asked for,
-# and then it is sent, some at once. What is here is sent from the memory of the snapshot.
+# The name of a leaf contains its digest. So each leaf is hashed first, then its request is asked
+# for, and then it is sent, several at once. Pieces on this worker are sent from the memory of the
+# snapshot.
 
 NUM_OBJECTS_AT_ONCE: Final = 8
 """Leaves that are hashed or sent at once: one connection alone gets a fraction of what an object

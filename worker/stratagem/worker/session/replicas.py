@@ -1,4 +1,4 @@
-"""What only this worker has of the commits of its runs, in files that outlive the process.
+"""Keep this worker's own part of the commits of its runs, in files that outlive the process.
 
 Replicas that take local steps are nowhere else. At the end of a segment they are written here, and
 are on the disk before the segment counts as finished; their digest stands in its fact. They are

@@ -1,9 +1,10 @@
-"""States of a session that others may fetch: snapshots of ended segments, and the live one.
+"""Keep the states of a session that others may fetch: snapshots of ended segments, and the live
+one.
 
-Owns the frozen copies, ready to be streamed: contiguous CPU tensors with their manifest. Lives on
-the event loop; the copies are made in the torch thread and never change afterwards, until that
-thread takes the memory of the oldest snapshot back, of which the coordinator has asked all that it
-will: it lets no segment begin while two are without a commit.
+The frozen copies are contiguous CPU tensors with their manifest, ready to be streamed. The store
+lives on the event loop. The torch thread makes the copies, which never change afterwards, until
+that thread takes back the memory of the oldest snapshot. By then the coordinator has requested all
+that it needs of it: it lets no segment begin while two are without a commit.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from stratagem.v1 import worker_pb2 as pb
 if TYPE_CHECKING:
     from stratagem.worker.engine import StepReport
 
-# ---- session states ----
+# ---- States of a session ----
 
 NUM_SNAPSHOTS: Final = 2
 
@@ -218,9 +219,9 @@ class StateStore:
             raise UnavailableError(text) from None
 
 
-# ---- sent state ----
+# ---- Sent part of a state ----
 #
-# What is sent of a state: all of it, or what the caller does not have of a snapshot before.
+# A caller gets the whole state, or only the tensors that differ from a snapshot it has.
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +247,11 @@ def without_same(state: Frozen, base: Frozen) -> SentState:
     return SentState(state.manifest, list(cut(state.manifest, state.buffers, same)), sent)
 
 
-# ---- kept slices ----
+# ---- Former slices ----
 #
-# Copies of slices of a state that is being divided anew, until all members are known to have their
-# new ones: when the members change before that, those that are done have what the others still
-# need.
+# When a state is divided anew, copies of the former slices are kept until all members are known to
+# have their new ones: if the members change before that, those that are done have what the others
+# still need.
 
 State = tuple[Mapping[str, Tensor], Mapping[str, str]]
 """Tensors and metadata."""
@@ -290,16 +291,14 @@ class KeptSlices:
         return tensors, metadata
 
 
-# ---- known leaves ----
-#
-# The digests of leaves that have not changed since the snapshot before, without hashing them.
+# ---- Digests of unchanged leaves ----
 #
 # Parameters that do not train are the same in each commit, and so are their moments. Their bytes
 # are compared with those of the snapshot whose leaves were hashed last, which takes a fifth of the
 # time of SHA-256 where they are equal, and next to none where they are not. Nothing else tells that
 # a tensor has not changed: torch counts changes in place, but not those by `.data`, by views of the
 # storage or by other libraries (decision 19). That snapshot is held for one block at a time: when
-# its memory is wanted for the next one it goes, and leaves are hashed again. Used by several
+# its memory is needed for the next one it goes, and leaves are hashed again. Used by several
 # threads.
 
 _BLOCK_BYTES: Final = 2**20
@@ -372,11 +371,10 @@ def hashed(pieces: Sequence[memoryview]) -> bytes:
     return sha256.digest()
 
 
-# ---- work statistics ----
+# ---- Work statistics ----
 #
-# Counts of this worker's work so far, updated once per step in the torch thread.
-#
-# Read only by `worker_metrics.py`, when the worker is scraped.
+# The torch thread updates the counts once per step. Only the metrics of the worker read them, when
+# the worker is scraped.
 
 DEFECT: Final = "defect"
 """The outcome of an execution that ended by a defect of ours."""

@@ -1,1 +1,1 @@
-"""What a site decides by its own file: which jobs it takes part in, and what leaves it."""
+"""Decisions of a site by its own file: which jobs it takes part in, and which data leave it."""

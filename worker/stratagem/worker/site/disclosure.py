@@ -1,7 +1,7 @@
-"""What leaves a site of a plan's messages: numbers that its rule allows, and no word of its rows.
+"""Limit the messages of a plan that leave a site to the numbers that its rule allows.
 
-Owns the forms in which progress, results and errors leave. What is withheld stands in the site's
-own log. Decides nothing about jobs.
+The module defines the forms in which progress, results and errors leave; none has a word of the
+site's rows. The site's own log has what is withheld. The module decides nothing about jobs.
 """
 
 import os
@@ -21,13 +21,12 @@ from stratagem.common.base.errors import (
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.user_code import bundles
 
-# ---- error place ----
+# ---- Place of an error ----
 #
-# Where in the job's code an error was raised, in words that no row can get into.
-#
-# A place is told only of files that are those of a module of the job: of its bundle, or of a
-# package that an entry point of it names. A type is told only where its module has it under its
-# name, else its nearest base that has: code may make types, and files, with any name.
+# The place in the job's code where an error was raised is given in words that no row can get into.
+# It is told only of files that are those of a module of the job: of its bundle, or of a package
+# that an entry point of it names. A type is told only where its module has it under its name, else
+# its nearest base that has: code may make types, and files, with any name.
 
 MAX_CHARS: Final = 200
 
@@ -91,7 +90,7 @@ def _is_below(filename: str, folder: str) -> bool:
     return Path(filename).is_relative_to(folder) and Path(filename).is_file()
 
 
-# ---- disclosure ----
+# ---- Disclosure of a plan ----
 
 OWN_METRICS: Final = frozenset({"max_grad_norm", "skipped_steps"})
 """Metrics of a client's round that are ours: the others the job's code may name as it likes."""

@@ -1,7 +1,7 @@
-"""The file by which a site decides what it takes part in, and what of it leaves: `site.toml`.
+"""The file `site.toml` says which jobs a site takes part in, and which of its data leave it.
 
-Owns its keys and what is checked of each, and reading. A file that is wrong is refused as a whole,
-naming the key, the value and what is allowed. Decides nothing.
+This module reads the file and checks its keys. A file that is wrong is refused as a whole, naming
+the key, the value and what is allowed. The module decides nothing.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ from stratagem.worker.data.sources import LocalData, read_tensors
 from stratagem.worker.data.streams import StreamedSplit
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-# ---- site file ----
+# ---- Site file ----
 
 SIGNED: Final = "signed:"
 _DIGEST: Final = re.compile("sha256:[0-9a-f]{64}")
@@ -296,9 +296,9 @@ def _pins(spec: SiteSpec, folder: Path, files: list[Path]) -> PeerPins | None:
     return PeerPins(fingerprints, authorities)
 
 
-# ---- site data ----
+# ---- Data sets of a site ----
 #
-# The data sets of a site, as its file names them: never by a function that came with a job.
+# The file names the data sets; a function that came with a job never loads them.
 
 _TRAIN: Final = "train"
 
@@ -360,12 +360,12 @@ def _load(
     return splits
 
 
-# ---- windows ----
+# ---- Windows ----
 #
-# Windows: the times of the week in which a site takes part, in its own time zone.
-#
-# A window is days and, unless whole days are meant, hours: "Mon-Fri 19:00-06:00", "Sat-Sun". Hours
-# whose end is not after their begin end on the next day. Pure functions of the time that is given.
+# Windows are the times of the week in which a site takes part, in its own time zone. A window is
+# days and, unless whole days are meant, hours: "Mon-Fri 19:00-06:00", "Sat-Sun". Hours whose end is
+# not after their begin end on the next day. The functions are pure and take the time as an
+# argument.
 
 DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 FORM: Final = 'days and perhaps hours, such as "Mon-Fri 19:00-06:00" or "Sat-Sun"'

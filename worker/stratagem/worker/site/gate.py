@@ -1,7 +1,8 @@
-"""The gate of a site: asks its file about each plan that a coordinator sends, and writes it down.
+"""The gate of a site checks each plan that a coordinator sends against the site's file, and audits
+it.
 
-Owns the site's file as it stands, which is read again when it has changed, the audit, and the time.
-The decision itself is a pure function in decision.py. Used from any thread.
+It reads the file again when it has changed, and keeps the audit. The decision itself is a pure
+function in decision.py. Used from any thread.
 """
 
 import hashlib
@@ -33,9 +34,10 @@ from stratagem.worker.site.decision import FitsRule, Offer, decide, epsilon_of
 from stratagem.worker.site.disclosure import CodePlaces, Disclosure
 from stratagem.worker.site.file import SiteFile, absent_data, data_version, read_site, site_data
 
-# ---- site admission ----
+# ---- Admission of a plan ----
 #
-# One offer that a site has accepted: what its plan may use and tell, and what is written of it.
+# An admission is one offer that a site has accepted: what its plan may use and tell, and what is
+# written of it.
 
 Write = Callable[[Mapping[str, JSON]], None]
 """Adds a line to the audit, with the time. Raises OSError or IntegrityError."""
@@ -125,7 +127,7 @@ def unwritten(site: str) -> RefusedBySiteError:
     return RefusedBySiteError(f"site {site} refuses: its audit cannot be written; see its log")
 
 
-# ---- site gate ----
+# ---- Site gate ----
 
 log = structlog.get_logger(__name__)
 

@@ -1,11 +1,10 @@
-"""Imports modules of code bundles, each bundle under a name of its own.
+"""Import modules of code bundles, each bundle under a name of its own, and store and admit bundles.
 
 The modules of a bundle are `stratagem_code_<digest>.<module>`, so that two bundles may both have a
-`model.py` in one process; nothing else sees them, and `sys.path` stays as it is. Each module of a
+`model.py` in one process. Nothing else sees them, and `sys.path` stays as it is. Each module of a
 bundle has an `__import__` of its own, which looks in the bundle first, as a script looks in its
-folder first. Importing this module installs the finder: processes that are started for user code,
-which find by name what they are given, import it too. Knows nothing of jobs, and must not import
-torch.
+folder first. Importing this module installs the finder. Processes started for user code resolve
+objects by name, so they import it too. The module knows nothing of jobs and must not import torch.
 """
 
 import builtins
@@ -30,7 +29,7 @@ from stratagem.common.job import CodeSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.process.process import remove_tree, temporary_folder
 
-# ---- bundle import ----
+# ---- Import from bundles ----
 
 PREFIX: Final = "stratagem_code_"
 FOLDER_VARIABLE: Final = "STRATAGEM_CODE_FOLDER"
@@ -180,14 +179,13 @@ def install() -> None:
 install()
 
 
-# ---- code store ----
+# ---- Store of unpacked bundles ----
 #
-# The unpacked code bundles of one worker: folders named by their digests.
-#
-# A folder is there whole or not at all, also after a kill; nobody may write into it; and before
-# this process first uses one that it has not unpacked itself, its files are packed again and
-# compared with the digest. Those that no run of this worker has are removed, the longest unused
-# first, where all together exceed a limit. Used in the torch thread.
+# Each bundle is a folder named by its digest. A folder is there whole or not at all, also after a
+# kill, and nobody may write into it. Before this process first uses one that it has not unpacked
+# itself, it packs the files again and compares them with the digest. Bundles that no run of this
+# worker has are removed, the longest unused first, where all together exceed a limit. Used in the
+# torch thread.
 
 MAX_STORED_BYTES: Final = 2**30
 _PART: Final = ".part-"
@@ -313,13 +311,12 @@ def _size(path: Path) -> int:
     )
 
 
-# ---- code policy ----
+# ---- Code policy of the operator ----
 #
-# The operator's policy of which code may come to this worker with a job.
-#
-# `none` (code must be installed), `signed:FILE` (by one of the public keys of the file),
-# `digests:FILE` (listed in the file) or `any`. The files are read again when they change. A bundle
-# that the policy admits may name all that is in it: no list of entry points is asked.
+# The policy says which code may come to this worker with a job: `none` (code must be installed),
+# `signed:FILE` (by one of the public keys of the file), `digests:FILE` (listed in the file) or
+# `any`. The files are read again when they change. A job may name anything in a bundle that the
+# policy admits: entry points in it need not be on the allow list.
 
 Check = Callable[[CodeSpec], str]
 """Returns the reason against a bundle; nothing where it may run."""

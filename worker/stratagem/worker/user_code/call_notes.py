@@ -1,4 +1,4 @@
-"""What a call was given, added to the error that it raises: types and shapes, and no value.
+"""Add the arguments of a call to the error that it raises: types and shapes, and no value.
 
 Also says what to write in place of the mistakes that are made most often. Owns the words; where the
 user's code runs is marked by `user_code`, which tells notes with the message.

@@ -1,8 +1,8 @@
-"""Finds the user's code by name, and marks where the user's code runs.
+"""Find the user's code by name, and mark the places where it runs.
 
-Owns the rule of which names may be imported (the operator's allow list, checked before any import)
-and the one translation of a user's exception into `UserCodeError`. Must not know what the named
-things are for, nor anything of gRPC.
+The operator's allow list says which names may be imported; it is checked before any import. Every
+exception of the user's code is translated here into `UserCodeError`. The module knows neither what
+the named objects are for nor gRPC.
 """
 
 import importlib
@@ -39,7 +39,7 @@ from stratagem.worker.user_code import bundles
 from stratagem.worker.user_code.bundles import CodePolicy, CodeStore
 from stratagem.worker.user_code.watching import see_modules
 
-# ---- entrypoints ----
+# ---- Entry points ----
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -272,12 +272,11 @@ def _is_ours(filename: str) -> bool:
     )
 
 
-# ---- job code ----
+# ---- Code of a job ----
 #
-# The one way from a job to the functions that it names, whether installed or brought along.
-#
-# Asks the operator's policy before anything of a bundle is fetched, unpacked or imported, and
-# whether what the job requires is installed here.
+# A job's functions, whether installed or in a bundle, are found through `UserCode`. It asks the
+# operator's policy before it fetches, unpacks or imports anything of a bundle, and checks that the
+# requirements of the job are installed here.
 
 
 @dataclass(frozen=True, slots=True)

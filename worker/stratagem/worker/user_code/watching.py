@@ -1,9 +1,4 @@
-"""Tells which of the users' modules have changed on disk since this process has imported them.
-
-An imported module stays as it was for as long as its process lives, so a job runs text that stands
-in no file any more. What a module's file was is kept when it is first seen here, right after the
-import of an entry point; a file that was only touched has not changed.
-"""
+"""Watch the user's code: changes of its modules on disk, and what it prints and logs."""
 
 import hashlib
 import logging
@@ -15,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-# ---- changed modules ----
+# ---- Changed modules ----
+#
+# An imported module stays the same as long as its process lives, so after a change of its file a
+# job runs text that is in no file any more. The state of a file is recorded when this module first
+# sees it, right after the import of an entry point; a file that was only touched has not changed.
 
 MAX_SEEN: Final = 4096
 """Modules that are looked after; further ones are not."""
@@ -96,13 +95,11 @@ def _looked_at(path: str) -> _SeenFile | None:
         return None
 
 
-# ---- output capture ----
+# ---- Captured output ----
 #
-# Captures what the user's code prints and logs in the torch thread, line by line.
-#
-# Owns the proxies that stand in for sys.stdout and sys.stderr. They pass everything through to the
-# real streams, and give complete lines to the sink of the thread that wrote them. Other threads,
-# and the worker's own log lines, have no sink and stay out. Knows nothing of runs or gRPC.
+# Proxies stand in for sys.stdout and sys.stderr. They pass everything through to the real streams,
+# and give complete lines to the sink of the thread that wrote them. Other threads, and the worker's
+# own log lines, have no sink and are not captured.
 
 Sink = Callable[[str, str], None]
 """Takes a level ("PRINT", "ERROR", "DEBUG" to "CRITICAL") and one line of text."""
