@@ -13,7 +13,7 @@ pytestmark = pytest.mark.core
 
 MODULES = 434
 FOLDERS = 73
-LINES = 121_000
+LINES = 121_200
 ONE_IMPORTER = 80
 """Modules that exactly one other module imports: most of these belong into that one."""
 SHORT_LINES = 60

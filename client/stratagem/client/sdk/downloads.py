@@ -34,7 +34,7 @@ async def to_file(
 ) -> Path:
     """Write the state as a safetensors file, replacing what was there.
 
-    plain: only the model, under the names of its state_dict(), tied ones too; see plain_model.py.
+    plain: only the model, under the names of its state_dict(), tied ones too; see model_files.py.
     The model of averaged parameters is always written so: it is no state.
     """
     with whole_file(path) as file:

@@ -104,7 +104,7 @@ class Manifest:
     codec: str = ""
     """Of CODECS. What is coded are payloads of type uint8."""
     is_in_leaves: bool = False
-    """The digest is that of the state in leaves (`state_leaves.py`), and not of a file."""
+    """The digest is that of the state in leaves (`leaves.py`), and not of a file."""
 
     def stored(self) -> tuple[TensorSpec, ...]:
         """The tensors that have bytes of their own, in the order of their bytes."""

@@ -198,7 +198,7 @@ class _Shown:
 
 
 def sums_of(parts: Iterable[worker_pb2.EvaluationPart]) -> dict[str, float]:
-    """Return the sums by name, as in metric_sums.py; a batch that came twice counts once."""
+    """Return the sums by name, as in schedule.py; a batch that came twice counts once."""
     by_batch = {(part.split, part.batch): part for part in parts}
     return added(
         {f"{split}/{name}": value for name, value in {**part.sums, WEIGHT: part.weight}.items()}

@@ -225,7 +225,7 @@ class Stored:
 
 
 class DirectoryBlobs:
-    """The blobs under one folder, which is made if absent. See blob_store.py for the rules."""
+    """The blobs under one folder, which is made if absent. See blobs.py for the rules."""
 
     def __init__(
         self,

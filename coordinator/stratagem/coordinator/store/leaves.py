@@ -206,7 +206,7 @@ class StatePlace:
 
 
 class LeafBlobs:
-    """The blobs of a coordinator, with states in leaves. See blob_store.py for the rules."""
+    """The blobs of a coordinator, with states in leaves. See blobs.py for the rules."""
 
     def __init__(
         self, whole: BlobStore, place: StatePlace, term: int, *, writes_leaves: bool, limits: Limits

@@ -179,7 +179,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SharedBlobs:
-    """The blobs of one prefix, for the coordinator of a term. See blob_store.py for the rules."""
+    """The blobs of one prefix, for the coordinator of a term. See blobs.py for the rules."""
 
     def __init__(
         self,

@@ -149,7 +149,7 @@ class SingleMemberReducer:
                 self._norms[index] = divided(grad, divisor, self._numerics)
 
     def norms(self) -> list[Tensor]:
-        """Returns the result of `gradient_norm.parts_of` for the gradients that exist."""
+        """Returns the result of `layout.parts_of` for the gradients that exist."""
         small = self._few.parts(self._small_gradients(), self._numerics)
         if not self._large:
             return small

@@ -84,7 +84,7 @@ class SliceExchange:
         reached: Sequence[float],
         are_finite: Callable[[], bool],
     ) -> tuple[list[Tensor], bool]:
-        """Returns what `gradient_norm.total_norm` needs of all gradients, and whether all elements
+        """Returns what `layout.total_norm` needs of all gradients, and whether all elements
         of all of them are finite. Raises ExchangeError.
 
         own: of each own part the norms of its blocks, if there is a gradient. reached: by

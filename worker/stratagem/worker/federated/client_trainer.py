@@ -253,7 +253,7 @@ class ClientRunner:
         num_clients: int,
         check: Callable[[], None] = lambda: None,
     ) -> float:
-        """Returns the mean loss of a global state over a client's rows; see loss_before.py."""
+        """Returns the mean loss of a global state over a client's rows; see loss_before."""
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         return loss_before(self._model, self._passes, data, self._job.batch_size, check)

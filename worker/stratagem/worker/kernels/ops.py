@@ -21,7 +21,7 @@ MAX_SKETCH_SIZE: Final = 1 << 30
 
 
 class Backend(Protocol):
-    """The interface of `triton_launch` and `torch_kernels`. Vectors are flat and contiguous,
+    """The interface of `kernels.triton` and `kernels.torch`. Vectors are flat and contiguous,
     scalars float32 values."""
 
     def signs(self, seed: int, numel: int, device: torch.device) -> Tensor: ...

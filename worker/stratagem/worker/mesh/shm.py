@@ -285,7 +285,7 @@ def _receive(sock: socket.socket, num_bytes: int, peer: int, deadline_s: float) 
 def form_shared(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> "SharedGroup":
-    """Connects all members, as `same_host.connect` does."""
+    """Connects all members, as `connect` does."""
     return SharedGroup(rank, size, connect(listener, rank, size, addresses, timeout_s))
 
 

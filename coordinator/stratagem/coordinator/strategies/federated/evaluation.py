@@ -362,7 +362,7 @@ def over_clients(
 ) -> dict[str, float]:
     """Return the spread of metrics that are sums over rows, and mean and spread of the user's own.
 
-    sums and own: of each client; see metric_sums.py. Own ones are weighted by rows.
+    sums and own: of each client; see schedule.py. Own ones are weighted by rows.
     """
     found = spread([means(each, names) for each in sums])
     for name in sorted({name for metrics in own for name in metrics}):

@@ -171,7 +171,7 @@ class FederatedRun:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
     trained: Mapping[str, float] = field(default_factory=dict)
-    """Training metrics of the newest round that was closed; see round_metrics.py."""
+    """Training metrics of the newest round that was closed; see evaluation.py."""
     round_num: int = 0
     """The open round, from 1; 0 until the model is built."""
     is_opened: bool = False
