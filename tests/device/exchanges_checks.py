@@ -65,6 +65,7 @@ def follow_orders(pipe: Connection, _rank: int, _size: int) -> None:
             case.configure()
             params, buckets = case.make_buckets()
             link = form(pipe, members, engine, rank, devices)
+            pipe.send("formed")
             exchange = mesh_exchange(buckets, link, case.num_shards, deadline_s=deadline_s)
             try:
                 if deed == "linger":
@@ -90,6 +91,8 @@ def order(
         member.pipe.send((engine, rank, devices, step, deed, deadline_s))
     for _ in range(num_meetings(engine)):
         introduce(members)
+    # A member that is lost before all have their links ends the forming, and not a step.
+    assert [member.receive() for member in members] == ["formed"] * len(members)
 
 
 def groups(device: torch.device) -> str:
