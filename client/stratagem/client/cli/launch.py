@@ -12,7 +12,6 @@ from stratagem.client.cli.queries import client_of
 from stratagem.client.cli.run import JobArgument, RunIdOption, SetOption
 from stratagem.client.cli.shared import CoordinatorOption, complain, reporting, with_proof
 from stratagem.client.launch import kubernetes as kubernetes_job
-from stratagem.client.launch import kubernetes as kubernetes_pod
 from stratagem.client.launch import ray as ray_script
 from stratagem.client.launch import slurm as slurm_script
 from stratagem.client.launch.workers import (
@@ -202,11 +201,11 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
     with reporting():
         job, chosen = _job_of(job_path, overrides, run_id)
         words = _words(worker)
-        inside = (kubernetes_pod.CODE,)
+        inside = (kubernetes_job.CODE,)
         check_addresses("--service", service)
         wanted = launch_of(job, chosen, service, workers, "python", inside, words)
         name = "stratagem-worker-gpu" if gpus else "stratagem-worker"
-        shape = kubernetes_pod.PodShape(
+        shape = kubernetes_job.PodShape(
             namespace=namespace,
             image=image or f"{name}:{version('stratagem')}",
             per_pod=per_pod,

@@ -14,7 +14,7 @@ import os
 from collections.abc import AsyncIterator, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 import grpc
 
@@ -42,9 +42,6 @@ from stratagem.common.observe import tracing
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.schema.json import JSON
 from stratagem.v1 import coordinator_pb2 as pb
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
 ADDRESS_VARIABLE: Final = "STRATAGEM_COORDINATOR"

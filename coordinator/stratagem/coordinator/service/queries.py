@@ -42,8 +42,8 @@ from stratagem.coordinator.observe.feed import (
 from stratagem.coordinator.observe.history import SentRows, rows_in_flight
 from stratagem.coordinator.runtime.rendezvous import Arrival
 from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, behind, cut_to
-from stratagem.v1 import coordinator_pb2, types_pb2
 from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import types_pb2
 
 # ---- Runs ----
 #
@@ -73,52 +73,52 @@ class Runs:
             raise NotFoundError(f"run {run_id!r} is not known")
         return views[0]
 
-    async def info(self, run_id: str) -> coordinator_pb2.RunInfo:
+    async def info(self, run_id: str) -> pb.RunInfo:
         """Return one run as a message. Raises NotFoundError."""
         return self._info_of(await self.view(run_id))
 
-    def _info_of(self, view: RunView) -> coordinator_pb2.RunInfo:
+    def _info_of(self, view: RunView) -> pb.RunInfo:
         is_pinned = view.run_id in self.app.loop.state.pinned
         return run_info(view, self.app.path_of, pinned=is_pinned)
 
-    async def watch(self) -> AsyncIterator[coordinator_pb2.WatchRunsResponse]:
+    async def watch(self) -> AsyncIterator[pb.WatchRunsResponse]:
         """Yield the briefs of all runs, newest first, and then of those that have changed."""
         with self._briefs.follower() as follower:
             run_ids = self._newest_first()
             while at_once := list(islice(run_ids, READ_AT_ONCE)):
                 views = await self._views(at_once)
                 runs = [self._brief_of(view) for view in views]
-                yield coordinator_pb2.WatchRunsResponse(runs=runs, time_s=time.time())
-            yield coordinator_pb2.WatchRunsResponse(is_complete=True, time_s=time.time())
+                yield pb.WatchRunsResponse(runs=runs, time_s=time.time())
+            yield pb.WatchRunsResponse(is_complete=True, time_s=time.time())
             while True:
                 news = await follower.news()
                 runs = [brief for brief in news.values() if brief is not None]
                 deleted = [run_id for run_id, brief in news.items() if brief is None]
-                yield coordinator_pb2.WatchRunsResponse(
+                yield pb.WatchRunsResponse(
                     runs=runs, deleted=deleted, is_complete=True, time_s=time.time()
                 )
                 await asyncio.sleep(PAUSE_S)
 
-    async def _brief(self, run_id: RunId) -> coordinator_pb2.RunBrief | None:
+    async def _brief(self, run_id: RunId) -> pb.RunBrief | None:
         views = await self._views([run_id])
         return self._brief_of(views[0]) if views else None
 
-    def _brief_of(self, view: RunView) -> coordinator_pb2.RunBrief:
+    def _brief_of(self, view: RunView) -> pb.RunBrief:
         run = self.app.loop.state.runs.get(view.run_id)
         return run_brief(view, None if run is None else self.progress_of(run))
 
-    def progress_of(self, run: RunRecord) -> coordinator_pb2.RunProgress | None:
+    def progress_of(self, run: RunRecord) -> pb.RunProgress | None:
         """Return the latest progress of a run."""
         shown = self.app.feed.progress(run.run_id)
         return None if shown is None else progress(self.app.paces, self.app.loop.world, run, shown)
 
-    async def page(self, page_token: str) -> coordinator_pb2.ListRunsResponse:
+    async def page(self, page_token: str) -> pb.ListRunsResponse:
         """Return the runs behind the token, newest first, as many as fit into one message.
 
         The token is the position of the last run of a page, so that deleting that run does no harm.
         """
         run_ids = self._newest_first(_place_in(page_token) if page_token else _FIRST)
-        response = coordinator_pb2.ListRunsResponse()
+        response = pb.ListRunsResponse()
         num_bytes = 0
         while at_once := list(islice(run_ids, READ_AT_ONCE)):
             for view in await self._views(at_once):
@@ -378,13 +378,13 @@ Paths = Callable[[Digest], str]
 
 _IN_BRIEF = {
     field.name
-    for field in coordinator_pb2.RunBrief.DESCRIPTOR.fields
+    for field in pb.RunBrief.DESCRIPTOR.fields
     if field.name in RunView.model_fields and field.name != "phase"
 }
-_PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
+_PHASES = {phase: pb.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
 
 
-def run_info(run: RunView, paths: Paths, *, pinned: bool) -> coordinator_pb2.RunInfo:
+def run_info(run: RunView, paths: Paths, *, pinned: bool) -> pb.RunInfo:
     """Return one run as a message."""
     # What has the same name in both is taken as it is.
     same = run.model_dump(exclude={"predictions", "num_facts", "is_reproducible"})
@@ -395,12 +395,12 @@ def run_info(run: RunView, paths: Paths, *, pinned: bool) -> coordinator_pb2.Run
         "reproducible": run.is_reproducible,
         "pinned": pinned,
     }
-    return coordinator_pb2.RunInfo(**same | changed)
+    return pb.RunInfo(**same | changed)
 
 
-def event(item: FeedEvent) -> coordinator_pb2.RunEvent:
+def event(item: FeedEvent) -> pb.RunEvent:
     """Return one event as a message."""
-    return coordinator_pb2.RunEvent(
+    return pb.RunEvent(
         index=item.index,
         time_s=item.wall_s,
         kind=type(item.fact).__name__,
@@ -411,13 +411,11 @@ def event(item: FeedEvent) -> coordinator_pb2.RunEvent:
     )
 
 
-def progress(
-    paces: Paces, world: World, run: RunRecord, item: SegmentProgress
-) -> coordinator_pb2.RunProgress:
+def progress(paces: Paces, world: World, run: RunRecord, item: SegmentProgress) -> pb.RunProgress:
     """Return the latest progress of a run as a message."""
     status = shown_status_of(run, world)
     counts, step = status.counts, max(item.step, status.step)
-    return coordinator_pb2.RunProgress(
+    return pb.RunProgress(
         **asdict(item) | {"step": step, "loss": item.loss or counts.loss},
         **asdict(paces.time_of(run, status, step)),
         num_steps=status.num_steps,
@@ -435,10 +433,10 @@ def progress(
     )
 
 
-def run_brief(run: RunView, latest: coordinator_pb2.RunProgress | None) -> coordinator_pb2.RunBrief:
+def run_brief(run: RunView, latest: pb.RunProgress | None) -> pb.RunBrief:
     """Return what a list of runs shows of one."""
     same = run.model_dump(include=_IN_BRIEF)
-    return coordinator_pb2.RunBrief(
+    return pb.RunBrief(
         **same,
         phase=_PHASES[run.phase],
         event_index=max(run.num_facts - 1, 0),
@@ -450,7 +448,7 @@ def worker_infos(
     state: CoordinatorState,
     workers: Sequence[WorkerRecord],
     silent_s: Callable[[WorkerRecord], float],
-) -> Iterator[coordinator_pb2.WorkerInfo]:
+) -> Iterator[pb.WorkerInfo]:
     """Yield these workers as messages; silent_s: seconds since a worker was heard of."""
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
     asked = frozenset(worker.member for worker in workers)
@@ -462,10 +460,8 @@ def worker_infos(
         yield _worker_info(worker, silent_s(worker), runs_of.get(worker.member, ()))
 
 
-def _worker_info(
-    worker: WorkerRecord, silent_s: float, runs: Sequence[RunId]
-) -> coordinator_pb2.WorkerInfo:
-    return coordinator_pb2.WorkerInfo(
+def _worker_info(worker: WorkerRecord, silent_s: float, runs: Sequence[RunId]) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
         **worker.member.model_dump(),
         address=worker.address,
         is_alive=worker.is_alive,
@@ -476,10 +472,10 @@ def _worker_info(
     )
 
 
-def met(arrivals: Sequence[Arrival]) -> coordinator_pb2.RendezvousResponse:
+def met(arrivals: Sequence[Arrival]) -> pb.RendezvousResponse:
     """Return what the members of a party are answered once all have arrived."""
     members = [
-        coordinator_pb2.RendezvousMember(
+        pb.RendezvousMember(
             endpoint=each.endpoint,
             applied_step=each.applied_step,
             address=each.address,
@@ -487,20 +483,18 @@ def met(arrivals: Sequence[Arrival]) -> coordinator_pb2.RendezvousResponse:
         )
         for each in arrivals
     ]
-    return coordinator_pb2.RendezvousResponse(members=members)
+    return pb.RendezvousResponse(members=members)
 
 
-def _commit_info(commit: CommitView, paths: Paths) -> coordinator_pb2.CommitInfo:
+def _commit_info(commit: CommitView, paths: Paths) -> pb.CommitInfo:
     same = commit.model_dump(exclude={"schedule"})
     schedule = [_setting(setting) for setting in commit.schedule]
-    return coordinator_pb2.CommitInfo(**same, path=paths(commit.digest), schedule=schedule)
+    return pb.CommitInfo(**same, path=paths(commit.digest), schedule=schedule)
 
 
-def _setting(setting: Setting) -> coordinator_pb2.Hyperparameters:
+def _setting(setting: Setting) -> pb.Hyperparameters:
     values = {name: thawed(value) for name, value in setting.values.items()}
-    return coordinator_pb2.Hyperparameters(
-        from_step=setting.from_step, values_json=dump_json(values)
-    )
+    return pb.Hyperparameters(from_step=setting.from_step, values_json=dump_json(values))
 
 
 # ---- Events ----

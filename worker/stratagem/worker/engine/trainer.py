@@ -17,7 +17,6 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated
 from stratagem.worker.data.datasets import Coming
 from stratagem.worker.engine import state_format
-from stratagem.worker.engine import state_format as state
 from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy
 from stratagem.worker.engine.buffers import Buffers, constant_buffers
 from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
@@ -334,7 +333,7 @@ class Trainer:
 
     def fingerprint(self) -> str:
         """Returns a fingerprint, which is equal on all members that hold the same state."""
-        return state.fingerprint(*self.state())
+        return state_format.fingerprint(*self.state())
 
 
 # ---- Transaction over several turns ----

@@ -27,7 +27,7 @@ from stratagem.common.tensors.local_files import MemoryCopy
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.same_bytes import are_equal, cut, same_bytes
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.v1 import coordinator_pb2, worker_pb2
+from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -379,10 +379,7 @@ def hashed(pieces: Sequence[memoryview]) -> bytes:
 DEFECT: Final = "defect"
 """The outcome of an execution that ended by a defect of ours."""
 OUTCOMES: Final = (
-    *(
-        outcome.name
-        for outcome in worker_pb2.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields
-    ),
+    *(outcome.name for outcome in pb.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields),
     DEFECT,
 )
 STEP_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 from stratagem.common.base.errors import Violation
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.strategy_contract import VERSION, Nesting, Strategy
-from stratagem.coordinator.strategies.synchronous import decisions as due_effects
-from stratagem.coordinator.strategies.synchronous import decisions as party_decisions
-from stratagem.coordinator.strategies.synchronous import decisions as party_views
-from stratagem.coordinator.strategies.synchronous import party as synchronous_run
+from stratagem.coordinator.strategies.synchronous import decisions
+from stratagem.coordinator.strategies.synchronous import party as run
 from stratagem.coordinator.strategies.synchronous.party import PartyRun, SegmentRules
 
 
@@ -22,7 +20,6 @@ def synchronous(
     shape: returns the rules of the job's party: how it is made up and what its members hold. check:
     returns the violations of a job.
     """
-    run, decisions = synchronous_run, party_decisions
     return Strategy(
         version=VERSION,
         check=lambda job, _strategies: [*check(job)],
@@ -35,14 +32,14 @@ def synchronous(
             job, value, fact, shape(job), now_s
         ),
         reject_reason=lambda _job, value, fact: run.reject_reason(value, fact),
-        pending=lambda run_id, job, value, horizon: due_effects.pending(
+        pending=lambda run_id, job, value, horizon: decisions.pending(
             run_id, job, value, shape(job), horizon
         ),
-        status=lambda job, value, world: party_views.status(job, value, shape(job), world),
-        own_parties=party_views.parties,
-        own_deaths=party_views.deaths,
+        status=lambda job, value, world: decisions.status(job, value, shape(job), world),
+        own_parties=decisions.parties,
+        own_deaths=decisions.deaths,
         own_reform=decisions.reform,
         own_setback=lambda job, value: decisions.setback(job, value, shape(job)),
-        own_blobs=party_views.blobs,
-        nesting=Nesting(party_views.progress, run.rebase, run.returned),
+        own_blobs=decisions.blobs,
+        nesting=Nesting(decisions.progress, run.rebase, run.returned),
     )
