@@ -128,6 +128,19 @@ def test_list_schedules_fit_any_placement(ranks: list[int], count: int, split: b
         check(choose(name, ranks, count), ranks, count)
 
 
+def test_a_placement_that_fits_gets_the_named_schedule() -> None:
+    for name, make in SCHEDULES.items():
+        assert choose(name, (0, 1, 2), 4) == make(3, 4)
+    first, second = one_f_one_b(2, 4)
+    assert choose("1f1b", (1, 0), 4) == (second, first)
+    assert choose("1f1b", (0, 1, 0, 1), 4) == interleaved(2, 2, 4)
+
+
+def test_the_peak_may_come_after_a_backward() -> None:
+    order = [(F, 0), (F, 1), (B, 0), (F, 2), (F, 3), (B, 1), (B, 2), (B, 3)]
+    assert peak_live((tuple(Action(kind, 0, number) for kind, number in order),)) == {0: 3}
+
+
 def test_orders_written_out() -> None:
     assert kinds(one_f_one_b(3, 4), 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
     assert kinds(one_f_one_b(3, 4), 2) == "F0 B0 F1 B1 F2 B2 F3 B3"

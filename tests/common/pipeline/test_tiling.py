@@ -131,6 +131,7 @@ def test_overflows_are_told_apart_and_negative_numbers_have_no_tag() -> None:
     with pytest.raises(LimitError, match=r"base 4294967295 .* micro-batch 0 is beyond 32 bits"):
         tag_of(MAX_TAG, 0, backward=True)
     assert tag_of(MAX_TAG, 0, backward=False) == MAX_TAG
+    assert control_tag(2**30 - 1, 2, 3) == MAX_TAG
     with pytest.raises(LimitError, match=r"leave no number"):
         control_tag(2**30, 2, 0)
     # Its tag would be another message's.

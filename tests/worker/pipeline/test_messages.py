@@ -20,6 +20,7 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.pipeline import activation_store
 from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.pipeline.build import StageAssignment
 from stratagem.worker.pipeline.messages import (
@@ -267,6 +268,23 @@ def test_a_store_that_refuses_is_seen_by_the_writer_and_the_reader() -> None:
         open_store("http://somewhere", {})
     with pytest.raises(InvalidInputError, match=r"data_store: .*prefix to start with aws_"):
         open_store("s3://bucket", {"allow_http": True})
+
+
+def test_a_store_that_does_not_answer_is_no_wrong_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A party is formed again without its worker while the store is away, not refused for good."""
+    monkeypatch.setattr(activation_store, "RETRY", {"max_retries": 0})
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+        patch.setenv("AWS_ALLOW_HTTP", "true")
+        for name in ("AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "x")
+        with pytest.raises(UnavailableError, match="s3://bucket: "):
+            ActivationStore("s3://bucket").check("w0")
+    (tmp_path / "a-file").touch()
+    with pytest.raises(InvalidInputError, match=r"activation_store: file:.*a-file"):
+        ActivationStore(f"file://{tmp_path}/a-file").check("w0")
 
 
 # ---- whole steps ----
