@@ -53,7 +53,10 @@ AREAS = {
     ),
     "data order": Area(
         (WORKER + "data/order.py", COMMON + "numerics/"),
-        ("tests/worker/data", "tests/common/test_shards.py", "tests/worker/engine"),
+        (
+            *("tests/worker/data", "tests/common/test_shards.py", "tests/worker/kernels"),
+            "tests/worker/engine",
+        ),
         is_strict=False,
     ),
     "journal": Area(

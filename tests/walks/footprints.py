@@ -22,8 +22,13 @@ class Footprints:
     """The functions that one process has called."""
 
     def __init__(self, folder: Path, window: str, number: int) -> None:
-        """window: the end of the qualified name of a function; its call of this number is one."""
-        self._folder, self._window, self._number = folder, window, number
+        """Begin without footprints.
+
+        window: the end of the qualified name of a function, of which the call of this number is
+        one; or "BEGIN..END", two of them: from a call of the first to the next one of the second.
+        """
+        self._folder, self._number = folder, number
+        self._first, _, self._last = window.partition("..")
         self._begin()
 
     def _begin(self) -> None:
@@ -36,9 +41,8 @@ class Footprints:
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         """A profile function of Python."""
-        if event == "return" and frame is self._inside:
-            self._inside = None
-            self._seen.clear()
+        if event == "return" and frame is self._inside and not self._last:
+            self._close()
             return
         if event != "call":
             return
@@ -47,17 +51,28 @@ class Footprints:
             return
         if self._process != os.getpid():
             self._begin()
-        if code.co_qualname.endswith(self._window):
+        opener = self._inside
+        if opener is None and code.co_qualname.endswith(self._first):
             self._num_windows += 1
-            if self._num_windows == self._number and self._inside is None:
-                self._inside = frame
-                self._seen.clear()
+            self._inside = frame
+            self._seen.clear()
         if code not in self._seen and not code.co_name.startswith("<") and not _imports(frame):
             self._seen.add(code)
-            kind = "inside" if self._inside is not None else "outside"
+            kind = "inside" if self._is_chosen() else "outside"
             at_s = time.monotonic()
             file = code.co_filename.rpartition(PLACE)[2]
             self._file.write(f"{at_s:.9f} {kind} {file} {code.co_qualname}\n")
+        # A coroutine is called again each time that it goes on.
+        is_other = opener is not None and opener is not frame
+        if is_other and self._last and code.co_qualname.endswith(self._last):
+            self._close()
+
+    def _is_chosen(self) -> bool:
+        return self._inside is not None and self._num_windows == self._number
+
+    def _close(self) -> None:
+        self._inside = None
+        self._seen.clear()
 
 
 def _imports(frame: FrameType | None) -> bool:

@@ -12,7 +12,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout, make_codec
 from stratagem.common.compression.codec import in_memory
 from stratagem.common.compression.quantize import Ternary, pack, quantise, unpack
-from stratagem.common.compression.table import unit
+from stratagem.common.compression.table import are_forwarded, unit
 from stratagem.common.compression.top_k import largest
 from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of, places_beside
 from stratagem.common.job import CompressionSpec
@@ -434,3 +434,8 @@ def test_a_bundle_that_overflows_or_of_vectors_of_other_lengths_is_refused() -> 
 def test_options_that_do_not_fit_are_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         CompressionSpec.parse(document)
+
+
+def test_the_messages_of_a_step_are_forwarded_where_they_are_fewer_bytes_than_their_sum() -> None:
+    assert are_forwarded(2, 49, 100)
+    assert not are_forwarded(2, 50, 100)

@@ -52,6 +52,8 @@ def test_position_follows_from_the_step_alone() -> None:
     assert torch.equal(walked.batch(7)[1], jumped.batch(7)[1])
     # An order of several blocks.
     assert torch.equal(BatchOrder(600, 1, 3).batch(1_199)[1], epoch_order(600, 4)[599:])
+    # An order of the user's whose epoch is one batch.
+    assert BatchOrder(4, 4, 0, lambda _epoch: torch.arange(4)).batch(1)[0] == 1
     with pytest.raises(InvalidInputError, match="no rows"):
         BatchOrder(0, 4, 0)
 
