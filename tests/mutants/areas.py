@@ -55,6 +55,7 @@ AREAS = {
         (WORKER + "data/order.py", COMMON + "numerics/"),
         (
             *("tests/worker/data", "tests/common/test_shards.py", "tests/worker/kernels"),
+            "tests/common/compression",
             "tests/worker/engine",
         ),
         is_strict=False,
