@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -26,12 +25,12 @@ def first_sentence(path: Path) -> str:
 
 
 @cache
-def _folders(part: str) -> dict[str, tuple[Path, int]]:
-    """By name, the folders of a part that hold modules, and how many."""
+def _folders(part: str) -> dict[str, Path]:
+    """By name, the folders of a part that hold modules."""
     root = ROOT / part / "stratagem"
     modules = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
-    counts = Counter(path.parent for path in modules if GENERATED not in str(path))
-    return {str(folder.relative_to(root)): (folder, counts[folder]) for folder in sorted(counts)}
+    folders = {path.parent for path in modules if GENERATED not in str(path)}
+    return {str(folder.relative_to(root)): folder for folder in sorted(folders)}
 
 
 def map_of(part: str) -> str:
@@ -39,12 +38,11 @@ def map_of(part: str) -> str:
     rows = (
         (
             f"[{name}](../../{folder.relative_to(ROOT)})",
-            str(count),
             first_sentence(folder / "__init__.py") if (folder / "__init__.py").exists() else "",
         )
-        for name, (folder, count) in _folders(part).items()
+        for name, folder in _folders(part).items()
     )
-    return table(("folder", "modules", "is for"), rows)
+    return table(("folder", "is for"), rows)
 
 
 RENDERED: Mapping[str, Callable[[], str]] = {f"map {part}": partial(map_of, part) for part in PARTS}

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getdoc
 
-from docs.tables import table
 from stratagem.common.base import errors
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.rpc.status_codes import TABLE, code_of
+from stratagem.common.rpc.status_codes import code_of
 from tests.house.source import nodes, product_files
 
 ONLY_A_BASE = ("StratagemError",)
@@ -263,18 +262,6 @@ def _code(kind: type[StratagemError]) -> str:
     return code.name
 
 
-def statuses() -> str:
-    """Which errors a status may stand for."""
-    rows: dict[str, list[str]] = {}
-    for kind, code in TABLE:
-        name = kind.__name__
-        link = f"[`{name}`](#{name.lower()})" if issubclass(kind, StratagemError) else f"`{name}`"
-        rows.setdefault(code.name, []).append(link)
-    return table(
-        ("gRPC status", "error"), ((f"`{code}`", ", ".join(who)) for code, who in rows.items())
-    )
-
-
 # ---- for the test ----
 
 
@@ -295,5 +282,5 @@ def _texts(every: Sequence[ast.AST]) -> Iterator[str]:
             yield " ".join("".join(parts).split())
 
 
-RENDERED: Mapping[str, Callable[[], str]] = {"errors": catalogue, "statuses": statuses}
+RENDERED: Mapping[str, Callable[[], str]] = {"errors": catalogue}
 """What a marker of this name is filled with."""

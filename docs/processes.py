@@ -23,7 +23,7 @@ from stratagem.worker.process.settings import WorkerSettings
 
 FLAG_HEAD = ("flag", "default", "meaning")
 OPTION_HEAD = ("option", "meaning")
-SHARED_BY = 4
+SHARED_BY = 3
 """An option that so many commands have, with the same meaning, is described once."""
 CONNECTION = tuple(
     f"`--{each}`" for each in ("coordinator", "tls-ca", "tls-cert", "tls-key", "token-file")
