@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from stratagem.coordinator.app.plugins import BUILT_IN
-from stratagem.coordinator.core.apply import CLUSTER, apply
+from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import (
     CancelRun,
     LoseWorker,
@@ -25,7 +25,7 @@ from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.fact_text import decode
 from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected
-from stratagem.coordinator.core.pending import pending, pending_of
+from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.core.strategy_calls import parties_of
 from stratagem.coordinator.core.strategy_contract import Status
@@ -79,11 +79,9 @@ PhaseOf = Callable[[RunPhase | None, Status], str]
 
 @dataclass
 class Observed:
-    """What was seen of phases: arrows, facts that changed nothing, and what was due."""
+    """The transitions between phases that were observed, with the facts that caused them."""
 
     arrows: dict[tuple[str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
-    stays: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    effects: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
 def run_phase(ended: RunPhase | None, status: Status) -> str:
@@ -96,11 +94,8 @@ class _Moment:
     """The run after one fact of its journal."""
 
     kind: str
-    is_own: bool
-    """Whether the fact is the run's, and not the cluster's."""
     ended: RunPhase | None
     status: Status
-    effects: frozenset[str]
 
 
 def observe(names: Iterable[str], phase_of: PhaseOf) -> Observed:
@@ -111,11 +106,8 @@ def observe(names: Iterable[str], phase_of: PhaseOf) -> Observed:
             before = START
             for moment in course:
                 after = phase_of(moment.ended, moment.status)
-                observed.effects[after] |= moment.effects
                 if before != after:
                     observed.arrows[before, after].add(moment.kind)
-                elif moment.is_own:
-                    observed.stays[after].add(moment.kind)
                 before = after
     return observed
 
@@ -132,8 +124,7 @@ def _course(simulation: Simulation) -> Iterator[_Moment]:
         run = state.runs.get(RUN)
         if run is not None:
             status = run.strategy.status(run.job, run.value, world_of(state))
-            due = frozenset(type(effect).__name__ for effect in pending_of(run))
-            yield _Moment(kind, run_id != CLUSTER, run.ended, status, due)
+            yield _Moment(kind, run.ended, status)
 
 
 # ---- scenarios ----
@@ -307,16 +298,6 @@ def arrow_table(observed: Observed) -> str:
         source = "*(begin)*" if before == START else before
         target = "*(end)*" if after == START else after
         lines.append(f"| {source} | {target} | {', '.join(sorted(kinds))} |")
-    return "\n".join(lines)
-
-
-def phase_table(observed: Observed) -> str:
-    """By phase: the effects that are due in it, and the facts that do not end it."""
-    lines = ["| phase | due | facts that do not end it |", "|---|---|---|"]
-    for phase in sorted(observed.effects.keys() - {START}):
-        due = ", ".join(sorted(observed.effects[phase])) or "nothing"
-        stays = ", ".join(sorted(observed.stays[phase])) or "none"
-        lines.append(f"| {phase} | {due} | {stays} |")
     return "\n".join(lines)
 
 

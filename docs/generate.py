@@ -28,7 +28,6 @@ from docs.diagrams import (
     Observed,
     arrow_table,
     observe,
-    phase_table,
     run_phase,
     unseen_phases,
 )
@@ -54,7 +53,6 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     **nesting.RENDERED,
     **code_map.RENDERED,
     "run phases": lambda: arrow_table(_runs()),
-    "run phase table": lambda: phase_table(_runs()),
     "unseen run phases": _unseen,
     "training phases": training_phases.arrow_table,
 }
