@@ -23,26 +23,9 @@ from docs import (
     tables,
     training_phases,
 )
-from docs.diagrams import (
-    STRATEGIES,
-    Observed,
-    arrow_table,
-    observe,
-    run_phase,
-    unseen_phases,
-)
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- generated: ([\w -]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-@cache
-def _runs() -> Observed:
-    return observe(STRATEGIES, run_phase)
-
-
-def _unseen() -> str:
-    return ", ".join(f"`{phase}`" for phase in unseen_phases(_runs())) or "none"
 
 
 MAKERS: Mapping[str, Callable[[], str]] = {
@@ -52,13 +35,9 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     **error_catalogue.RENDERED,
     **nesting.RENDERED,
     **code_map.RENDERED,
-    "run phases": lambda: arrow_table(_runs()),
-    "unseen run phases": _unseen,
     "training phases": training_phases.arrow_table,
 }
 """What makes each generated part, by name."""
-PLAYED = re.compile(r"<!-- generated: (?:unseen )?run phase")
-"""Those of them for which journals are played."""
 
 
 @cache
