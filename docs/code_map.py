@@ -19,8 +19,8 @@ SENTENCE = re.compile(r"(.+?)(?:\. |\.?$)")
 def first_sentence(path: Path) -> str:
     """Of a module's docstring, on one line, without its full stop; "" where there is none."""
     said = ast.get_docstring(tree(path)) or ""
-    paragraph = " ".join(said.partition("\n\n")[0].split())
-    found = SENTENCE.match(paragraph)
+    paragraph = " ".join(said.partition("\n\n")[0].split()).removeprefix("This package ")
+    found = SENTENCE.match(paragraph[:1].upper() + paragraph[1:])
     return found[1].replace("|", "\\|") if found else ""
 
 
