@@ -89,7 +89,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         (
             "beyond the range of …",
             "updates, averages or moments grew without bounds: lower the named setting, or clip;"
-            " the run can go on from an earlier commit",
+            " the run can continue from an earlier commit",
         ),
     ),
     "IntegrityError": (
@@ -178,7 +178,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "BudgetSpentError": (
         (
             "privacy budget: … spent in … rounds, and one more would cost …",
-            "nothing: the run goes on with the other clients, and ends when none has budget left",
+            "nothing: the run continues with the other clients, and ends when none has budget left",
         ),
     ),
     "UnavailableError": (
