@@ -17,7 +17,7 @@ SENTENCE = re.compile(r"(.+?)(?:\. |\.?$)")
 
 @cache
 def first_sentence(path: Path) -> str:
-    """Of a module's docstring, on one line, without its full stop; "" where there is none."""
+    """Return the first sentence of a module's docstring, without its full stop, or ""."""
     said = ast.get_docstring(tree(path)) or ""
     paragraph = " ".join(said.partition("\n\n")[0].split()).removeprefix("This package ")
     found = SENTENCE.match(paragraph[:1].upper() + paragraph[1:])
@@ -26,7 +26,7 @@ def first_sentence(path: Path) -> str:
 
 @cache
 def _folders(part: str) -> dict[str, Path]:
-    """By name, the folders of a part that hold modules."""
+    """Return the folders of a part that hold modules, by name."""
     root = ROOT / part / "stratagem"
     modules = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
     folders = {path.parent for path in modules if GENERATED not in str(path)}
@@ -34,7 +34,7 @@ def _folders(part: str) -> dict[str, Path]:
 
 
 def map_of(part: str) -> str:
-    """A table of a part's folders, each with its purpose in one sentence."""
+    """Return a table of a part's folders, each with its purpose in one sentence."""
     rows = (
         (
             f"[{name}](../../{folder.relative_to(ROOT)})",
@@ -46,4 +46,4 @@ def map_of(part: str) -> str:
 
 
 RENDERED: Mapping[str, Callable[[], str]] = {f"map {part}": partial(map_of, part) for part in PARTS}
-"""What a marker of this name is filled with."""
+"""The makers of the parts by the names of their markers."""

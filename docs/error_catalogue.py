@@ -40,7 +40,7 @@ AGAIN: Mapping[str, str] = {
     "UserCodeError": "no; correct the code, then submit or `stratagem resume`",
     "RunFailedError": "no; read the reason, then `stratagem resume`",
 }
-"""Whether the same call helps when it is made again."""
+"""The advice on repeating the same call, by class."""
 
 CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "InvalidInputError": (
@@ -228,7 +228,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
 }
-"""By class: words that people see, and what to do."""
+"""Words that people see and what to do about them, by class."""
 
 
 @cache
@@ -283,4 +283,4 @@ def _texts(every: Sequence[ast.AST]) -> Iterator[str]:
 
 
 RENDERED: Mapping[str, Callable[[], str]] = {"errors": catalogue}
-"""What a marker of this name is filled with."""
+"""The makers of the parts by the names of their markers."""

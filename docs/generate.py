@@ -1,4 +1,4 @@
-"""Rewrites the generated parts of the documentation: `python docs/generate.py`.
+"""Rewrite the generated parts of the documentation: `python docs/generate.py`.
 
 A page holds a pair of markers, `<!-- generated: NAME -->` and `<!-- end -->`; what stands between
 them is made here from the code, and a test fails when it is not current. Owns the markers.
@@ -37,28 +37,28 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     **code_map.RENDERED,
     "training phases": training_phases.arrow_table,
 }
-"""What makes each generated part, by name."""
+"""The makers of the generated parts, by name."""
 
 
 @cache
 def part(name: str) -> str:
-    """A generated part; KeyError names one that is unknown."""
+    """Return a generated part; KeyError names an unknown one."""
     return MAKERS[name]()
 
 
 def images() -> Mapping[Path, str]:
-    """The text of every picture that is drawn from no run, by its file."""
+    """Return the text of every picture that is drawn from no run, by its file."""
     folder = ROOT / "docs" / "images"
     return {folder / name: text for name, text in architecture_pictures.pictures().items()}
 
 
 def pages() -> list[Path]:
-    """All pages that readers see."""
+    """Return all pages that readers see."""
     return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def render(text: str) -> str:
-    """The page with its generated parts made anew; KeyError names a marker that is unknown."""
+    """Return the page with its parts generated again; KeyError names an unknown marker."""
     return MARKED.sub(lambda found: f"{found[1]}{part(found[2])}\n{found[3]}", text)
 
 

@@ -319,4 +319,4 @@ RENDERED: Mapping[str, Callable[[], str]] = {
         for name in STRATEGY_OBJECTS
     },
 }
-"""What a marker of this name is filled with."""
+"""The makers of the parts by the names of their markers."""
