@@ -1,4 +1,4 @@
-"""Builds the documentation as a site to read in a browser: `python docs/build_site.py [folder]`.
+"""Build the documentation as a site to read in a browser: `python docs/build_site.py [folder]`.
 
 The pages are those of this folder, in the order of its README.md, which says each page once; a dead
 link or anchor fails the build. A link to a module leads to a copy of it, so that the site is whole
@@ -76,7 +76,7 @@ def _sections(text: str) -> Iterator[tuple[str, str]]:
 
 
 def configuration() -> str:
-    """What zensical is told, as YAML: pages lie in "docs" beside it, the site comes to "site"."""
+    """Return the configuration of zensical as YAML; pages are in "docs", the site in "site"."""
     told = {
         "site_name": "Stratagem",
         "site_description": "Train one PyTorch model on many machines.",

@@ -1,4 +1,4 @@
-"""Who may make which call, as a table: read off the table by which servers decide."""
+"""Make a table of who may make which call, from the table by which servers decide."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -23,4 +23,4 @@ def callers() -> str:
 
 
 RENDERED: Mapping[str, Callable[[], str]] = {"callers": callers}
-"""What a marker of this name is filled with."""
+"""The makers of the parts by the names of their markers."""

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -18,34 +17,33 @@ SENTENCE = re.compile(r"(.+?)(?:\. |\.?$)")
 
 @cache
 def first_sentence(path: Path) -> str:
-    """Of a module's docstring, on one line, without its full stop; "" where there is none."""
+    """Return the first sentence of a module's docstring, without its full stop, or ""."""
     said = ast.get_docstring(tree(path)) or ""
-    paragraph = " ".join(said.partition("\n\n")[0].split())
-    found = SENTENCE.match(paragraph)
+    paragraph = " ".join(said.partition("\n\n")[0].split()).removeprefix("This package ")
+    found = SENTENCE.match(paragraph[:1].upper() + paragraph[1:])
     return found[1].replace("|", "\\|") if found else ""
 
 
 @cache
-def _folders(part: str) -> dict[str, tuple[Path, int]]:
-    """By name, the folders of a part that hold modules, and how many."""
+def _folders(part: str) -> dict[str, Path]:
+    """Return the folders of a part that hold modules, by name."""
     root = ROOT / part / "stratagem"
     modules = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
-    counts = Counter(path.parent for path in modules if GENERATED not in str(path))
-    return {str(folder.relative_to(root)): (folder, counts[folder]) for folder in sorted(counts)}
+    folders = {path.parent for path in modules if GENERATED not in str(path)}
+    return {str(folder.relative_to(root)): folder for folder in sorted(folders)}
 
 
 def map_of(part: str) -> str:
-    """A table of a part's folders, each with its purpose in one sentence."""
+    """Return a table of a part's folders, each with its purpose in one sentence."""
     rows = (
         (
             f"[{name}](../../{folder.relative_to(ROOT)})",
-            str(count),
             first_sentence(folder / "__init__.py") if (folder / "__init__.py").exists() else "",
         )
-        for name, (folder, count) in _folders(part).items()
+        for name, folder in _folders(part).items()
     )
-    return table(("folder", "modules", "is for"), rows)
+    return table(("folder", "is for"), rows)
 
 
 RENDERED: Mapping[str, Callable[[], str]] = {f"map {part}": partial(map_of, part) for part in PARTS}
-"""What a marker of this name is filled with."""
+"""The makers of the parts by the names of their markers."""

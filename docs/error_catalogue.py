@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getdoc
 
-from docs.tables import table
 from stratagem.common.base import errors
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.rpc.status_codes import TABLE, code_of
+from stratagem.common.rpc.status_codes import code_of
 from tests.house.source import nodes, product_files
 
 ONLY_A_BASE = ("StratagemError",)
@@ -41,7 +40,7 @@ AGAIN: Mapping[str, str] = {
     "UserCodeError": "no; correct the code, then submit or `stratagem resume`",
     "RunFailedError": "no; read the reason, then `stratagem resume`",
 }
-"""Whether the same call helps when it is made again."""
+"""The advice on repeating the same call, by class."""
 
 CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "InvalidInputError": (
@@ -90,7 +89,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         (
             "beyond the range of …",
             "updates, averages or moments grew without bounds: lower the named setting, or clip;"
-            " the run can go on from an earlier commit",
+            " the run can continue from an earlier commit",
         ),
     ),
     "IntegrityError": (
@@ -179,7 +178,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "BudgetSpentError": (
         (
             "privacy budget: … spent in … rounds, and one more would cost …",
-            "nothing: the run goes on with the other clients, and ends when none has budget left",
+            "nothing: the run continues with the other clients, and ends when none has budget left",
         ),
     ),
     "UnavailableError": (
@@ -229,7 +228,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
 }
-"""By class: words that people see, and what to do."""
+"""Words that people see and what to do about them, by class."""
 
 
 @cache
@@ -263,18 +262,6 @@ def _code(kind: type[StratagemError]) -> str:
     return code.name
 
 
-def statuses() -> str:
-    """Which errors a status may stand for."""
-    rows: dict[str, list[str]] = {}
-    for kind, code in TABLE:
-        name = kind.__name__
-        link = f"[`{name}`](#{name.lower()})" if issubclass(kind, StratagemError) else f"`{name}`"
-        rows.setdefault(code.name, []).append(link)
-    return table(
-        ("gRPC status", "error"), ((f"`{code}`", ", ".join(who)) for code, who in rows.items())
-    )
-
-
 # ---- for the test ----
 
 
@@ -295,5 +282,5 @@ def _texts(every: Sequence[ast.AST]) -> Iterator[str]:
             yield " ".join("".join(parts).split())
 
 
-RENDERED: Mapping[str, Callable[[], str]] = {"errors": catalogue, "statuses": statuses}
-"""What a marker of this name is filled with."""
+RENDERED: Mapping[str, Callable[[], str]] = {"errors": catalogue}
+"""The makers of the parts by the names of their markers."""

@@ -33,9 +33,9 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 TUTORIALS: Final = ROOT / "docs" / "tutorials"
 IMAGES: Final = ROOT / "docs" / "images" / "tutorials"
 TIMEOUT_S: Final = 300
-"""For one cell; on a busy machine a cluster takes its time."""
+"""The limit for one cell; a cluster is slow on a busy machine."""
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
-"""Of a coordinator; a page shows it, and what runs has another one in its place."""
+"""The address of a coordinator in a page, which is replaced by another one when cells run."""
 
 OUTPUT: Final = re.compile(r"\n<!-- output -->\n(.*?)<!-- output end -->\n", re.DOTALL)
 CELL: Final = re.compile(r"^```(?:python|bash|sh)(?! \.noeval)[^\n]*\n.*?^```\n", re.DOTALL | re.M)
@@ -45,12 +45,12 @@ VARIES: Final = re.compile(
     r"[\d,.]+ (?:rows/s|ms|s|KB|bytes)\b|\d+:\d\d(?::\d\d)?\b|127\.0\.0\.1:\d+|"
     r"-[0-9a-f]{8}\b|(?<=\()[A-Z][\w ()-]+ ?[\w.-]*(?=\))"
 )
-"""What is another one at each run, or on each machine."""
+"""Parts of outputs that differ between runs or machines."""
 
 
 @dataclass
 class Shown:
-    """What a cell has put out, as Markdown, with its pictures by file name."""
+    """The output of a cell as Markdown, with its pictures by file name."""
 
     text: str
     pictures: dict[str, str]

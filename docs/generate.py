@@ -1,4 +1,4 @@
-"""Rewrites the generated parts of the documentation: `python docs/generate.py`.
+"""Rewrite the generated parts of the documentation: `python docs/generate.py`.
 
 A page holds a pair of markers, `<!-- generated: NAME -->` and `<!-- end -->`; what stands between
 them is made here from the code, and a test fails when it is not current. Owns the markers.
@@ -23,27 +23,9 @@ from docs import (
     tables,
     training_phases,
 )
-from docs.diagrams import (
-    STRATEGIES,
-    Observed,
-    arrow_table,
-    observe,
-    phase_table,
-    run_phase,
-    unseen_phases,
-)
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- generated: ([\w -]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-@cache
-def _runs() -> Observed:
-    return observe(STRATEGIES, run_phase)
-
-
-def _unseen() -> str:
-    return ", ".join(f"`{phase}`" for phase in unseen_phases(_runs())) or "none"
 
 
 MAKERS: Mapping[str, Callable[[], str]] = {
@@ -53,35 +35,30 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     **error_catalogue.RENDERED,
     **nesting.RENDERED,
     **code_map.RENDERED,
-    "run phases": lambda: arrow_table(_runs()),
-    "run phase table": lambda: phase_table(_runs()),
-    "unseen run phases": _unseen,
     "training phases": training_phases.arrow_table,
 }
-"""What makes each generated part, by name."""
-PLAYED = re.compile(r"<!-- generated: (?:unseen )?run phase")
-"""Those of them for which journals are played."""
+"""The makers of the generated parts, by name."""
 
 
 @cache
 def part(name: str) -> str:
-    """A generated part; KeyError names one that is unknown."""
+    """Return a generated part; KeyError names an unknown one."""
     return MAKERS[name]()
 
 
 def images() -> Mapping[Path, str]:
-    """The text of every picture that is drawn from no run, by its file."""
+    """Return the text of every picture that is drawn from no run, by its file."""
     folder = ROOT / "docs" / "images"
     return {folder / name: text for name, text in architecture_pictures.pictures().items()}
 
 
 def pages() -> list[Path]:
-    """All pages that readers see."""
+    """Return all pages that readers see."""
     return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def render(text: str) -> str:
-    """The page with its generated parts made anew; KeyError names a marker that is unknown."""
+    """Return the page with its parts generated again; KeyError names an unknown marker."""
     return MARKED.sub(lambda found: f"{found[1]}{part(found[2])}\n{found[3]}", text)
 
 

@@ -23,12 +23,12 @@ from stratagem.worker.process.settings import WorkerSettings
 
 FLAG_HEAD = ("flag", "default", "meaning")
 OPTION_HEAD = ("option", "meaning")
-SHARED_BY = 4
+SHARED_BY = 3
 """An option that so many commands have, with the same meaning, is described once."""
 CONNECTION = tuple(
     f"`--{each}`" for each in ("coordinator", "tls-ca", "tls-cert", "tls-key", "token-file")
 )
-"""What commands that talk to a coordinator have in common."""
+"""Options that all commands that talk to a coordinator have."""
 
 
 def settings(kind: type[Settings] | type[WorkerSettings]) -> str:
@@ -63,7 +63,7 @@ def shared_options() -> str:
 
 @cache
 def _shared() -> dict[tuple[str, str], str]:
-    """By row of the table of shared options: the name by which commands refer to it."""
+    """Return the names by which commands refer to the rows of the table of shared options."""
     rows = Counter(row for _, command in _commands_of() for row in _options_of(command).items())
     found = {row: name for (name, row), num in rows.items() if num >= SHARED_BY}
     assert len(set(found.values())) == len(found), "two shared options have one name"
@@ -87,7 +87,7 @@ def _commands_of(group: Any = None, before: str = "") -> Iterator[tuple[str, Any
 
 @cache
 def options() -> dict[str, frozenset[str]]:
-    """By command, such as "certs init", the options that it takes."""
+    """Return the options of each command, such as "certs init"."""
     found = {
         name: {option for each in command.params for option in each.opts}
         for name, command in _commands_of()
@@ -122,7 +122,7 @@ def _spelled(option: Any) -> str:
 
 
 def _meaning(option: Any) -> str:
-    """What an option does, with its values, its variable and its default where there are such."""
+    """Return the meaning of an option, with its values, variable and default if it has any."""
     said = [option.help or ""]
     kind = option.type_descriptor.annotation
     for each in (kind, *get_args(kind)):
@@ -160,4 +160,4 @@ RENDERED: Mapping[str, Callable[[], str]] = {
     "scraped worker": lambda: scraped(_own(worker.METRICS)),
     "scraped process": lambda: scraped(SHARED),
 }
-"""What a marker of this name is filled with."""
+"""The makers of the parts by the names of their markers."""

@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Note:
-    """What participants do by themselves."""
+    """Actions of single participants."""
 
     first: str
     last: str

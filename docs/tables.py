@@ -193,6 +193,7 @@ def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
         is_empty_allowed = not any(getattr(part, "min_length", 0) for part in metadata)
         least = "" if is_empty_allowed else "at least one"
         plural = "s" if kind in (*PLAIN_TYPES.values(), "name", "node id", "mapping") else ""
+        allowed = "" if allowed == "not empty" else allowed
         return f"list of {kind}{plural}".strip(), allowed or least
     if get_origin(annotation) is Mapping:
         return "keyword arguments", ""
@@ -318,4 +319,4 @@ RENDERED: Mapping[str, Callable[[], str]] = {
         for name in STRATEGY_OBJECTS
     },
 }
-"""What a marker of this name is filled with."""
+"""The makers of the parts by the names of their markers."""

@@ -27,7 +27,7 @@ _LABELS = {
 
 
 def arrow_table() -> str:
-    """From which phase to which, and why; KeyError where an arrow has no label here."""
+    """Return a table of the transitions between phases; KeyError for an arrow without a label."""
     arrows = sorted(set(_walk(schedule.initial(_SPEC), _DEPTH)))
     rows = [f"| {source} | {target} | {_LABELS[source, target]} |" for source, target in arrows]
     head = ["| from | to | when |", "|---|---|---|", "| *(begin)* | FULL | |"]

@@ -19,7 +19,7 @@ from tests.repository import ROOT
 FOLDERS = ("tests/cluster", "tests/crash", "tests/hostile", "tests/identity")
 MOST = 60
 """So many of their tests are in `make test`: one cluster of real processes for each promise."""
-PAGE = ROOT / "docs" / "reference" / "tests.md"
+PAGE = ROOT / "tests" / "README.md"
 TIERS = ("test", "sweep", "soak")
 ELSEWHERE = ("docker", "interop", "browser", "launch")
 _TABLE = re.compile(r"(<!-- promises -->\n).*?(<!-- end of promises -->)", re.DOTALL)

@@ -9,7 +9,7 @@ import pytest
 
 from docs.error_catalogue import AGAIN, CAUSES, ONLY_A_BASE, classes, sentences
 from docs.execute_tutorials import notebook, tutorials, written_outputs
-from docs.generate import MARKED, PLAYED, images, render
+from docs.generate import MARKED, images, render
 from stratagem.common.job import load_job
 from stratagem.common.rpc.status_codes import TABLE
 from tests.house.pages import INLINE_CODE, PAGES, RUNNABLE, blocks, prose
@@ -30,13 +30,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("is_played", [False, pytest.param(True, marks=pytest.mark.sweep)])
-def test_generated_parts_are_current(is_played: bool) -> None:
-    """Journals are played for some of them."""
+def test_generated_parts_are_current() -> None:
     for page in PAGES.values():
         text = page.read_text()
-        if bool(PLAYED.search(text)) != is_played:
-            continue
         ends = text.count("<!-- end -->")
         assert text.count("<!-- generated:") == ends == len(MARKED.findall(text)), page
         assert render(text) == text, f"{page}: run `python docs/generate.py`"
