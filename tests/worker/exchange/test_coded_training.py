@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.compression.codec import NonFiniteError
 from stratagem.common.job import CompressionSpec, JobSpec, with_fields
 from stratagem.common.numerics.rules import CURRENT, FIRST
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
+from stratagem.worker.exchange.coders import finite_totals
 from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.layout import BUCKET_BYTES, ShardOwners
 from stratagem.worker.exchange.transports import SoloTransport
@@ -309,3 +311,10 @@ def test_a_shard_without_counted_rows_says_nothing() -> None:
     coded.end(0, torch.zeros(1, dtype=torch.float64))
     coded.decode(0, portion, coded.message(0), [gradient], adds=True)
     assert not gradient.any()
+
+
+def test_tensors_are_coded_by_their_sums_only_where_all_of_these_are_finite() -> None:
+    assert finite_totals(["a", "b"], [torch.tensor([-1.0, 2.0]), torch.zeros(3)]) == [3.0, 0.0]
+    with pytest.raises(NonFiniteError, match="b"):
+        finite_totals(["a", "b"], [torch.ones(3), torch.tensor([1.0, torch.inf])])
+    assert finite_totals([], []) == []
