@@ -16,7 +16,8 @@ from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.coders import finite_totals
 from stratagem.worker.exchange.compressor import Compressor
-from stratagem.worker.exchange.layout import BUCKET_BYTES, ShardOwners
+from stratagem.worker.exchange.layout import BUCKET_BYTES, ShardOwners, plan_step
+from stratagem.worker.exchange.parameter_server import CodedFreight
 from stratagem.worker.exchange.transports import SoloTransport
 from stratagem.worker.numerics import precision
 from tests.common.compression.support import CODECS
@@ -318,3 +319,13 @@ def test_tensors_are_coded_by_their_sums_only_where_all_of_these_are_finite() ->
     with pytest.raises(NonFiniteError, match="b"):
         finite_totals(["a", "b"], [torch.ones(3), torch.tensor([1.0, torch.inf])])
     assert finite_totals([], []) == []
+
+
+def test_messages_are_coded_only_where_they_are_fewer_bytes_than_partial_sums() -> None:
+    """All shards of one member become one sum, and each has a message."""
+    params = [("p", nn.Parameter(torch.zeros(16)))]
+    coded = Compressor(CompressionSpec.parse("ternary"), params, num_extras=1, seed=3)
+    assert (coded.message_bytes, coded.raw_bytes) == (16, 72)
+    freight = CodedFreight(GradientBuckets(params, num_extras=1), coded, rank=0)
+    assert freight.pays_off(plan_step(ShardOwners(0, 1, 4), 4))
+    assert not freight.pays_off(plan_step(ShardOwners(0, 1, 8), 8))
