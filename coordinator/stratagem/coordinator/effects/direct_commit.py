@@ -29,7 +29,6 @@ from stratagem.coordinator.effects.execute import kept_states, leaves_in, may_wr
 from stratagem.coordinator.effects.snapshot import PartHolder
 from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.runtime.supervisor import task_group
-from stratagem.coordinator.store.leaf_objects import LeafObjects
 from stratagem.coordinator.store.leaves import DirectUpload, LeafBlobs
 from stratagem.coordinator.updates.merge import (
     ContradictionError,
@@ -41,69 +40,15 @@ from stratagem.coordinator.updates.merge import (
 )
 from stratagem.v1 import worker_pb2
 
-# ---- Calls ----
+# ---- Orders ----
 #
-# A member writes its share of the leaves in one call.
+# Each member writes the leaves that it is asked for in one call, and reports the digest of each
+# leaf once it is durable. When all leaves are there, the coordinator makes their list durable,
+# which completes the state. A failure before that leaves only files that nothing names.
 #
 # Members that see the folder of states need nothing else. Members have no keys of an object
 # store: inside the call they ask for a signed request for each leaf, whose name contains its
 # digest.
-
-LeafMessage = worker_pb2.WriteLeavesResponse | worker_pb2.PutLeavesResponse
-
-
-class LeafCall:
-    """One call, its messages and the requests that are signed in it."""
-
-    def __init__(
-        self, stub: Any, request: worker_pb2.WriteLeavesRequest, signs: LeafObjects | None
-    ) -> None:
-        """signs: where leaves are objects."""
-        self._request = request
-        self._call: Any = stub.WriteLeaves(request) if signs is None else stub.PutLeaves()
-        self._signing: LeafSigning | None = None
-        if signs is not None:
-            self._signing = LeafSigning(
-                self._call,
-                worker_pb2.PutLeavesRequest,
-                lambda leaves: signs.signed_puts(leaves, request.upload),
-            )
-
-    async def begin(self) -> None:
-        """Send the request, where it is the first message of a stream."""
-        if self._signing is not None:
-            await self._call.wait_for_connection()
-            await write_message(self._call, worker_pb2.PutLeavesRequest(header=self._request))
-
-    async def read(self) -> Any:
-        """Return the next message; None at a good end. Raises AioRpcError, or UnavailableError for
-        an end that is not good."""
-        message = await self._call.read()
-        if message is not grpc.aio.EOF:
-            return message
-        code = await self._call.code()
-        if code is not grpc.StatusCode.OK:
-            raise UnavailableError(f"{code.name}: {await self._call.details()}")
-        return None
-
-    async def sign(self, asked: Sequence[worker_pb2.AskedLeaf]) -> None:
-        """Send a signed request for each leaf that is asked for, which the caller has checked.
-        Raises LimitError for too many, and InvalidInputError where there is a folder."""
-        if self._signing is None:
-            raise InvalidInputError.at("message", "asks for signed requests, and there is a folder")
-        leaves = [Digest(leaf.digest.hex()) for leaf in asked]
-        await self._signing.answer([leaf.number for leaf in asked], leaves)
-
-    def cancel(self) -> None:
-        """End the call; does nothing to one that has ended."""
-        self._call.cancel()
-
-
-# ---- Orders ----
-#
-# Each member writes the leaves that it is asked for, and reports the digest of each leaf once it
-# is durable. When all leaves are there, the coordinator makes their list durable, which completes
-# the state. A failure before that leaves only files that nothing names.
 #
 # What a member can no longer do, the others do. The sizes of the leaves are compared, and one
 # leaf is read again: a wrong one reveals a worker that writes other bytes than it has.
@@ -172,7 +117,7 @@ class LeafOrder:
     """What one member is asked to write."""
 
     at: WorkerSession
-    request: worker_pb2.WriteLeavesRequest
+    header: worker_pb2.WriteLeavesHeader
     numbers: Collection[int] | None = None
     """Of the leaves; None where they follow from the rank that the request names."""
 
@@ -180,7 +125,7 @@ class LeafOrder:
         """Return the numbers of the leaves, of so many that there are."""
         if self.numbers is not None:
             return self.numbers
-        return range(self.request.rank, num_leaves, self.request.num_ranks)
+        return range(self.header.rank, num_leaves, self.header.num_ranks)
 
 
 OrdersOf = Callable[[Sequence[WorkerSession], ToldLeaves], Sequence[LeafOrder]]
@@ -200,7 +145,7 @@ async def written_leaves(
         have = [bytes.fromhex(leaf) for leaf in sorted(upload.have | {*told.digests.values()})]
         orders = orders_of(writers, told)
         for order in orders:
-            order.request.have.extend(have)
+            order.header.have.extend(have)
         failed = await _ask_all(env, orders, told)
         failed += await env.in_thread(lambda: _wrong(upload, told))
         writers = [at for at in writers if at.member.worker_id not in failed]
@@ -230,14 +175,14 @@ def order_of(
     env: EffectContext, at: WorkerSession, store_id: str, upload: DirectUpload, segment: int
 ) -> LeafOrder:
     """Return an order about a snapshot that names no leaves yet."""
-    request = worker_pb2.WriteLeavesRequest(
+    header = worker_pb2.WriteLeavesHeader(
         fence=env.links.to(at.member, env.state).fence(at.membership),
         session=at.ref,
         snapshot=segment,
         store_id=store_id,
         upload=upload.name,
     )
-    return LeafOrder(at, request)
+    return LeafOrder(at, header)
 
 
 async def _ask_all(
@@ -270,7 +215,7 @@ async def _ask(env: EffectContext, order: LeafOrder, told: ToldLeaves) -> None:
     written = told.written.setdefault(member.worker_id, {})
     num_told = 0
 
-    def take(message: LeafMessage) -> None:
+    def take(message: worker_pb2.WriteLeavesResponse) -> None:
         nonlocal num_told
         if message.WhichOneof("message") == "manifest":
             if order.numbers is None:
@@ -282,7 +227,7 @@ async def _ask(env: EffectContext, order: LeafOrder, told: ToldLeaves) -> None:
         if message.leaf.written:
             written[message.leaf.number] = digest
 
-    await _call(env, member, order.request, take, lambda: order.asked(told.num_leaves))
+    await _call(env, member, order.header, take, lambda: order.asked(told.num_leaves))
     if num_told != len(order.asked(told.num_leaves)):
         raise UnavailableError(f"worker {member.worker_id} has not written all of its leaves")
 
@@ -297,51 +242,64 @@ class DescribedPart(NamedTuple):
 
 
 async def described_parts(
-    env: EffectContext, member: Member, request: worker_pb2.WriteLeavesRequest
+    env: EffectContext, member: Member, header: worker_pb2.WriteLeavesHeader
 ) -> list[DescribedPart]:
     """Return what a member has of the snapshot that a request is about."""
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     found: list[DescribedPart] = []
 
-    def take(message: LeafMessage) -> None:
+    def take(message: worker_pb2.WriteLeavesResponse) -> None:
         manifest = from_proto(message.manifest, limits, Purpose.STATE)
         if message.name and len(found) < 2:
             found.append(DescribedPart(manifest, message.name, message.of_mirror))
 
-    await _call(env, member, request, take, tuple)
+    await _call(env, member, header, take, tuple)
     return found
 
 
 async def _call(
     env: EffectContext,
     member: Member,
-    request: worker_pb2.WriteLeavesRequest,
-    take: Callable[[LeafMessage], None],
+    header: worker_pb2.WriteLeavesHeader,
+    take: Callable[[worker_pb2.WriteLeavesResponse], None],
     asked: Callable[[], Collection[int]],
 ) -> None:
     """Make a call to its end; asked: which leaves are asked for, of which requests are signed."""
     stall_s = NUM_IDLE_TIMEOUTS * env.settings.stream_idle_timeout_s
-    leaves = leaves_in(env)
-    signs = None if leaves is None else leaves.signs
-    call = LeafCall(env.links.to(member, env.state).stub, request, signs)
+    call: Any = env.links.to(member, env.state).stub.WriteLeaves()
+    signing = LeafSigning(call, worker_pb2.WriteLeavesRequest, partial(_signed, env, header.upload))
     try:
         async with StallTimeout(stall_s, _is_silent(member)) as peer:
-            await call.begin()
+            await call.wait_for_connection()
+            await write_message(call, worker_pb2.WriteLeavesRequest(header=header))
             while True:
                 with peer.waiting():
                     message = await call.read()
-                if message is None:
+                if message is grpc.aio.EOF:
                     break
                 if message.WhichOneof("message") != "asked":
                     take(message)
                     continue
                 for leaf in message.asked.leaves:
                     _check_leaf(leaf, asked())
-                await call.sign(message.asked.leaves)
+                numbers = [leaf.number for leaf in message.asked.leaves]
+                leaves = [Digest(leaf.digest.hex()) for leaf in message.asked.leaves]
+                await signing.answer(numbers, leaves)
+            code = await call.code()
+            if code is not grpc.StatusCode.OK:
+                raise UnavailableError(f"{code.name}: {await call.details()}")
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     finally:
         call.cancel()
+
+
+def _signed(env: EffectContext, upload: str, leaves: Sequence[Digest]) -> Sequence[str]:
+    """Return the requests by which a member may write leaves of an upload."""
+    blobs = leaves_in(env)
+    if blobs is None or blobs.signs is None:
+        raise InvalidInputError.at("message", "asks for signed requests, and there is a folder")
+    return blobs.signs.signed_puts(leaves, upload)
 
 
 def _is_silent(member: Member) -> Callable[[float], Exception]:
@@ -408,7 +366,7 @@ def _shares(
     orders = []
     for rank, at in enumerate(writers):
         order = order_of(env, at, store_id, upload, segment)
-        order.request.rank, order.request.num_ranks = rank, len(writers)
+        order.header.rank, order.header.num_ranks = rank, len(writers)
         orders.append(order)
     return orders
 
@@ -473,9 +431,9 @@ def _pieced(whole: WholeState) -> dict[int, PiecedLeaf]:
 
 async def _described(env: EffectContext, order: LeafOrder) -> list[DescribedPart]:
     """Return the parts that a member has; none where it does not say."""
-    order.request.describe = True
+    order.header.describe = True
     try:
-        return await described_parts(env, order.at.member, order.request)
+        return await described_parts(env, order.at.member, order.header)
     except StratagemError as error:
         log.info("no part from here", worker_id=order.at.member.worker_id, reason=str(error))
         return []
@@ -522,9 +480,9 @@ def _orders(
             continue
         order = replace(divided.order(at), numbers=numbers)
         for part in divided.parts:
-            order.request.holders.append(_holder(env, part, at, ids))
+            order.header.holders.append(_holder(env, part, at, ids))
         for number in numbers:
-            leaf = order.request.leaves.add(number=number)
+            leaf = order.header.leaves.add(number=number)
             for piece in due[number]:
                 leaf.pieces.add(holder=piece.part, offset=piece.offset, size=piece.size)
         orders.append(order)

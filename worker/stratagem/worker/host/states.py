@@ -104,7 +104,7 @@ class DirectStates:
 MAX_ASKED: Final = 64
 """Leaves in one message: their URLs have at most half a megabyte."""
 
-R = TypeVar("R", pb.PutLeavesResponse, pb.FetchStateResponse)
+R = TypeVar("R", pb.WriteLeavesResponse, pb.FetchStateResponse)
 
 
 class SignedStream(Generic[R]):
