@@ -42,7 +42,9 @@ from stratagem.coordinator.updates.reading import (
     UpdateDecoding,
     WholeSource,
     averaged_names,
+    is_trained,
     open_state,
+    read_integers,
 )
 from stratagem.coordinator.updates.server_optimizer import GlobalAverage, ServerStep
 from stratagem.coordinator.updates.upload import SpoolEntry
@@ -71,34 +73,27 @@ class Rebasing:
                 digest: open_state(files, store, digest) for digest in {state, *bases.values()}
             }
             self._files = files.pop_all()
-        manifest, self._state = opened[state]
-        self._averaged = averaged_names(manifest)
+        self._state = opened[state][1]
         self._bases = {index: opened[digest][1] for index, digest in bases.items()}
 
     def is_late(self, index: int) -> bool:
         return index in self._bases
 
-    def is_rebased(self, spec: TensorSpec) -> bool:
-        """Return True for parameters that are trained."""
-        return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
-
-    def apply(
-        self, index: int, dtype: str, offset: int, values: Wide, *, is_rebased: bool = True
-    ) -> None:
-        """Rebase one window of an update in place; offset: of the window in the state. is_rebased:
+    def apply(self, index: int, dtype: str, offset: int, values: Wide, *, is_trained: bool) -> None:
+        """Rebase one window of an update in place; offset: of the window in the state. is_trained:
         see above; other floating numbers only lose what was not finite in their base."""
         if index not in self._bases:
             return
-        if not is_rebased:
+        if not is_trained:
             lost = ~np.isfinite(values)  # it was accepted because it has the bits of its base
         else:
             before = self._bases[index].read(dtype, offset, values.size)
             lost = ~np.isfinite(before)
             values -= before
-        if not is_rebased and not lost.any():
+        if not is_trained and not lost.any():
             return
         state = self._state.read(dtype, offset, values.size)
-        if is_rebased:
+        if is_trained:
             values += state
         np.copyto(values, state, where=lost)
 
@@ -160,12 +155,9 @@ class _Window:
     """Name of the tensor, where the window has just one: in integers and bools."""
     offset: int
     size_bytes: int
-    is_optimized: bool
-    """A server optimizer makes the result of the mean."""
-    is_averaged: bool
-    """The average over rounds is that of its elements."""
-    is_rebased: bool
-    """Late updates count by their change to their own base state."""
+    is_trained: bool
+    """A server optimizer makes the result of the mean, the average over rounds is that of its
+    elements, and late updates count by their change to their own base state."""
 
 
 def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every caller wants)
@@ -212,7 +204,8 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
             written: list[Future[None]] = []
-            windows = _windows(manifest, num_elements, server, average, rebasing)
+            is_plain = server is None and average is None and rebasing is None
+            windows = _windows(manifest, num_elements, is_plain=is_plain)
             for index, window in enumerate(windows):
                 if should_stop():
                     raise FoldStoppedError("the fold was stopped")
@@ -222,7 +215,7 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
                 written.append(pool.submit(out.write, result.view(np.uint8).data))
                 if average is not None:
                     place = window.dtype, window.offset
-                    average.take(*place, result, is_averaged=window.is_averaged)
+                    average.take(*place, result, is_trained=window.is_trained)
                 failpoint("coordinator.fold.after_window")
             for future in written:
                 future.result()
@@ -272,28 +265,21 @@ def _check_arguments(
             )
 
 
-def _windows(
-    manifest: Manifest,
-    num_elements: int,
-    server: ServerStep | None,
-    average: GlobalAverage | None,
-    rebasing: Rebasing | None,
-) -> Iterator[_Window]:
-    """Yield all data in order, cut where the type or treatment changes, and else into windows."""
+def _windows(manifest: Manifest, num_elements: int, *, is_plain: bool) -> Iterator[_Window]:
+    """Yield all data in order, cut where the type or treatment changes, and else into windows.
+    is_plain: all floating tensors are treated alike."""
+    averaged = averaged_names(manifest)
 
-    def kind(spec: TensorSpec) -> tuple[str, str, bool, bool, bool]:
+    def kind(spec: TensorSpec) -> tuple[str, str, bool]:
         name = "" if dtype_named(spec.dtype).is_floating else spec.name
-        is_optimized = server is not None and server.is_optimized(spec)
-        is_averaged = average is not None and average.is_averaged(spec)
-        is_rebased = rebasing is not None and rebasing.is_rebased(spec)
-        return spec.dtype, name, is_optimized, is_averaged, is_rebased
+        return spec.dtype, name, not is_plain and is_trained(spec, averaged)
 
-    for (dtype, name, *treatment), group in groupby(manifest.stored(), kind):
+    for (dtype, name, is_special), group in groupby(manifest.stored(), kind):
         specs = list(group)
         end = specs[-1].offset + specs[-1].size_bytes
         step = num_elements * dtype_named(dtype).item_bytes
         for offset in range(specs[0].offset, end, step):
-            yield _Window(dtype, name, offset, min(step, end - offset), *treatment)
+            yield _Window(dtype, name, offset, min(step, end - offset), is_special)
 
 
 class _Folder:
@@ -335,7 +321,9 @@ class _Folder:
         if dtype_named(window.dtype).is_floating:
             self._mean(window, raw, result)
         elif self.combination is None:
-            self._choose(window, raw, result)
+            place = self._largest, window.offset
+            if read_integers(self._sources, *place, result, self._voters):
+                self._disputed[window.name] = MOST_SAMPLES
         elif taken := self.combination.integers(self._sources, window.dtype, window.offset, result):
             self._disputed[window.name] = taken
         return result
@@ -359,13 +347,12 @@ class _Folder:
                 self._add(window, raw, total)
             else:
                 self.combination.floats(self._sources, window.dtype, window.offset, raw, total)
-            if window.is_optimized:
-                assert self._server is not None
+            if window.is_trained and self._server is not None:
                 self._server.apply(window.dtype, window.offset, total)
             narrow(window.dtype, total, result)
         assert self.finite is not None
-        rule = LATE if window.is_rebased else None
-        if window.is_optimized and self._server is not None:
+        rule = LATE if window.is_trained and self._rebasing is not None else None
+        if window.is_trained and self._server is not None:
             rule = self._server.rule
         self.finite.check(window.dtype, window.offset, result, rule=rule)
 
@@ -376,20 +363,12 @@ class _Folder:
             target = term if index else total
             widen(window.dtype, raw, target)
             if self._rebasing is not None:
-                place, is_rebased = (window.dtype, window.offset), window.is_rebased
-                self._rebasing.apply(index, *place, target, is_rebased=is_rebased)
+                place, is_special = (window.dtype, window.offset), window.is_trained
+                self._rebasing.apply(index, *place, target, is_trained=is_special)
             target *= self._factors[index]
             if index:
                 total += term
         total /= self._divisor
-
-    def _choose(self, window: _Window, raw: Raw, result: Raw) -> None:
-        self._sources[self._largest].read(window.offset, result)
-        for index, source in enumerate(self._sources):
-            if index != self._largest:
-                source.read(window.offset, raw)
-                if index in self._voters and not np.array_equal(raw, result):
-                    self._disputed[window.name] = MOST_SAMPLES
 
 
 # ---- Regional mean ----
@@ -429,13 +408,7 @@ class RegionalMean:
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of the update of most samples, the first of equals;
         return so where updates differ."""
-        sources[self._largest].read(offset, out)
-        other, differ = np.empty(out.size, storage(dtype)), False
-        for place, source in enumerate(sources):
-            if place != self._largest:
-                source.read(offset, other)
-                differ |= not np.array_equal(other, out)
-        return MOST_SAMPLES if differ else ""
+        return MOST_SAMPLES if read_integers(sources, self._largest, offset, out) else ""
 
 
 def add_up(

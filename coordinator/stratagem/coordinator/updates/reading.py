@@ -23,7 +23,13 @@ from stratagem.common.compression.codec import Decode, Read
 from stratagem.common.compression.table import PAYLOAD, are_forwarded, sum_messages, update_codec
 from stratagem.common.job import JobSpec, exchanged_codec
 from stratagem.common.tensors.files import header_of, parse_header
-from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
+from stratagem.common.tensors.manifest import (
+    Manifest,
+    Purpose,
+    TensorSpec,
+    build_manifest,
+    dtype_named,
+)
 from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.store.blobs import BlobStore
@@ -68,6 +74,25 @@ class WholeSource:
     def check(self) -> None:
         if self._crc32c != self._entry.crc32c:
             raise damaged(self._entry, "its checksum is another")
+
+
+def read_integers(
+    sources: Sequence[Source],
+    chosen: int,
+    offset: int,
+    out: Raw,
+    compared: Collection[int] | None = None,
+) -> bool:
+    """Fill `out` with the integers or bools of one update, from that byte of the model's data on.
+    Every update is read; return whether one that is compared, each unless given, has others."""
+    sources[chosen].read(offset, out)
+    other, differ = np.empty_like(out), False
+    for place, source in enumerate(sources):
+        if place != chosen:
+            source.read(offset, other)
+            is_compared = compared is None or place in compared
+            differ |= is_compared and not np.array_equal(other, out)
+    return differ
 
 
 class CheckedData:
@@ -351,6 +376,12 @@ AVERAGED_KEY: Final = "averaged"
 def averaged_names(manifest: Manifest) -> Collection[str]:
     """Return the tensors of a state that are averaged under every server optimizer."""
     return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
+
+
+def is_trained(spec: TensorSpec, averaged: Collection[str]) -> bool:
+    """Return whether the tensor is a parameter that is trained; other floating tensors, buffers and
+    frozen parameters, are averaged."""
+    return dtype_named(spec.dtype).is_floating and spec.name not in averaged
 
 
 def open_state(

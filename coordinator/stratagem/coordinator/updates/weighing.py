@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stratagem.common.tensors.manifest import CONTROL, Manifest, TensorSpec, dtype_named
-from stratagem.coordinator.updates.floats import Raw, Wide, storage, widen
-from stratagem.coordinator.updates.reading import Source, StateReader, averaged_names
+from stratagem.coordinator.updates.floats import Raw, Wide, widen
+from stratagem.coordinator.updates.reading import Source, StateReader, averaged_names, read_integers
 from stratagem.coordinator.updates.robust import Verdict, squared_lengths
 
 # ---- SCAFFOLD ----
@@ -72,11 +72,7 @@ class ControlledMean:
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of one update; no other is asked."""
-        kept = np.empty(out.size, storage(dtype))
-        for place, source in enumerate(sources):
-            source.read(offset, kept)
-            if place == self._largest:
-                out[:] = kept
+        read_integers(sources, self._largest, offset, out)
         return ""
 
 
@@ -284,9 +280,5 @@ class ScaledChanges:
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of one update; no other is asked."""
-        kept = np.empty(out.size, storage(dtype))
-        for place, source in enumerate(sources):
-            source.read(offset, kept)
-            if place == self._shares.largest:
-                out[:] = kept
+        read_integers(sources, self._shares.largest, offset, out)
         return ""
