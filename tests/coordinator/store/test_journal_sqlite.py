@@ -10,7 +10,7 @@ from sqlalchemy.event import listen
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Party
-from stratagem.coordinator.store import database
+from stratagem.coordinator.store import database, step_history
 from stratagem.coordinator.store.journal import Journal
 from stratagem.coordinator.store.step_history import HistoryRow
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, events, lead, record
@@ -85,8 +85,8 @@ def test_whoever_looks_for_rows_to_merge_reads_no_values_of_steps(log: Journal) 
     asked: list[tuple[str, Any]] = []
     reader = log._database.reader
     listen(reader, "before_cursor_execute", lambda *told: asked.append((told[2], told[3])))
-    assert log.unmerged_histories() == {A}
-    assert log.history_counts(A) == {"": 3}
+    assert log.ask(step_history.unmerged_runs) == {A}
+    assert log.ask(lambda c: step_history.counts(c, A)) == {"": 3}
     with reader.connect() as connection:
         plans = [
             connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).scalars(3).all()

@@ -14,6 +14,7 @@ from itertools import chain, islice
 from typing import Final, TypeVar
 
 from pydantic import TypeAdapter
+from sqlalchemy import Connection
 
 from stratagem.common.base import ids
 from stratagem.common.base.ids import Party, RunId
@@ -24,6 +25,7 @@ from stratagem.coordinator.core.fact_text import SCHEMA_VERSION, decode, encode,
 from stratagem.coordinator.core.facts import RunResumed
 from stratagem.coordinator.core.run_view import RunView, num_to_recall, recall
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
+from stratagem.coordinator.store import step_history
 from stratagem.coordinator.store.journal import Journal, Record, RunSummary
 from stratagem.coordinator.store.snapshot import Snapshot
 from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, one_row
@@ -96,11 +98,6 @@ def summary(run: EndedRun, run_view: RunView) -> RunSummary:
     """Return the row of a run at rest."""
     brief = _brief.dump_json(run).decode()
     return RunSummary(run.run_id, VERSION, brief, run_view.model_dump_json())
-
-
-def ended_run(brief: str) -> EndedRun:
-    """Return the part of a summary that stays in memory of a run at rest."""
-    return _brief.validate_json(brief)
 
 
 def view_of(text: str) -> RunView:
@@ -188,7 +185,7 @@ class Recorded:
         """Return the runs that have summaries, and those whose facts have to be read, the cluster
         first: how a run is shown depends on the workers."""
         briefs = await self._in_thread(lambda: self._journal.briefs(VERSION))
-        ended = [ended_run(brief) for brief in briefs.values() if brief is not None]
+        ended = [_brief.validate_json(brief) for brief in briefs.values() if brief is not None]
         others = [run_id for run_id, brief in briefs.items() if brief is None]
         return ended, sorted(others, key=lambda run_id: run_id != CLUSTER)
 
@@ -219,7 +216,7 @@ class Recorded:
 
     async def history_parties(self, run_id: RunId) -> list[Party]:
         """Return the parties of a run of which there is a step history."""
-        return await self._in_thread(lambda: self._journal.history_parties(run_id))
+        return await self._ask(lambda connection: step_history.parties(connection, run_id))
 
     async def history(
         self, run_id: RunId, party: Party, span: StepSpan, behind: int
@@ -229,31 +226,32 @@ class Recorded:
 
         Commits wait meanwhile, so only a page of it is read at once.
         """
-        return await self._in_thread(
-            lambda: self._journal.history(run_id, party, span, behind, PAGE_SEGMENTS)
+        limit = PAGE_SEGMENTS
+        return await self._ask(
+            lambda connection: step_history.page(connection, run_id, party, span, behind, limit)
         )
 
     async def unmerged_histories(self) -> set[RunId]:
         """Return the runs with a party whose step history has more than one row."""
-        return await self._in_thread(self._journal.unmerged_histories)
+        return await self._ask(step_history.unmerged_runs)
 
     async def merge_history(self, run_id: RunId, *, has_ended: bool) -> None:
         """Merge the rows of the step history of a run: MERGED_SEGMENTS into one, and all that one
         can hold of a run that has ended. Commits wait for a read or a write of it, not for the
         merging itself."""
-        for party in await self._in_thread(
-            lambda: self._journal.full_histories(run_id, MERGED_SEGMENTS)
+        for party in await self._ask(
+            lambda connection: step_history.full_parties(connection, run_id, MERGED_SEGMENTS)
         ):
             while await self._merge_singles(run_id, party):
                 pass
         if has_ended:
-            counts = await self._in_thread(lambda: self._journal.history_counts(run_id))
+            counts = await self._ask(lambda connection: step_history.counts(connection, run_id))
             for party, num_rows in counts.items():
                 await self._merge_all(run_id, party, num_rows)
 
     async def _merge_singles(self, run_id: RunId, party: Party) -> bool:
-        rows = await self._in_thread(
-            lambda: self._journal.single_histories(run_id, party, MERGED_SEGMENTS)
+        rows = await self._ask(
+            lambda connection: step_history.single_rows(connection, run_id, party, MERGED_SEGMENTS)
         )
         return len(rows) == MERGED_SEGMENTS and await self._merge(rows)
 
@@ -307,6 +305,9 @@ class Recorded:
                 return recall(state, run_id, ((item.entry.fact, item.time_s) for item in facts))
 
         return await self._in_thread(read)
+
+    async def _ask(self, query: Callable[[Connection], T]) -> T:
+        return await self._in_thread(lambda: self._journal.ask(query))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
