@@ -288,6 +288,10 @@ class StateFolder:
             return f"cannot be read: {error.strerror}"
         return ""
 
+    def leaf_path(self, digest: Digest, upload: str) -> Path:
+        """Return the path of a leaf as one upload writes it."""
+        return self.leaves / digest[:2] / f"{digest}-{upload}"
+
     def copies(self, digest: Digest) -> list[Path]:
         """Return the files that have a leaf, the newest first."""
         folder = self.leaves / digest[:2]
@@ -305,7 +309,7 @@ class StateFolder:
         Raises UnavailableError where the folder cannot be written.
         """
         temporary = self.temporary / f"{upload}-{secrets.token_hex(8)}"
-        path = self.leaves / digest[:2] / f"{digest}-{upload}"
+        path = self.leaf_path(digest, upload)
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:

@@ -115,12 +115,8 @@ class BlobStore(Protocol):
         machine."""
 
 
-class Adopt(Protocol):
-    """Gives a complete file its name, durably; it is moved away from `temporary`."""
-
-    def __call__(
-        self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums, /
-    ) -> None: ...
+Adopt = Callable[[Digest, DurableFile, Path, Sums], None]
+"""Gives a complete file its name, durably; it is moved away from its temporary path."""
 
 
 class StateWriter(Protocol):
@@ -254,7 +250,7 @@ class DirectoryBlobs:
         make_folder(self._temporary)
         for path in self._temporary.iterdir():
             remove_if_abandoned(path)
-        self._bin = new_bin(root / "bins")
+        self._bin = Bin(root / "bins", root)
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
         """Return a writer for a blob of exactly total_bytes; `adopt` may do more than this store's
@@ -383,20 +379,9 @@ class DirectoryBlobs:
         with self._lock:
             if self._claims.hold(digest, grace_s):
                 return False
-            self._discard(digest)
+            self._bin.discard(self._path(digest))
             self._forget(digest)
             return True
-
-    def _discard(self, digest: Digest) -> None:
-        """Move the blob into the bin in one step, which fails once the bin is gone; a prior check
-        could be outdated, and what has the name after that is a successor's."""
-        discarded = self._bin / digest
-        try:
-            self._path(digest).rename(discarded)
-        except FileNotFoundError:
-            if not self._bin.is_dir():
-                raise StaleError(f"{self._root} was opened by another coordinator since") from None
-        discarded.unlink(missing_ok=True)
 
     def _forget(self, digest: Digest) -> None:
         self._claims.forget(digest)
@@ -426,16 +411,31 @@ class DirectoryBlobs:
         return sums
 
 
-def new_bin(bins: Path) -> Path:
-    """A bin of our own, made after all others are gone."""
-    make_folder(bins)
-    for other in bins.iterdir():
-        while other.is_dir():
-            with suppress(FileNotFoundError):  # another process opens the folder, too
-                _remove(other)
-    own = bins / secrets.token_hex(8)
-    make_folder(own)
-    return own
+class Bin:
+    """The bin of one opening of a folder, made after all others are gone."""
+
+    def __init__(self, bins: Path, root: Path) -> None:
+        """root: the folder, for errors."""
+        self._root = root
+        make_folder(bins)
+        for other in bins.iterdir():
+            while other.is_dir():
+                with suppress(FileNotFoundError):  # another process opens the folder, too
+                    _remove(other)
+        self._path = bins / secrets.token_hex(8)
+        make_folder(self._path)
+
+    def discard(self, path: Path) -> None:
+        """Move a file into the bin in one step, and delete it. The step fails with StaleError once
+        the bin is gone; a prior check could be outdated, and what has the name after that is a
+        successor's."""
+        discarded = self._path / path.name
+        try:
+            path.rename(discarded)
+        except FileNotFoundError:
+            if not self._path.is_dir():
+                raise StaleError(f"{self._root} was opened by another coordinator since") from None
+        discarded.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:

@@ -14,15 +14,14 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
-from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
+from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.leaves import StateFolder, digest_and_upload
 from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c
-from stratagem.coordinator.store.blobs import MissingBlobError, new_bin
+from stratagem.coordinator.store.blobs import Bin, MissingBlobError
 from stratagem.coordinator.store.files import (
     DurableFile,
     make_folder,
@@ -48,19 +47,13 @@ class NewLeaf(Protocol):
     def drop(self) -> None: ...
 
 
-class LeafBytes(Protocol):
-    """An open leaf; every byte is checked when it is read."""
-
-    def read_into(self, view: memoryview, offset: int) -> None: ...
-
-
 class LeafStore(Protocol):
     """The leaves of all states of one store."""
 
     def new(self, upload: str) -> NewLeaf:
         """Begin a leaf of an upload."""
 
-    def open(self, digest: Digest) -> LeafBytes:
+    def open(self, digest: Digest) -> "OpenLeaf":
         """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
         the digest."""
 
@@ -150,8 +143,8 @@ _Identity = tuple[int, int, int]  # inode, size, time of change
 
 
 class OpenLeaf:
-    """An open leaf, with a checksum of each of its chunks; the file is closed with its last
-    reader."""
+    """An open leaf, with a checksum of each of its chunks, so that every byte is checked when it is
+    read; the file is closed with its last reader."""
 
     def __init__(self, digest: Digest, descriptor: int, sums: Sequence[int]) -> None:
         weakref.finalize(self, os.close, descriptor)
@@ -207,7 +200,7 @@ class _NewFile:
     def keep(self, digest: Digest, upload: str) -> None:
         self._file.sync()
         self._file.close()
-        path = self._folder.leaves / digest[:2] / f"{digest}-{upload}"
+        path = self._folder.leaf_path(digest, upload)
         with space_needed():
             self._path.rename(path)
             sync_folder(path.parent)
@@ -228,7 +221,7 @@ class LeafFiles:
         for number in range(_NUM_FOLDERS):  # workers need not make them durable
             (folder.leaves / f"{number:02x}").mkdir(mode=0o700, exist_ok=True)
         sync_folder(folder.leaves)
-        self._bin = new_bin(folder.leaves / "bins")
+        self._bin = Bin(folder.leaves / "bins", folder.root)
 
     def new(self, upload: str) -> _NewFile:
         """Begin a leaf of an upload; see LeafStore."""
@@ -271,7 +264,7 @@ class LeafFiles:
 
     def check(self, digest: Digest, upload: str) -> bool:
         """Read what an upload has written of a leaf; True where it has its digest."""
-        return self._is_sound(self._path(digest, upload), digest)
+        return self._is_sound(self._folder.leaf_path(digest, upload), digest)
 
     def found(self) -> list[Path]:
         """Return the files of all leaves, also of those that are not whole yet."""
@@ -305,12 +298,9 @@ class LeafFiles:
                     if not is_needed or path != kept:
                         self._discard(path)
 
-    def _path(self, digest: Digest, upload: str) -> Path:
-        return self._folder.leaves / digest[:2] / f"{digest}-{upload}"
-
     def _size(self, digest: Digest, upload: str) -> int:
         try:
-            return self._path(digest, upload).stat().st_size
+            return self._folder.leaf_path(digest, upload).stat().st_size
         except OSError:
             return -1
 
@@ -325,16 +315,7 @@ class LeafFiles:
             os.close(descriptor)
 
     def _discard(self, path: Path) -> None:
-        """Move a file into the bin in one step, which fails once the bin is gone."""
-        discarded = self._bin / path.name
-        try:
-            path.rename(discarded)
-        except FileNotFoundError:
-            if not self._bin.is_dir():
-                root = self._folder.root
-                raise StaleError(f"{root} was opened by another coordinator since") from None
-        with suppress(FileNotFoundError):
-            discarded.unlink()
+        self._bin.discard(path)
         self._verified.pop(digest_and_upload(path.name)[0], None)
 
     def _verify(self, digest: Digest, descriptor: int) -> Sequence[int] | None:

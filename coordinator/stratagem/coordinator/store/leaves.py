@@ -42,11 +42,11 @@ from stratagem.coordinator.store.blobs import (
 from stratagem.coordinator.store.bucket import Objects, unique_name
 from stratagem.coordinator.store.files import BlobFile, Scratch, make_folder
 from stratagem.coordinator.store.leaf_files import (
-    LeafBytes,
     LeafClaims,
     LeafFiles,
     LeafStore,
     NewLeaf,
+    OpenLeaf,
 )
 from stratagem.coordinator.store.leaf_objects import LeafObjects
 from stratagem.coordinator.store.shared_blobs import BlobCache, SharedBlobs
@@ -368,13 +368,13 @@ class JoinedState:
     is_in_leaves = True
 
     def __init__(
-        self, digest: Digest, listed: LeafList, open_leaf: Callable[[Digest], LeafBytes]
+        self, digest: Digest, listed: LeafList, open_leaf: Callable[[Digest], OpenLeaf]
     ) -> None:
         self._digest, self._listed, self._open_leaf = digest, listed, open_leaf
         self._places = places_of(leaves_of(listed.manifest))
         self._at = 0
         """The place that was read last: the next one is near."""
-        self._open: dict[int, LeafBytes] = {}
+        self._open: dict[int, OpenLeaf] = {}
         self.num_bytes = len(listed.header) + listed.manifest.total_bytes
 
     def read_into(self, view: memoryview, offset: int) -> None:
@@ -413,7 +413,7 @@ class JoinedState:
         while offset >= self._places[self._at].offset + self._places[self._at].size:
             self._at += 1
 
-    def _leaf(self, number: int) -> LeafBytes:
+    def _leaf(self, number: int) -> OpenLeaf:
         leaf = self._open.get(number)
         if leaf is None:
             named = self._listed.digests[number]

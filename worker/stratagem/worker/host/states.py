@@ -67,14 +67,11 @@ class DirectStates:
     async def _read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
         upload = None
         try:
-            listed = await asyncio.to_thread(self._listed, digest)
+            listed = await asyncio.to_thread(self.folder.read_list, Digest(digest), self.limits)
             if listed is None:
                 return False
-            upload = blobs.open_upload(run_id, digest, listed.manifest, term)
-            if upload.writer.received:  # what a stream has left of it
-                blobs.forget(run_id, upload)
-                upload = blobs.open_upload(run_id, digest, listed.manifest, term)
-            await asyncio.to_thread(self._fill(upload, listed))
+            upload = _fresh_upload(blobs, run_id, digest, listed, term)
+            await asyncio.to_thread(lambda: upload.fill(self.folder.read_state(listed)))
             blobs.commit(run_id, upload)
         except ConflictError:  # it is coming
             return False
@@ -88,11 +85,16 @@ class DirectStates:
                 upload.is_open = False
         return True
 
-    def _listed(self, digest: str) -> LeafList | None:
-        return self.folder.read_list(Digest(digest), self.limits)
 
-    def _fill(self, upload: BlobUpload, listed: LeafList) -> Callable[[], None]:
-        return lambda: upload.fill(self.folder.read_state(listed))
+def _fresh_upload(
+    blobs: ReceivedBlobs, run_id: str, digest: str, listed: LeafList, term: int
+) -> BlobUpload:
+    """Begin a blob anew, without what a stream has left of it."""
+    upload = blobs.open_upload(run_id, digest, listed.manifest, term)
+    if upload.writer.received:
+        blobs.forget(run_id, upload)
+        upload = blobs.open_upload(run_id, digest, listed.manifest, term)
+    return upload
 
 
 # ---- Signed requests ----
@@ -238,11 +240,8 @@ async def fetch_state(
 ) -> None:
     """Read a state into the blobs of a run, and say when it is there."""
     run_id, digest, term = header.run_id, header.digest, header.fence.term
-    upload = blobs.open_upload(run_id, digest, listed.manifest, term)
+    upload = _fresh_upload(blobs, run_id, digest, listed, term)
     try:
-        if upload.writer.received:  # what a stream has left of it
-            blobs.forget(run_id, upload)
-            upload = blobs.open_upload(run_id, digest, listed.manifest, term)
         await _Fetched(stream, objects, listed).fill(upload)
         blobs.commit(run_id, upload)
     except BaseException:
