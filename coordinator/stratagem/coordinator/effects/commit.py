@@ -84,7 +84,7 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
 
 
 async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, int]:
-    """Store a state of which members hold parts; its digest and size in bytes."""
+    """Store a state of which members hold parts; return its digest and size in bytes."""
     parts = _holders(effect)
     written = await written_by_owners(env, parts, effect.segment)
     if written is not None:
@@ -94,7 +94,7 @@ async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, i
 
 
 def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
-    """Return by part who has it: those whose own it is, and then those with a mirror of it."""
+    """Return the holders of each part: its owners, then those with a mirror of it."""
     mirrors = effect.mirrors or ((),) * len(effect.parts)
     return [
         [PartHolder(_session(effect, member)) for member in own]
@@ -124,10 +124,10 @@ async def merged(
     *,
     joins_rows: bool = False,
 ) -> tuple[Digest, int]:
-    """Pull all parts and write them as one blob; its digest and size in bytes.
+    """Pull all parts and write them as one blob; return its digest and size in bytes.
 
-    writer_of: of the blob; unless given, it is one file. joins_rows: see `joined_rows`. Raises
-    ContradictionError for parts that make no whole.
+    writer_of: makes the writer of the blob; unless given, it is one file. joins_rows: see
+    `joined_rows`. Raises ContradictionError for parts that make no whole.
     """
     parts: list[StatePart] = []
     cancelled = threading.Event()
@@ -188,7 +188,7 @@ LOST: Final = (
     *(ContradictionError, IntegrityError, InvalidInputError),
     *(LimitError, NotFoundError, PermissionDeniedError),
 )
-"""What says that a worker does not have the file, or not as it was."""
+"""Errors that mean that a worker does not have the file, or not as it was."""
 
 
 async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
@@ -216,9 +216,10 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
 
 
 def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) -> bool:
-    """Return True when a worker that has not sent its file will not: it does not have it, is lost,
-    or has left. Of a run that has ended no other start of it is asked, and nothing is retried but
-    what a worker that is there has not answered: the run could not be resumed meanwhile."""
+    """Return True when a worker that has not sent its file never will: it does not have it, is
+    lost, or has left. If the run has ended, another start of the worker is not asked, and only a
+    call that a present worker did not answer is repeated: the run could not be resumed
+    meanwhile."""
     holders = [(holder, env.state.workers.get(holder.worker_id)) for holder in effect.holders]
     are_gone = any(record is None or not record.is_alive for _, record in holders)
     run = env.state.runs.get(effect.run_id)
@@ -229,7 +230,7 @@ def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) ->
 
 
 async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:
-    """What all members have, as it was committed."""
+    """Return the committed part, which all members have."""
 
     def copy() -> StatePart:
         limits = Limits(max_total_bytes=env.settings.max_state_bytes)

@@ -115,7 +115,7 @@ class LeafOrder:
     """Numbers of the leaves; None where they follow from the rank in the header."""
 
     def numbers_of(self, num_leaves: int) -> Collection[int]:
-        """Return the numbers of the leaves of this order; num_leaves: of the state."""
+        """Return the numbers of this order's leaves in a state of num_leaves."""
         if self.numbers is not None:
             return self.numbers
         return range(self.header.rank, num_leaves, self.header.num_ranks)
@@ -150,7 +150,7 @@ async def written_leaves(
 
 
 async def begun_upload(env: EffectContext, leaves: LeafBlobs, at: WorkerSession) -> DirectUpload:
-    """Begin an upload; one that nobody waits for any more ends at once."""
+    """Begin an upload, which ends at once when the caller is cancelled."""
     kept = kept_states(env, at.run_id)
     begun = asyncio.ensure_future(env.in_thread(lambda: leaves.upload(kept)))
     try:
@@ -168,7 +168,7 @@ def _end(begun: asyncio.Future[DirectUpload]) -> None:
 def order_of(
     env: EffectContext, at: WorkerSession, store_id: str, upload: DirectUpload, segment: int
 ) -> LeafOrder:
-    """Return an order about a snapshot that names no leaves yet."""
+    """Return an order about the snapshot of a segment that names no leaves yet."""
     header = worker_pb2.WriteLeavesHeader(
         fence=env.links.to(at.member, env.state).fence(at.membership),
         session=at.ref,
@@ -182,7 +182,7 @@ def order_of(
 async def _ask_all(
     env: EffectContext, orders: Sequence[LeafOrder], reported: ReportedLeaves
 ) -> list[WorkerId]:
-    """Have each member write what it is asked for; return those that have not."""
+    """Have each member write its leaves; return those that have not."""
     failed: list[WorkerId] = []
     contradictions: list[ContradictionError] = []
 
@@ -350,7 +350,8 @@ def _shares(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the state, and who has it under which name of a snapshot."""
+    """A part of the state, and its sources: members that have it, with the snapshot's name
+    there."""
 
     manifest: Manifest
     sources: Mapping[WorkerId, tuple[WorkerSession, str]]
@@ -362,8 +363,8 @@ async def written_by_owners(
     """Return digest and size in bytes of the state whose parts these members hold, once it is
     durable in the store; None where states are files, or a part is with nobody that can write.
 
-    parts: per part, the members any of which has it. Raises ContradictionError where the parts
-    make no whole.
+    parts: the members that have each part. Raises ContradictionError where the parts make no
+    whole.
     """
     leaves = leaves_in(env)
     if leaves is None:
@@ -442,7 +443,7 @@ def _part_of(
 
 @dataclass(frozen=True, slots=True)
 class _Divided:
-    """What orders to write leaves of one divided state are made of."""
+    """The parts and leaves of one divided state, from which orders are made."""
 
     order: Callable[[WorkerSession], LeafOrder]
     parts: Sequence[_Part]
@@ -477,7 +478,8 @@ def _orders(
 def _holder(
     env: EffectContext, part: _Part, writer: WorkerSession, writing: Collection[WorkerId]
 ) -> worker_pb2.PartHolder:
-    """Return from whom a writer gets a part: itself, else one that has not failed, if any."""
+    """Return the member from which a writer gets a part: itself, else one that has not failed, if
+    any."""
     own = part.sources.get(writer.member.worker_id)
     if own is not None:
         return worker_pb2.PartHolder(name=own[1])

@@ -89,9 +89,9 @@ class BlobStore(Protocol):
         name it."""
 
     def settle(self, digest: Digest) -> None:
-        """Note that an event that names a blob is durable, reported by a writer of the blob: from
-        now on the blob stays only as long as it is live, unless another writer has written it, too.
-        """
+        """Note that an event that names a blob is durable, as a writer of the blob reports: from
+        now on the blob stays only as long as it is live, unless another writer has written it,
+        too."""
 
     def make_room(self) -> bool:
         """Delete a local copy of a blob that is stored elsewhere, because the disk is full; False
@@ -105,9 +105,9 @@ class BlobStore(Protocol):
         """Delete the blobs that are not in `live`, and return them.
 
         Spared are blobs that this process wrote less than grace_s ago, and whose event has not
-        been settled: it may be on its way. What an earlier process wrote and nobody names is
-        garbage at once. What a later one writes is left alone: it leads now, and this one may not
-        know yet.
+        been settled: it may be on its way. Blobs of an earlier process that nobody names are
+        garbage at once. Blobs of a later process stay: it leads now, and this one may not know
+        yet.
         """
 
     def location(self, digest: Digest) -> str:
@@ -232,8 +232,8 @@ class DirectoryBlobs:
         make_room: MakeRoom = no_room,
         suffix: str = SUFFIX,
     ) -> None:
-        """is_durable: what was written survives a power cut; needless for mere copies. make_room:
-        asked while a blob meets a full disk. suffix: of the names of its files."""
+        """Open the folder. is_durable: blobs survive a power cut; needless for mere copies.
+        make_room: called when a blob meets a full disk. suffix: of the names of its files."""
         self._root = root
         self._suffix = suffix
         self._is_durable = is_durable
@@ -242,8 +242,8 @@ class DirectoryBlobs:
         self._verified: dict[Digest, tuple[_Identity, Sums]] = {}
         self._claims = Claims(monotonic)
         self._present: set[Digest] | None = None
-        """What there is to collect: to look into all folders takes some milliseconds, which is as
-        long as it takes to write a small state."""
+        """The blobs to collect from, once known: listing all folders takes some milliseconds, as
+        long as writing a small state."""
         self._lock = threading.Lock()  # a blob is not collected while it is being named
         root.parent.mkdir(parents=True, exist_ok=True)
         make_folder(root)
@@ -282,8 +282,7 @@ class DirectoryBlobs:
         return BlobFile(FileContent(descriptor, digest, sums, lambda: self._distrust(digest)))
 
     def _distrust(self, digest: Digest) -> None:
-        """Have the next `open` verify the whole blob: a read did not give the bytes that were
-        stored."""
+        """Have the next `open` verify the whole blob: a read gave other bytes than were stored."""
         with self._lock:
             self._verified.pop(digest, None)
 
@@ -334,7 +333,7 @@ class DirectoryBlobs:
         path = self._path(digest)
         with self._lock:
             make_folder(path.parent)
-            # What is there after an error here, the next collection finds by looking.
+            # After an error here the next collection lists the folders.
             known, self._present = self._present, None
             failpoint("coordinator.blobs.before_rename")
             temporary.rename(path)
@@ -395,7 +394,8 @@ class DirectoryBlobs:
         return self._root / digest[:2] / f"{digest}{self._suffix}"
 
     def _verify(self, digest: Digest, descriptor: int) -> Sums:
-        """The checksums of a blob that has its digest, or had it and has not been replaced."""
+        """Return the checksums of a blob that has its digest, or had it and has not been
+        replaced."""
         identity = _identity(descriptor)
         known = self._verified.get(digest)
         if known is not None and known[0] == identity:

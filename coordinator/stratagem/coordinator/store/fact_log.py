@@ -270,7 +270,7 @@ class Recorded:
             rows = rows[num:]
 
     async def _merge(self, rows: Sequence[HistoryRow]) -> bool:
-        """Return whether these rows are one now."""
+        """Return True if these rows are one now."""
         if len(rows) < 2:
             return False
         into = await asyncio.to_thread(one_row, rows)

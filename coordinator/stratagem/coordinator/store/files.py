@@ -28,7 +28,7 @@ from stratagem.v1 import tensor_pb2
 # ---- Durable files ----
 
 PIECE_BYTES: Final = 1 << 20
-"""How much is read, or sent to the disk, at once. Measured with 40 MB: 35 ms to write and
+"""Bytes that are read, or sent to the disk, at once. Measured with 40 MB: 35 ms to write and
 fsync; sending every 4 pieces to the disk early is worth 13 ms of it."""
 
 _WRITEBACK_BYTES: Final = 4 * PIECE_BYTES
@@ -81,7 +81,7 @@ class DurableFile:
             self._start_writeback()
 
     def resume(self, num_bytes: int, see: Callable[[memoryview], None]) -> None:
-        """Take the first num_bytes as written already, show them, and drop the rest."""
+        """Take the first num_bytes as written, pass them to `see`, and drop the rest."""
         for piece in pieces(self.descriptor, num_bytes):
             see(piece)
         os.ftruncate(self.descriptor, num_bytes)
@@ -316,7 +316,7 @@ class Content(Protocol):
 
     num_bytes: int
     is_in_leaves: bool
-    """Whether the blob is a state in leaves; its digest is that of the list of them."""
+    """The blob is a state in leaves; its digest is that of their list."""
 
     def read_into(self, view: memoryview, offset: int) -> None: ...
     def source(self, offset: int) -> Iterator[bytes]: ...
@@ -327,9 +327,9 @@ class Content(Protocol):
 class BlobFile(io.RawIOBase):
     """An open blob whose `read` and `read_into` check every byte.
 
-    What differs from its checksum raises UnavailableError: the blob must be opened again, which
-    looks at all of it, and finds a sound copy where there is one. The content goes with its last
-    reader.
+    A byte that differs from its checksum raises UnavailableError: the blob must be opened again,
+    which reads all of it, and finds a sound copy where there is one. The content goes with its
+    last reader.
     """
 
     def __init__(self, content: Content) -> None:
@@ -344,7 +344,7 @@ class BlobFile(io.RawIOBase):
 
     @property
     def is_in_leaves(self) -> bool:
-        """Return whether its digest is that of a list of leaves."""
+        """Return True if its digest is that of a list of leaves."""
         return self._content.is_in_leaves
 
     def readable(self) -> bool:
@@ -384,14 +384,14 @@ class BlobFile(io.RawIOBase):
         self._content.read_into(view, offset)
 
     def source(self) -> FileSource:
-        """The data as a stream's source, also when the file is closed meanwhile. What it gives from
-        the start of a chunk on is left for `check`."""
+        """Return the data as a stream's source, which outlives the closing of the file. Bytes from
+        the start of a chunk on are left for `check`."""
         return self._content.source
 
     @property
     def offer(self) -> Callable[[], tensor_pb2.OpenFile | None]:
-        """Return what offers the data to a process on this machine while the content is alive; it
-        gives None where they are in no one file."""
+        """Return a function that offers the data to a process on this machine while the content is
+        alive, or gives None where they are in no one file."""
         return self._content.offer
 
     @property
@@ -409,7 +409,7 @@ class FileContent:
     def __init__(
         self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
     ) -> None:
-        """Take the descriptor over; on_damage is called before a difference is raised."""
+        """Take the descriptor over; on_damage: called before an error about other bytes."""
         weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._digest, self._sums = descriptor, digest, sums
         self._piece_bytes = sums.piece_bytes

@@ -399,8 +399,8 @@ class Journal:
             step_history.forget(connection, run_id)
 
     def merge_histories(self, term: int, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
-        """Replace rows of a party by one that says the same; False: they have changed since they
-        were read. Raises FencedError."""
+        """Replace rows of a party by one with the same content; False: they changed since they were
+        read. Raises FencedError."""
 
         def merge(_is_repeat: bool) -> bool:
             with leading(self._database, term) as connection:

@@ -82,7 +82,8 @@ def _this_host() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat from the state on; None when there is no such process."""
+    """Return the fields of /proc/<pid>/stat from the state on; None when there is no such
+    process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -34,8 +34,8 @@ from stratagem.coordinator.store.files import (
 #
 # LeafStore states what any place for the leaves of states guarantees.
 #
-# A leaf is written under the name of an upload, so nothing is overwritten, and there may be equal
-# copies of it. All methods may be called from any thread, and may block on a disk or a network.
+# Each upload writes a leaf under a name of its own, so nothing is overwritten, and there may be
+# equal copies. All methods may be called from any thread, and may block on a disk or a network.
 
 
 class NewLeaf(Protocol):
@@ -58,34 +58,34 @@ class LeafStore(Protocol):
         the digest."""
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return those of the leaves of kept states that need not be written again: nobody but this
+        """Return the leaves of kept states that need not be written again: nobody but this
         coordinator may delete them."""
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Make all leaves of a state reliable, as a fact will name it; False where one is
+        """Make all leaves of a state reliable, since a fact will name it; False where one is
         missing."""
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return those of the leaves that an upload is said to have written that are not there with
-        their sizes; the others can be committed from now on."""
+        """Return the leaves, given with their sizes, that an upload has not written with that size;
+        the others can be committed from now on."""
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
-        """Return those of the leaves of a state that are not there."""
+        """Return the leaves of a state that are not there."""
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read what an upload has written of a leaf; True where it has its digest."""
+        """Read a leaf as an upload wrote it; True where it has its digest."""
 
     def found(self) -> Collection[Any]:
-        """Return what is there, for `collect`."""
+        """Return the stored leaves, for `collect`."""
 
     def collect(
         self, found: Collection[Any], named: Collection[Digest], under_way: Collection[str]
     ) -> None:
-        """Delete those of what was found that neither a list nor a claim needs, and equal copies
-        but for the newest sound one.
+        """Delete found leaves that neither a list nor a claim needs, and equal copies but for the
+        newest sound one.
 
-        found: before it was known which leaves are `named`, or in use, and which uploads are under
-        way; what has begun since counts, too.
+        found: the result of `found` from before `named` and `under_way` were determined; claims
+        since then count, too.
         """
 
 
@@ -153,7 +153,7 @@ class OpenLeaf:
 
     @classmethod
     def of(cls, digest: Digest, descriptor: int, size: int) -> Self | None:
-        """Open a file of so many bytes, taking the descriptor over; None where it has another
+        """Open a file of `size` bytes, taking the descriptor over; None where it has another
         digest."""
         sums = sums_of(digest, descriptor, size)
         if sums is None:
@@ -162,8 +162,8 @@ class OpenLeaf:
         return cls(digest, descriptor, sums)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill a view with the bytes from an offset on. Raises UnavailableError where they have
-        changed since the leaf was opened."""
+        """Fill a view with the bytes from an offset on. Raises UnavailableError where they changed
+        since the leaf was opened."""
         done = 0
         while done < len(view):
             number, skipped = divmod(offset + done, CHUNK_BYTES)
@@ -232,11 +232,11 @@ class LeafFiles:
         return leaves
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Return True: what a list names stays; see LeafStore."""
+        """Return True: leaves that a list names stay; see LeafStore."""
         return True
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return what an upload has not written; see LeafStore."""
+        """Return the leaves that an upload has not written; see LeafStore."""
         return {digest for digest, size in sizes.items() if self._size(digest, upload) != size}
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
@@ -263,11 +263,11 @@ class LeafFiles:
         raise MissingBlobError(digest)
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read what an upload has written of a leaf; True where it has its digest."""
+        """Read a leaf as an upload wrote it; True where it has its digest."""
         return self._is_sound(self._folder.leaf_path(digest, upload), digest)
 
     def found(self) -> list[Path]:
-        """Return the files of all leaves, also of those that are not whole yet."""
+        """Return the files of all leaves, including unfinished ones."""
         return [
             path
             for folder in sorted(self._folder.leaves.iterdir())

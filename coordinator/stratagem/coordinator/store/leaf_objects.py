@@ -1,9 +1,9 @@
 """The leaves of states as objects that workers write by signed requests: leaves/<sha256>/<upload>.
 
-As everywhere in a bucket (decision 11) a coordinator deletes only what it or an earlier one has
-written, and relies only on what was written under its own term: for an upload another leaf is not
-there, so workers write it again, and a state that a fact will name is copied inside the store.
-Workers write the objects, so a leaf counts only when its digest has been found right here.
+As everywhere in a bucket (decision 11) a coordinator deletes only objects of its own and of earlier
+terms, and relies only on objects of its own term: workers write other leaves of an upload again,
+and a state that a fact will name is copied inside the store. Workers write the objects, so a leaf
+counts only when its digest has been verified here.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from stratagem.coordinator.store.files import Scratch
 from stratagem.coordinator.store.leaf_files import LeafClaims, OpenLeaf
 
 VALID_FOR: Final = timedelta(minutes=15)
-"""How long a signed request may be made; who comes later asks for another one."""
+"""The time for which a signed request is valid; a later caller asks for another one."""
 _FOLDER: Final = "leaves"
 _SUFFIX: Final = ".leaf"
 _NUM_AT_ONCE: Final = 16
@@ -105,12 +105,12 @@ class LeafObjects:
             return leaf
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return what was written under this term; see LeafStore."""
+        """Return the leaves that were written under this term; see LeafStore."""
         with self._claims.lock:
             return [leaf for leaf in leaves if leaf in self._own]
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Copy inside the store what only earlier terms have written; see LeafStore."""
+        """Copy leaves of earlier terms inside the store; see LeafStore."""
         lent = [leaf for leaf in dict.fromkeys(leaves) if leaf not in self._own]
         try:
             self._each(self._copy, lent)
@@ -120,7 +120,7 @@ class LeafObjects:
         return True
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return what an upload has not written; see LeafStore."""
+        """Return the leaves that an upload has not written; see LeafStore."""
         found = self._each(lambda leaf: self._objects.find(_name(leaf, upload)), [*sizes])
         right = {
             leaf: each.name
@@ -137,7 +137,7 @@ class LeafObjects:
             return [leaf for leaf in leaves if leaf not in self._own]
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read what an upload has written of a leaf; True where it has its digest."""
+        """Read a leaf as an upload wrote it; True where it has its digest."""
         found = self._objects.find(_name(digest, upload))
         return found is not None and self._is_sound(digest, found)
 
@@ -166,13 +166,13 @@ class LeafObjects:
                     if kept.name not in names and term_of(kept.name) == self._term:
                         self._own[digest] = kept.name
                 doomed += names
-        # No more is relied on them, and no other object will ever have their names.
+        # Nobody relies on them any more, and no other object will ever have their names.
         for start in range(0, len(doomed), _NUM_DELETED):
             self._objects.delete(doomed[start : start + _NUM_DELETED])
 
     def _sound(self, digest: Digest, copies: Sequence[StoredObject]) -> StoredObject:
-        """Return the newest sound one of the copies; they are read where the store does not say
-        that they are equal."""
+        """Return the newest sound copy; they are read unless the store says that they are
+        equal."""
         newest = copies[-1]
         if all(each.tag and (each.tag, each.num_bytes) == _bytes_of(newest) for each in copies):
             return newest

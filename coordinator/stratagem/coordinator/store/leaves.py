@@ -82,17 +82,17 @@ class DirectUpload:
         self.end()
 
     def end(self) -> None:
-        """Note that nothing is written any more; what no list names is garbage now."""
+        """Note that nothing is written any more; leaves that no list names are garbage now."""
         if not self._is_over:
             self._is_over = True
             self._claims.end(self.name, self.have)
 
     def check(self, leaf: Digest) -> bool:
-        """Read a leaf that this upload has written; True where it has its digest."""
+        """Read a leaf that this upload wrote; True where it has its digest."""
         return self._leaves.check(leaf, self.name)
 
     def lacking(self, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return those of the leaves, given with their sizes, that this upload has not written."""
+        """Return the leaves, given with their sizes, that this upload has not written."""
         return self._leaves.lacking(self.name, sizes)
 
     def commit(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
@@ -162,7 +162,7 @@ class LeafWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Drop what was begun; leaves that are whole are garbage unless the list names them."""
+        """Drop unfinished leaves; whole ones are garbage unless the list names them."""
         for hashed in self._open.values():
             hashed.leaf.drop()
         self._open.clear()
@@ -180,7 +180,7 @@ class LeafWriter:
 # ---- Store ----
 
 MAX_HAVE: Final = 2**16
-"""Leaves that a worker is told to be there: 2 MiB of digests, in a message of at most 4 MiB."""
+"""Leaves that a worker need not write: 2 MiB of digests, in a message of at most 4 MiB."""
 
 _log = structlog.get_logger(__name__)
 
@@ -194,7 +194,7 @@ class Lists(BlobStore, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where states in leaves are.
+    """The place of states in leaves.
 
     store_id: the name of the folder, which workers see, too; "" for an object store.
     """
@@ -211,8 +211,8 @@ class LeafBlobs:
     def __init__(
         self, whole: BlobStore, place: StatePlace, term: int, *, writes_leaves: bool, limits: Limits
     ) -> None:
-        """whole: of what is one file. writes_leaves: states that come to the coordinator become
-        leaves, too."""
+        """whole: the store of blobs that are one file. writes_leaves: states that come to the
+        coordinator become leaves, too."""
         self._whole, self._term, self.limits = whole, term, limits
         self.writes_leaves = writes_leaves
         self.claims, self.leaves, self.store_id = place.claims, place.leaves, place.store_id
@@ -222,7 +222,7 @@ class LeafBlobs:
 
     @property
     def signs(self) -> LeafObjects | None:
-        """Return what signs requests for leaves; None where workers see a folder of them."""
+        """Return the signer of requests for leaves; None where workers see their folder."""
         return self.leaves if isinstance(self.leaves, LeafObjects) else None
 
     def writer(self, total_bytes: int) -> BlobWriter:
@@ -230,13 +230,13 @@ class LeafBlobs:
         return self._whole.writer(total_bytes)
 
     def state_writer(self, manifest: Manifest, kept: Sequence[Digest]) -> LeafWriter:
-        """Return a writer for the data of a state, which become leaves, but for those that the
-        states have that are kept."""
+        """Return a writer for the data of a state; leaves of the kept states are not written
+        again."""
         return LeafWriter(self.leaves, manifest, self.upload(kept))
 
     def upload(self, kept: Sequence[Digest]) -> DirectUpload:
-        """Begin an upload, which need not write the leaves of the states that are kept, of so many
-        as have a place in a request, the first ones first; a context in which it is under way."""
+        """Begin an upload, which need not write leaves of the kept states: those of the first ones
+        first, as many as fit into a message. The upload is under way inside its context."""
         name = unique_name(self._term)
         with self.claims.lock:
             leaves: dict[Digest, None] = {}
@@ -306,17 +306,17 @@ class LeafBlobs:
         self._whole.keep_room()
 
     def location(self, digest: Digest) -> str:
-        """Return the path of the blob's file; "" of a state in leaves, which has none."""
+        """Return the path of the blob's file; "" for a state in leaves, which has none."""
         return self._whole.location(digest)
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; then leaves that nothing needs
         any more. See BlobStore."""
         collected = self._whole.collect(live, grace_s) + self._lists.collect(live, grace_s)
-        # In this order: what is written meanwhile is not found; and of each upload that has written
-        # what is found either the list is there by now, or it is one of those under way.
+        # In this order: leaves that are written meanwhile are not found; and each upload that wrote
+        # a found leaf either has its list by now, or is among those under way.
         found = self.leaves.found()
-        for digest in self._lists.digests():  # read what is new without the lock
+        for digest in self._lists.digests():  # read new lists without the lock
             self._leaves_of(digest)
         with self.claims.lock:
             under_way, used = self.claims.present()
@@ -332,7 +332,7 @@ class LeafBlobs:
         return collected
 
     def _leaves_of(self, digest: Digest) -> tuple[Digest, ...] | None:
-        """Return the leaves of a state; None where there is no list of it that can be read."""
+        """Return the leaves of a state; None where no list of it can be read."""
         if digest not in self._known or not self._lists.exists(digest):
             try:
                 listed = self._list(digest)
@@ -363,7 +363,7 @@ _NUM_OPEN: Final = 4
 
 
 class JoinedState:
-    """The bytes of a state in leaves, which are opened when they are read. Each is verified."""
+    """The bytes of a state in leaves. Each leaf is opened, and verified, when it is read."""
 
     is_in_leaves = True
 
@@ -404,7 +404,7 @@ class JoinedState:
         """Return None: it is in no one file."""
 
     def check(self, offset: int, frame: bytes) -> None:
-        """Do nothing: what the source gives has been checked."""
+        """Do nothing: the source's bytes are checked."""
 
     def _seek(self, offset: int) -> None:
         """Find the place of a byte of the data."""
@@ -450,8 +450,8 @@ def in_folder(root: Path) -> StatePlace:
 
 
 def in_objects(objects: Objects, whole: SharedBlobs, cache_dir: Path, term: int) -> StatePlace:
-    """Return the place below a prefix of a bucket, for the coordinator of a term. whole: what is
-    one object each there; cache_dir: for local copies of lists."""
+    """Return the place below a prefix of a bucket, for the coordinator of a term. whole: the blobs
+    there that are one object each; cache_dir: for local copies of lists."""
     cache = BlobCache(cache_dir, _LIST_CACHE_BYTES)
     lists = SharedBlobs(objects, cache, term, folder=LISTS, suffix=LIST_SUFFIX)
     claims = LeafClaims()

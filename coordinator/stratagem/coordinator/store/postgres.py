@@ -47,7 +47,7 @@ _MIGRATION: Final = 7_372_615_108_291_533_173  # a number of our own among all a
 
 
 def open_postgres(url: str, password_file: Path | None) -> Database:
-    """The database at postgresql://[user@]host[:port]/database[?libpq parameters]."""
+    """Return the database at postgresql://[user@]host[:port]/database[?libpq parameters]."""
     parsed = _checked(url)
     silent_s = (
         "extract(epoch FROM clock_timestamp())::float8 - greatest(lease.renewed_s,"
@@ -66,7 +66,7 @@ def open_postgres(url: str, password_file: Path | None) -> Database:
 
 
 def _checked(url: str) -> URL:
-    """The URL for psycopg. Errors never repeat it: it may hold what it must not."""
+    """Return the URL for psycopg. Errors never repeat it: it may contain a password."""
     if find_spec("psycopg") is None:
         raise InvalidInputError.at(
             "journal", "PostgreSQL needs psycopg: pip install 'stratagem[postgres]'"

@@ -42,7 +42,7 @@ _stamp: Final = Table(
     Column("version_num", String(32), nullable=False),
     PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
-"""As Alembic makes it."""
+"""The table of the revision, equal to Alembic's."""
 
 
 def migrate(database: Database) -> None:

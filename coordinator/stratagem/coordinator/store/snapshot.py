@@ -36,7 +36,7 @@ _COPIED: Final = (event, summary, history, meta)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What tells a snapshot's file from others."""
+    """The term and the identity of a snapshot's file."""
 
     term: int
     """The term that led at its moment."""
@@ -45,7 +45,7 @@ class Known:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read it. Raises IntegrityError for another file, or a damaged one."""
+        """Read them from a file. Raises IntegrityError for one that is damaged or no journal."""
         file = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         try:
             (sound,) = file.execute("PRAGMA integrity_check(1)").fetchone()

@@ -26,7 +26,7 @@ _DAMAGE: Final = frozenset({"SQLITE_CORRUPT", "SQLITE_NOTADB"})
 
 
 def open_sqlite(path: Path) -> Database:
-    """The database in a file that is made if absent."""
+    """Return the database in a file that is made if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The journal holds whole job files, so it is for its owner alone.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

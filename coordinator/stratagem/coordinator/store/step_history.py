@@ -58,7 +58,7 @@ from stratagem.coordinator.store.schema import history
 Ends = tuple[tuple[int, int], ...]
 """(segment, its last step), in order."""
 _MAX_HEAD_BYTES = MAX_SERIES * (MAX_NAME * 6 + 32)
-"""Of the names and numbers beside the rows; a character may be written as six."""
+"""The size of the names and numbers beside the rows; a character may be written as six."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,11 @@ class HistoryRow:
     to_step: int
     rows: bytes
     ends: Ends = ()
-    """Of all segments in it, where it holds those of several."""
+    """The ends of all segments in it, if they are several."""
 
     @property
     def all_ends(self) -> Ends:
-        """Of all segments in it."""
+        """Return the ends of all segments in it."""
         return self.ends or ((self.segment, self.to_step),)
 
 
@@ -88,8 +88,8 @@ def behind(columns: Columns, step: int) -> Columns:
 
 
 def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
-    """Return one row that says what these of a party say, which follow each other; None where one
-    cannot hold them. Of a party of which only the newest segment is kept, that is its row."""
+    """Return one row with the content of consecutive rows of a party; None where one cannot hold
+    it. For a party of which only the newest segment is kept, that is the last row."""
     if is_of_newest_segment(rows[-1].party):
         return rows[-1]
     pieces: dict[Series, list[Columns]] = {}
@@ -107,7 +107,8 @@ def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
 
 
 def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
-    """Return what of a row belongs to segments up to this one; None where nothing does."""
+    """Return the part of a row that belongs to segments up to this one; None where nothing
+    does."""
     ends = tuple(end for end in row.all_ends if end[0] <= segment)
     if len(ends) == len(row.all_ends):
         return row
@@ -148,8 +149,8 @@ def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
 
 
 def _put_behind(connection: Connection, row: HistoryRow) -> bool:
-    """Write the row of a segment unless its party has one of it or of a later one; return whether
-    it was written.
+    """Write the row of a segment unless its party has a row of it or of a later one; return True
+    if it was written.
 
     The statement goes to the driver as it was compiled once: what SQLAlchemy does around each one
     takes several times as long as the database, in a transaction that commits wait for.
@@ -163,7 +164,7 @@ def _put_behind(connection: Connection, row: HistoryRow) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """A statement as the driver takes it, and what fills it of a row."""
+    """A statement in the driver's form, and the function that gives its values of a row."""
 
     text: str
     names: tuple[str, ...]
@@ -180,7 +181,7 @@ def _new(dialect: Dialect) -> _Statement:
 
 
 def _replace(connection: Connection, row: HistoryRow) -> None:
-    """Write a row of a segment that is done again, or before one that will be."""
+    """Write a row of a segment that was repeated, or that precedes one with a row."""
     query = select(history).where(*_of(row.run_id, row.party), history.c.segment >= row.segment)
     found = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
     covers = [each for each in found if each.all_ends[0][0] <= row.segment]
@@ -193,7 +194,7 @@ def _replace(connection: Connection, row: HistoryRow) -> None:
 
 
 def cut(connection: Connection, run_id: RunId, segment: int) -> None:
-    """Delete what the parties of a run have recorded behind a segment, to which it returns."""
+    """Delete the history of a run's parties behind a segment, to which it returns."""
     query = select(history).where(history.c.run_id == run_id, history.c.segment > segment)
     for row in connection.execute(query).all():
         _cut(connection, _row(row), segment)
@@ -236,8 +237,8 @@ def page(
 def counts(connection: Connection, run_id: RunId) -> dict[Party, int]:
     """Return the parties of a run that have more than one row, each with the number of its rows.
 
-    The key alone is read: behind the values of the steps a row has what it is of, and a database
-    reads them all to get there.
+    The key alone is read: other columns stand behind the values of the steps, which a database
+    would read to get there.
     """
     its = history.c
     query = select(its.party, func.count()).where(its.run_id == run_id).group_by(its.party)
@@ -254,8 +255,8 @@ def unmerged_runs(connection: Connection) -> set[RunId]:
 def full_parties(connection: Connection, run_id: RunId, num_rows: int) -> list[Party]:
     """Return the parties of a run that have so many rows of one segment each behind all others.
 
-    Of a party one row at most is read, however many it has. A party that another coordinator has
-    merged in between may be among them.
+    At most one row of a party is read, however many it has. The result may contain a party that
+    another coordinator has merged in between.
     """
     its = history.c
     parties = [p for p, num in counts(connection, run_id).items() if num >= num_rows]
@@ -279,8 +280,8 @@ def single_rows(
 
 
 def merge(connection: Connection, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
-    """Replace rows of a party by one that says the same; return False where they have changed
-    since they were read, and nothing is done."""
+    """Replace rows of a party by one with the same content; return False, with nothing done, where
+    they changed since they were read."""
     first, last = rows[0].segment, rows[-1].segment
     its = history.c
     between = (*_of(into.run_id, into.party), its.segment >= first, its.segment <= last)

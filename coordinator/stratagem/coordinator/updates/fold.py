@@ -104,8 +104,9 @@ class Rebasing:
 # ---- Fold ----
 
 WINDOW_ELEMENTS: Final = CHUNK_BYTES // 8
-"""Of large states. Measured with two updates of 40 MB of float32, arithmetic alone: 24 ms with
-2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20, where the sums fall out of the cache."""
+"""Elements of a window of large states. Measured with two updates of 40 MB of float32, arithmetic
+alone: 24 ms with 2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20, where the sums fall out of the
+cache."""
 
 _MAX_NAMES_LOGGED: Final = 8
 
@@ -117,7 +118,7 @@ class FoldStoppedError(StratagemError):
 
 
 MOST_SAMPLES: Final = "the one with most samples"
-"""Whose integers are taken where clients differ, for people."""
+"""The client whose integers are taken where clients differ, for people."""
 
 
 class Combination(Protocol):
@@ -129,17 +130,17 @@ class Combination(Protocol):
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with what becomes of the floating elements from that byte on; `raw` is used on
+        """Fill `out` with the result for the floating elements from that byte on; `raw` is used on
         the way."""
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with what becomes of integers or bools; return, where updates differ, what was
-        taken, for people: "the middle"; else ""."""
+        """Fill `out` with the result for integers or bools; return, where updates differ, the
+        origin of it, for people: "the middle"; else ""."""
 
 
 class Folded(NamedTuple):
-    """What a fold has written: the next state, the slots of a server optimizer, and the average
-    over rounds, empty where there is none."""
+    """The blobs of a fold: the next state, the slots of a server optimizer, and the average over
+    rounds, empty where there is none."""
 
     state: Digest
     slots: tuple[Digest, ...]
@@ -183,8 +184,8 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
 
     `entries` and their `weights` (samples; fewer for late ones, of which `rebasing` has the bases)
     stand in client order. `decoding` reads coded ones; without it all must have the layout of the
-    model. `combination` takes the place of the mean, and has weights of its own; `rule` says for
-    people what it is. `base` is the state that the round began from. Raises DivergedError where a
+    model. `combination` takes the place of the mean, and has weights of its own; `rule` names it
+    for people. `base` is the state that the round began from. Raises DivergedError where a
     number is not finite that was so in `base`, IntegrityError when the disk has damaged an update,
     FoldStoppedError, UnavailableError when the disk is full; `out` is aborted then.
     """
@@ -311,7 +312,8 @@ class _Folder:
         self._sum = np.empty(num_elements, np.float64)
         self._term = np.empty(num_elements, np.float64)
         self._disputed: dict[str, str] = {}
-        """What was taken, by name of the integer tensors in which clients differ."""
+        """The origin of the values taken, by name of the integer tensors in which clients
+        differ."""
 
     def fold(self, window: _Window, slot: int) -> Raw:
         """Return the elements of the window, in the buffer of that slot."""
@@ -329,7 +331,7 @@ class _Folder:
         return result
 
     def finish(self) -> None:
-        """Check that all bytes that were read are those that were accepted; log disputes."""
+        """Check that all bytes read are those that were accepted; log disputes."""
         for source in self._sources:
             source.check()
         if self._disputed:

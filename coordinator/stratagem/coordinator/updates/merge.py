@@ -155,7 +155,7 @@ def write_merged(
 
 _MODEL = "model/"
 Sources = Mapping[str, Sequence[tuple[int, TensorSpec]]]
-"""By tensor of the whole: in which part, and where there, its bytes are, in order."""
+"""The places of the bytes of each tensor of the whole: in which part, and where there, in order."""
 
 
 class WholeState(NamedTuple):
@@ -166,7 +166,7 @@ class WholeState(NamedTuple):
 
 
 def are_sliced(parts: Sequence[Manifest]) -> bool:
-    """Return whether the members hold slices of tensors."""
+    """Return True if the members hold slices of tensors."""
     return any(
         _name_of(spec) is not None or _parameter_of(spec) is not None
         for part in parts
@@ -233,8 +233,8 @@ def _model(
     plain: Mapping[str, tuple[int, TensorSpec]],
     parameters: Mapping[str, list[tuple[ParameterSlice, int, TensorSpec]]],
 ) -> list[TensorSpec]:
-    """Describe the tensors of the model in order: parameters of which each member has a slice have
-    their places, and what one member has stands between them."""
+    """Describe the tensors of the model in order: sliced parameters have their places, and tensors
+    that one member has whole stand between them."""
     placed: dict[int, TensorSpec] = {}
     for whole, found in parameters.items():
         found.sort(key=lambda each: each[0])
@@ -371,10 +371,10 @@ def _add_range(
 def shared_out(
     leaves: Mapping[int, PiecedLeaf], held: Sequence[Collection[int]]
 ) -> list[list[int]]:
-    """Return by writer the numbers of the leaves that it writes: about as many bytes for each, and
-    of those that it holds as many as that allows.
+    """Return the numbers of the leaves that each writer writes: about as many bytes for each, and
+    as many of its own as that allows.
 
-    held: by writer, the parts that it holds.
+    held: the parts that each writer holds.
     """
     sizes = {number: sum(piece.size for piece in leaf) for number, leaf in leaves.items()}
     quota = sum(sizes.values()) / len(held)
@@ -392,7 +392,7 @@ def shared_out(
 
 
 def _place(load: int, size: int, quota: float, own: int) -> tuple[bool, int, int]:
-    """Order writers for a leaf, the best one first: of those that have room for most of it the one
+    """Order writers for a leaf, the best one first: among those with room for most of it the one
     that holds the most, else the one with the least to write."""
     is_full = load + size / 2 > quota
     return is_full, load if is_full else -own, load

@@ -56,7 +56,7 @@ class Source(Protocol):
         """Fill the array with the elements from that byte of the model's data on."""
 
     def check(self) -> None:
-        """Check that what was read, which must be all, is what was accepted."""
+        """Check that the bytes read, which must be all, are those that were accepted."""
 
 
 class WholeSource:
@@ -183,7 +183,7 @@ class CodedLayout:
         self.payload = self.given[PAYLOAD]
         self.codec, names = update_codec(job, self.coded, numerics)
         self.places = {name: place for place, name in enumerate(names)}
-        """Of the coded tensors in the payload, in its order."""
+        """The places of the coded tensors in the payload, in its order."""
         if self.payload.size_bytes != self.codec.payload_bytes:
             came, wanted = self.payload.size_bytes, self.codec.payload_bytes
             raise UpdateRejectedError(
@@ -295,7 +295,7 @@ class UpdateDecoding:
         return known
 
     def source(self, place: int, entry: SpoolEntry) -> Source:
-        """Return the source of an accepted update, by its place among all. Raises IntegrityError
+        """Return the source of an accepted update; place: of it among all. Raises IntegrityError
         where its file is damaged."""
         if not entry.is_coded:
             return WholeSource(entry)
@@ -428,7 +428,7 @@ class Reply:
     vectors: tuple[memoryview, ...]
 
     async def windows(self) -> AsyncGenerator[bytes, None]:
-        """All bytes, in pieces."""
+        """Yield all bytes, in pieces."""
         for vector in self.vectors:
             for start in range(0, len(vector), CHUNK_BYTES):
                 yield bytes(vector[start : start + CHUNK_BYTES])

@@ -80,8 +80,8 @@ def squared_lengths(
 
 
 def squared_distances(products: Matrix) -> Matrix:
-    """Return the squared distance of each update to each, of the inner products of their changes;
-    infinite from those that are beyond the range of float64."""
+    """Return the squared distances between updates, from the inner products of their changes;
+    infinite for those beyond the range of float64."""
     lengths = np.diag(products)
     with np.errstate(over="ignore", invalid="ignore"):
         found = lengths[:, None] + lengths[None, :] - 2 * products
@@ -127,8 +127,9 @@ def _blocks(
 
 @cache
 def _limit_to_one_thread() -> None:
-    """Several threads add in an order that depends on how many there are. Never lifted: nothing
-    else here uses the library, and two folds at once would lift it for each other."""
+    """Limit linear algebra to one thread: the order of several depends on their number. The limit
+    is never lifted: nothing else here uses the library, and two folds at once would lift it for
+    each other."""
     threadpool_limits(limits=1, user_api="blas")
 
 
@@ -149,7 +150,7 @@ _SHORTEST: Final = 1e-12
 
 
 def geometric_weights(products: Matrix, iterations: int) -> tuple[Wide, Wide]:
-    """Return the weights after so many iterations, of inner products, and the distances to the last
+    """Return the weights after some iterations, from inner products, and the distances to the last
     iterate. An update that is infinitely far from most others has weight 0."""
     to_others = _median_distances(products)
     is_near = np.isfinite(to_others)
@@ -248,8 +249,7 @@ def lower_median(rows: list[Raw]) -> Raw:
 
 
 def trimmed_mean(num_trimmed: int) -> Statistic:
-    """Return the mean of what is left of the values when so many are left out at each end, added
-    from the smallest on."""
+    """Return the mean of the values without num_trimmed at each end, added from the smallest on."""
 
     def statistic(rows: list[Raw]) -> Wide:
         end = len(rows) - num_trimmed
@@ -260,8 +260,8 @@ def trimmed_mean(num_trimmed: int) -> Statistic:
 
 
 def mean_around_median(num_left_out: int) -> Statistic:
-    """Return the mean of the values that are nearest to the median, without so many others; of two
-    that are equally near the larger one is left out first."""
+    """Return the mean of the values nearest to the median, without num_left_out others; of two that
+    are equally near the larger one is left out first."""
 
     def statistic(rows: list[Raw]) -> Wide:
         num_kept = len(rows) - num_left_out
@@ -341,11 +341,11 @@ class StatisticOfRows:
 
 
 class WeightedSum:
-    """The sum of updates by their weights, divided by that of the weights; of shortened updates,
-    what is missing of each is that of the state that they began from."""
+    """The weighted sum of updates, divided by the sum of the weights; the missing part of shortened
+    updates comes from the state that they began from."""
 
     def __init__(self, weights: Sequence[float], base: StateReader | None = None) -> None:
-        """weights: of updates, in client order; with `base` the share that is left of each."""
+        """weights: of updates, in client order; with `base` the remaining share of each."""
         self.window_elements = window_of(len(weights))
         self._weights, self._base = weights, base
         self._divisor = fsum(weights) if base is None else float(len(weights))
@@ -388,7 +388,7 @@ def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Ra
 
 
 def places_read(rule: RobustRule, num_updates: int, weights: Sequence[float]) -> list[int]:
-    """Return the places of the updates that the fold reads: without those that count nothing."""
+    """Return the places of the updates that the fold reads: all but those of weight 0."""
     if not weights or isinstance(rule, NormBound):
         return list(range(num_updates))
     return [place for place, weight in enumerate(weights) if weight]
@@ -397,7 +397,7 @@ def places_read(rule: RobustRule, num_updates: int, weights: Sequence[float]) ->
 def combination(
     rule: RobustRule, weights: Sequence[float], base: StateReader
 ) -> StatisticOfRows | WeightedSum:
-    """Return what combines the updates that are read; weights: theirs, in client order."""
+    """Return the combination of the updates that are read; weights: theirs, in client order."""
     num = len(weights)
     match rule:
         case Median():
@@ -483,19 +483,20 @@ def _merge_exchange(num_rows: int) -> Iterator[tuple[int, int]]:
 
 # ---- Verdict ----
 #
-# A verdict says what each update of a round counts, and why. It is made once and kept, so a fold
-# that is repeated on any machine combines the same updates.
+# A verdict gives the weight of each update of a round, and the reason. It is made once and kept, so
+# a fold that is repeated on any machine combines the same updates.
 
 _LARGEST: Final = float(np.finfo(np.float64).max)
 
 
 class Verdict(NamedTuple):
-    """For each update, in client order."""
+    """The weights of updates and the reasons for them, in client order."""
 
     weights: tuple[float, ...]
-    """What it counts: 0 where it is left out; of a norm bound the share that is left of it."""
+    """The weight of each, 0 where it is left out; under a norm bound the share that is left of
+    it."""
     scores: tuple[float, ...]
-    """What that follows from: a score of Krum, a distance, or a length."""
+    """The reason of each weight: a score of Krum, a distance, or a length."""
 
 
 def judge(

@@ -108,9 +108,9 @@ def check_finite(spec: TensorSpec, values: Raw, before: Raw | None = None) -> No
 
 
 class DataCheck:
-    """The running check of a manifest's data, which it sees in order, in pieces of any size, once.
+    """The running check of a manifest's data, which come in order, in pieces of any size, once.
 
-    before: asked where values are not finite.
+    before: called where values are not finite.
     """
 
     def __init__(self, manifest: Manifest, before: Before | None = None) -> None:
@@ -285,7 +285,7 @@ class SpoolWriter:
                     Cause.SIZE, f"more than the announced {total_bytes} bytes"
                 )
             self._file.write(view)
-            self._check.see(view)  # afterwards: of what it has seen, all is in the file
+            self._check.see(view)  # afterwards: all that it has seen is in the file
         except UpdateRejectedError:
             self.discard()
             raise
@@ -293,7 +293,7 @@ class SpoolWriter:
             self._note_progress()
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Append what is new of a piece that begins at `offset`: a sender may start too early.
+        """Append the new bytes of a piece that begins at `offset`: a sender may start too early.
 
         Raises IntegrityError when it starts too late.
         """
@@ -355,7 +355,7 @@ class SpoolWriter:
         """Stop for now, and keep what is here; no error after a commit, a discard or an earlier
         close."""
         if self.is_open:
-            with suppress(StratagemError):  # what cannot be noted is sent again
+            with suppress(StratagemError):  # bytes that cannot be noted are sent again
                 self._note_progress()
             self._file.close()
 

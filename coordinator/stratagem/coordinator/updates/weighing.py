@@ -95,13 +95,13 @@ _LARGEST: Final = float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """What makes changes count by losses in one round."""
+    """The weighing of changes by losses in one round."""
 
     q: float
     lr: float
     """Learning rate of the clients; L is its inverse."""
     losses: Sequence[float]
-    """Of each client before it trained, in client order; at least 0."""
+    """The loss of each client before it trained, in client order; at least 0."""
 
     def verdict(
         self,
@@ -110,8 +110,8 @@ class Fairness:
         base: StateReader,
         should_stop: Callable[[], None],
     ) -> Verdict:
-        """Return what each change of `base` counts, and its length; each update is read once. Of
-        trained parameters only: a loss has no gradient in buffers."""
+        """Return the weight and the length of each change of `base`; each update is read once. Only
+        trained parameters count: a loss has no gradient in buffers."""
         averaged = averaged_names(manifest)
         squares = squared_lengths(
             sources, manifest, base, should_stop, lambda spec: spec.name not in averaged
@@ -123,7 +123,7 @@ class Fairness:
 def fair_shares(
     losses: Sequence[float], squared_lengths: Sequence[float], q: float, lr: float
 ) -> list[float]:
-    """Return what each change counts; all together count at most 1.
+    """Return the weight of each change; their sum is at most 1.
 
     losses: of each client before it trained, at least 0. squared_lengths: of the changes.
     """
@@ -153,8 +153,8 @@ def fair_shares(
 
 
 def nova_factors(rows: Sequence[float], lengths: Sequence[float]) -> list[float]:
-    """Return what each change counts. lengths: ‖a‖₁ of each client; one that took no step says
-    nothing of where to go, and is left out."""
+    """Return the weight of each change. lengths: ‖a‖₁ of each client; one that took no step gives
+    no direction, and is left out."""
     counted = [num if length else 0.0 for num, length in zip(rows, lengths, strict=True)]
     num_rows = fsum(counted)
     if not num_rows:
@@ -191,7 +191,7 @@ def _power(base: float, exponent: int) -> float:
 # If the elements of a window are not all treated alike, the window is cut into pieces that are.
 
 Run = tuple[int, int, bool]
-"""First byte, the byte after the last, and whether what is there is special."""
+"""The first byte, the byte after the last, and whether this range is special."""
 
 
 def runs_of(manifest: Manifest, is_special: Callable[[TensorSpec], bool]) -> list[Run]:
@@ -230,12 +230,12 @@ def pieces(
 
 
 class Shares(NamedTuple):
-    """What each update counts, in client order."""
+    """The weights of updates, in client order."""
 
     factors: Sequence[float]
-    """Of the changes of trained parameters."""
+    """The weights of the changes of trained parameters."""
     means: Sequence[float]
-    """Of buffers and frozen parameters, whose sum is divided by `divisor`."""
+    """The weights of buffers and frozen parameters, whose sum is divided by `divisor`."""
     divisor: float
     largest: int
     """The place of the update of which integers and bools are taken."""

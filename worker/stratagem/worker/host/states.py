@@ -54,8 +54,8 @@ class DirectStates:
     _reads: dict[tuple[str, str], asyncio.Task[bool]] = field(default_factory=dict)
 
     async def read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
-        """Read a state into the blobs of a run; False where it must come another way. Those who
-        want the same one at once share the reading."""
+        """Read a state into the blobs of a run; False where it must come another way. Concurrent
+        callers for the same one share the reading."""
         key = (run_id, digest)
         task = self._reads.get(key)
         if task is None:
@@ -130,7 +130,7 @@ class SignedStream(Generic[R]):
         self._changed.set()
 
     async def url(self, number: int, digest: bytes = b"") -> str:
-        """Ask for the signed request of a leaf, and wait for it. Raises UnavailableError when it
+        """Ask for the signed request of a leaf, and return its URL. Raises UnavailableError when it
         does not come."""
         if self._is_over:
             raise UnavailableError("the coordinator signs nothing more")
@@ -148,7 +148,7 @@ class SignedStream(Generic[R]):
             self._waiting.pop(number, None)
 
     async def responses(self, work: Coroutine[Any, Any, None]) -> AsyncGenerator[R, None]:
-        """Yield what is said and asked while the work is done; raise what it raises."""
+        """Yield responses and requests for URLs while the work is done; raise its error."""
         reading, working = asyncio.create_task(self._read()), asyncio.create_task(work)
         for task in (reading, working):
             task.add_done_callback(lambda _: self._changed.set())

@@ -47,11 +47,12 @@ from stratagem.worker.session.states import Frozen, KnownLeaves, LeafHasher, Sen
 # ---- Leaves joined from pieces ----
 
 _RETRY: Final = Retry(max_attempts=2)
-"""Who does not answer may be gone: the coordinator finds another way sooner than a long wait."""
+"""A member that does not answer may be gone: the coordinator finds another way sooner than a long
+wait would end."""
 
 
 def check_leaves(header: pb.WriteLeavesHeader) -> None:
-    """Refuse leaves that are larger than any, and pieces of nobody."""
+    """Refuse leaves beyond the greatest size, and pieces without a holder."""
     for leaf in header.leaves:
         size = sum(piece.size for piece in leaf.pieces)
         if size > LEAF_BYTES:
@@ -64,7 +65,7 @@ def check_leaves(header: pb.WriteLeavesHeader) -> None:
 
 
 def sent_pieces(state: Frozen, pieces: pb.SnapshotPieces) -> SentState:
-    """Return what is sent where some ranges of a snapshot are asked for."""
+    """Return some ranges of a snapshot, ready to be sent."""
     buffers = state.named(pieces.name).buffers
     views = ByteReader(buffers).all_views((each.offset, each.size) for each in pieces.ranges)
     return SentState(pieces_manifest(sum(map(len, views))), views)
@@ -85,8 +86,8 @@ class LeafPieces:
         await self._open.aclose()
 
     async def gather(self, leaf: pb.JoinedLeaf) -> list[memoryview]:
-        """Return the bytes of a leaf, in order. Raises UnavailableError where they cannot be had
-        from who has them."""
+        """Return the bytes of a leaf, in order. Raises UnavailableError where a holder does not
+        give them."""
         by_holder: dict[int, list[pb.LeafPiece]] = {}
         for piece in leaf.pieces:
             by_holder.setdefault(piece.holder, []).append(piece)
@@ -175,7 +176,7 @@ log = structlog.get_logger()
 
 
 def check_header(header: pb.WriteLeavesHeader) -> None:
-    """Refuse a share that is none, and a name that no file may have."""
+    """Refuse an impossible share, and an upload whose name no file may have."""
     if not _UPLOAD.fullmatch(header.upload):
         text = f"{header.upload[:80]!r} is not TERM-TOKEN, 10 digits and 16 of 0-9, a-f"
         raise InvalidInputError.at("upload", text)
@@ -227,7 +228,8 @@ class FolderSink:
     """Writes leaves to the folder of states."""
 
     def __init__(self, folder: StateFolder | None, header: pb.WriteLeavesHeader) -> None:
-        """Raises NotFoundError where this worker does not see the folder that is meant."""
+        """Check the folder. Raises NotFoundError where this worker does not see the one that the
+        header means."""
         if folder is None:
             raise NotFoundError("this worker has no --state-folder")
         if folder.store_id() != header.store_id:
@@ -254,7 +256,8 @@ class ObjectSink:
         self.threads = LeafThreads(NUM_OBJECTS_AT_ONCE)
 
     async def write(self, leaf: HashedLeaf) -> None:
-        """Send a leaf; what was refused or broke off is asked for again: its time may be over."""
+        """Send a leaf, with another request where one was refused or broke off: its time may be
+        over."""
         backoff = Backoff(0.2, 2.0)
         for left in reversed(range(NUM_ATTEMPTS)):
             url = await self._stream.url(leaf.number, bytes.fromhex(leaf.digest))
