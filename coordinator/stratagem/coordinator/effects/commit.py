@@ -256,9 +256,9 @@ async def _kept(
     async with env.pulls:
         part = await pull_kept(env, at, effect.segment)
     try:
-        found = await env.in_thread(lambda: _digest_of(part))
-        if found != digest:
-            text = f"the file of worker {holder.worker_id} has the digest {found}, not {digest}"
+        actual = await env.in_thread(lambda: _digest_of(part))
+        if actual != digest:
+            text = f"the file of worker {holder.worker_id} has the digest {actual}, not {digest}"
             raise IntegrityError(text)
     except BaseException:
         part.data.close()

@@ -151,8 +151,8 @@ async def written_leaves(
 
 async def begun_upload(env: EffectContext, leaves: LeafBlobs, at: WorkerSession) -> DirectUpload:
     """Begin an upload, which ends at once when the caller is cancelled."""
-    kept = kept_states(env, at.run_id)
-    begun = asyncio.ensure_future(env.in_thread(lambda: leaves.upload(kept)))
+    states = kept_states(env, at.run_id)
+    begun = asyncio.ensure_future(env.in_thread(lambda: leaves.upload(states)))
     try:
         return await asyncio.shield(begun)
     except asyncio.CancelledError:
@@ -378,19 +378,19 @@ async def written_by_owners(
     with await begun_upload(env, leaves, able[0][0].at) as upload:
         order = partial(order_of, env, store_id=leaves.store_id, upload=upload, segment=segment)
         asked = (_described(env, order(at)) for at in sessions.values())
-        said = dict(zip(sessions, await asyncio.gather(*asked), strict=True))
-        held = [_part_of(holders, said) for holders in able]
-        known = [part for part in held if part is not None]
-        if len(known) < len(held):
+        described = dict(zip(sessions, await asyncio.gather(*asked), strict=True))
+        candidates = (_part_of(holders, described) for holders in able)
+        present = [part for part in candidates if part is not None]
+        if len(present) < len(able):
             return None
         failpoint("coordinator.parts.described")
         limits = Limits(max_total_bytes=env.settings.max_state_bytes)
-        manifests = [part.manifest for part in known]
+        manifests = [part.manifest for part in present]
         whole = await env.in_thread(lambda: whole_of(manifests, limits))
         pieced = await env.in_thread(lambda: dict(enumerate(pieced_leaves(*whole))))
         reported = ReportedLeaves.of(whole.manifest, limits)
-        orders = partial(_orders, env, _Divided(order, known, pieced))
-        writers = [at for who, at in sessions.items() if said[who]]
+        orders = partial(_orders, env, _Divided(order, present, pieced))
+        writers = [at for who, at in sessions.items() if described[who]]
         digest = await written_leaves(env, upload, writers, reported, orders)
     return None if digest is None else (digest, whole.manifest.total_bytes)
 
@@ -406,12 +406,12 @@ class DescribedPart(NamedTuple):
 async def _described(env: EffectContext, order: LeafOrder) -> list[DescribedPart]:
     """Return the parts that a member has; none where it does not answer."""
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
-    found: list[DescribedPart] = []
+    parts: list[DescribedPart] = []
 
     def take(message: worker_pb2.WriteLeavesResponse) -> None:
         manifest = from_proto(message.manifest, limits, Purpose.STATE)
-        if message.name and len(found) < 2:
-            found.append(DescribedPart(manifest, message.name, message.of_mirror))
+        if message.name and len(parts) < 2:
+            parts.append(DescribedPart(manifest, message.name, message.of_mirror))
 
     order.header.describe = True
     try:
@@ -419,24 +419,24 @@ async def _described(env: EffectContext, order: LeafOrder) -> list[DescribedPart
     except StratagemError as error:
         log.info("no part from here", worker_id=order.at.member.worker_id, reason=str(error))
         return []
-    return found
+    return parts
 
 
 def _part_of(
-    holders: Sequence[PartHolder], said: Mapping[WorkerId, Sequence[DescribedPart]]
+    holders: Sequence[PartHolder], described: Mapping[WorkerId, Sequence[DescribedPart]]
 ) -> _Part | None:
     """Return a part with those of its holders that have described it; None where none has."""
-    found = [
+    candidates = [
         (holder.at, part)
         for holder in holders
-        for part in said[holder.at.member.worker_id]
+        for part in described[holder.at.member.worker_id]
         if part.of_mirror == holder.of_mirror
     ]
-    if not found:
+    if not candidates:
         return None
-    manifest = found[0][1].manifest
-    alike = [(at, part.name) for at, part in found if part.manifest == manifest]
-    if len(alike) < len(found):
+    manifest = candidates[0][1].manifest
+    alike = [(at, part.name) for at, part in candidates if part.manifest == manifest]
+    if len(alike) < len(candidates):
         log.warning("a mirror of a part has other tensors, and is left out")
     return _Part(manifest, {at.member.worker_id: (at, name) for at, name in alike})
 
@@ -459,9 +459,9 @@ def _orders(
     """Share the leaves that are not reported yet out among members."""
     due = {n: leaf for n, leaf in divided.leaves.items() if n not in reported.digests}
     ids = [at.member.worker_id for at in writers]
-    held = [[n for n, part in enumerate(divided.parts) if who in part.sources] for who in ids]
+    parts_of = [[n for n, part in enumerate(divided.parts) if who in part.sources] for who in ids]
     orders = []
-    for at, numbers in zip(writers, shared_out(due, held), strict=True):
+    for at, numbers in zip(writers, shared_out(due, parts_of), strict=True):
         if not numbers:
             continue
         order = replace(divided.order(at), numbers=numbers)
@@ -480,9 +480,9 @@ def _holder(
 ) -> worker_pb2.PartHolder:
     """Return the member from which a writer gets a part: itself, else one that has not failed, if
     any."""
-    own = part.sources.get(writer.member.worker_id)
-    if own is not None:
-        return worker_pb2.PartHolder(name=own[1])
+    here = part.sources.get(writer.member.worker_id)
+    if here is not None:
+        return worker_pb2.PartHolder(name=here[1])
     good = [source for who, source in part.sources.items() if who in writing]
     at, name = (good or list(part.sources.values()))[0]
     return worker_pb2.PartHolder(address=env.links.to(at.member, env.state).address, name=name)

@@ -100,12 +100,12 @@ class SnapshotIntake:
         view = memoryview(data)
         while True:
             until = self._copy_same()
-            taken = view if until is None else view[: until - self._num_written]
-            if not taken:
+            part = view if until is None else view[: until - self._num_written]
+            if not part:
                 return
-            self._writer.write(taken)
-            self._num_written += len(taken)
-            view = view[len(taken) :]
+            self._writer.write(part)
+            self._num_written += len(part)
+            view = view[len(part) :]
 
     def _copy_same(self) -> int | None:
         """Write the ranges that are due; return where the next one begins."""
@@ -188,16 +188,16 @@ async def pull_outputs(
 async def base_of(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
     """Open the snapshot that the session gave before; None where it cannot be read, or was that of
     another member."""
-    known = env.snapshots.get((at.run_id, Party(at.party)))
-    if known is None or known.member != at.member:
+    pulled = env.snapshots.get((at.run_id, Party(at.party)))
+    if pulled is None or pulled.member != at.member:
         return None
     try:
-        manifest, data_start = await env.header(known.digest)
-        file = await env.in_thread(lambda: env.blobs.open(known.digest))
+        manifest, data_start = await env.header(pulled.digest)
+        file = await env.in_thread(lambda: env.blobs.open(pulled.digest))
     except (OSError, StratagemError) as error:
         log.info("no base for a snapshot", run_id=at.run_id, reason=str(error))
         return None
-    return BaseBlob(known.name, file, data_start, manifest.total_bytes)
+    return BaseBlob(pulled.name, file, data_start, manifest.total_bytes)
 
 
 async def _pulled(

@@ -334,7 +334,7 @@ class DirectoryBlobs:
         with self._lock:
             make_folder(path.parent)
             # After an error here the next collection lists the folders.
-            known, self._present = self._present, None
+            present, self._present = self._present, None
             failpoint("coordinator.blobs.before_rename")
             temporary.rename(path)
             if self._is_durable:
@@ -342,9 +342,9 @@ class DirectoryBlobs:
             failpoint("coordinator.blobs.after_rename")
             self._claims.add(digest)
             self._verified[digest] = _identity(file.descriptor), sums
-            self._present = known
-            if known is not None:
-                known.add(digest)
+            self._present = present
+            if present is not None:
+                present.add(digest)
 
     def drop(self, digest: Digest) -> None:
         """Delete a blob, if it is there; readers that have it open can continue."""
@@ -397,9 +397,9 @@ class DirectoryBlobs:
         """Return the checksums of a blob that has its digest, or had it and has not been
         replaced."""
         identity = _identity(descriptor)
-        known = self._verified.get(digest)
-        if known is not None and known[0] == identity:
-            return known[1]
+        verified = self._verified.get(digest)
+        if verified is not None and verified[0] == identity:
+            return verified[1]
         num_bytes = os.fstat(descriptor).st_size
         hasher, sums = hashlib.sha256(), Sums(num_bytes)
         for piece in pieces(descriptor, num_bytes):

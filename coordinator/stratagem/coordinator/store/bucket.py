@@ -430,8 +430,8 @@ def _try_copy(objects: Objects) -> None:
     try:
         objects.put(name, [_TRIAL], len(_TRIAL))
         objects.copy(name, copied)
-        found = objects.find(copied)
-        if found is None or b"".join(objects.read(found)) != _TRIAL:
+        copy = objects.find(copied)
+        if copy is None or b"".join(objects.read(copy)) != _TRIAL:
             raise UnavailableError("the copy has other bytes")
     except StratagemError as error:
         text = f"{objects.url}: the store does not copy an object (CopyObject): {error}"

@@ -211,8 +211,8 @@ class Recorded:
 
     async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:
         """Return the views of runs at rest; nothing for one that is not, or not any more."""
-        shown = await self._in_thread(lambda: self._journal.shown(run_ids))
-        return {run_id: view_of(text) for run_id, text in shown.items()}
+        texts = await self._in_thread(lambda: self._journal.shown(run_ids))
+        return {run_id: view_of(text) for run_id, text in texts.items()}
 
     async def history_parties(self, run_id: RunId) -> list[Party]:
         """Return the parties of a run of which there is a step history."""

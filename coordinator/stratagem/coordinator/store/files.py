@@ -260,31 +260,31 @@ class Sums:
         view = memoryview(data).cast("B")
         while view:
             if self._data_start is None:
-                taken = self._begin(view)
+                part = self._begin(view)
             elif self.num_bytes < self._data_start:
-                taken = view[: self._data_start - self.num_bytes]
-                self._of_head = extended(self._of_head, taken)
+                part = view[: self._data_start - self.num_bytes]
+                self._of_head = extended(self._of_head, part)
             else:
-                taken = self._add_data(view)
-            self.num_bytes += len(taken)
-            view = view[len(taken) :]
+                part = self._add_data(view)
+            self.num_bytes += len(part)
+            view = view[len(part) :]
 
     def _begin(self, view: memoryview) -> memoryview:
-        taken = view[: _PREFIX_BYTES - len(self._prefix)]
-        self._prefix += bytes(taken)
-        self._of_head = extended(self._of_head, taken)
+        part = view[: _PREFIX_BYTES - len(self._prefix)]
+        self._prefix += bytes(part)
+        self._of_head = extended(self._of_head, part)
         if len(self._prefix) == _PREFIX_BYTES:
             self._data_start = header_size(self._prefix)
-        return taken
+        return part
 
     def _add_data(self, view: memoryview) -> memoryview:
         done = (self.num_bytes - self.head_bytes) % self.piece_bytes
-        taken = view[: self.piece_bytes - done]
+        part = view[: self.piece_bytes - done]
         if done == 0:
-            self._of_chunks.append(crc32c(taken))
+            self._of_chunks.append(crc32c(part))
         else:
-            self._of_chunks[-1] = extended(self._of_chunks[-1], taken)
-        return taken
+            self._of_chunks[-1] = extended(self._of_chunks[-1], part)
+        return part
 
     @property
     def head_bytes(self) -> int:

@@ -300,11 +300,11 @@ class Journal:
             if connection.execute(places).scalar() != len(records):
                 raise ConflictError(f"not all events {first.seq} to {last.seq} are there")
             connection.execute(delete(event).where(of_run, event.c.seq < first.seq))
-            for each in records:  # each may be large, and need not be in memory with all others
-                row = {"new_term": term, "new_kind": each.kind, "new_payload": each.payload}
-                place = {"of_run": each.run_id, "number": each.seq}
+            for record in records:  # each may be large, and need not be in memory with all others
+                row = {"new_term": term, "new_kind": record.kind, "new_payload": record.payload}
+                place = {"of_run": record.run_id, "number": record.seq}
                 connection.execute(
-                    _REPLACED, {**place, **row, "new_schema_version": each.schema_version}
+                    _REPLACED, {**place, **row, "new_schema_version": record.schema_version}
                 )
 
     @contextmanager

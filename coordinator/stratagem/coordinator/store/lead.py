@@ -223,7 +223,7 @@ class Candidate:
 
     def _compare_and_take(self, seen: Lease) -> Lead | None:
         """Take the lead if the row is still as seen."""
-        taken = (
+        take = (
             update(lease)
             .where(lease.c.holder == (seen.holder.to_json() if seen.holder else ""))
             .where(lease.c.term == seen.term)
@@ -237,7 +237,7 @@ class Candidate:
         )
         self._asked_for = seen.term + 1
         with self.database.write() as connection:
-            is_ours = connection.execute(taken).rowcount == 1
+            is_ours = connection.execute(take).rowcount == 1
             lead = Lead(seen.term + 1, last_time_s(connection)) if is_ours else None
         self._asked_for = None
         return lead

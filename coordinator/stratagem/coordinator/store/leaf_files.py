@@ -289,13 +289,13 @@ class LeafFiles:
             if upload not in under_way:
                 copies.setdefault(digest, []).append(path)
         for digest, paths in copies.items():
-            kept = paths[0]
+            spared = paths[0]
             if len(paths) > 1 and digest in named:
-                kept = next((each for each in paths if self._is_sound(each, digest)), kept)
+                spared = next((each for each in paths if self._is_sound(each, digest)), spared)
             for path in paths:
                 with self._claims.lock:
                     is_needed = digest in named or self._claims.is_used(digest)
-                    if not is_needed or path != kept:
+                    if not is_needed or path != spared:
                         self._discard(path)
 
     def _size(self, digest: Digest, upload: str) -> int:
@@ -322,9 +322,9 @@ class LeafFiles:
         """Return the checksums of a file that has the digest; None where it has another one."""
         status = os.fstat(descriptor)
         identity = status.st_ino, status.st_size, status.st_mtime_ns
-        known = self._verified.get(digest)
-        if known is not None and known[0] == identity:
-            return known[1]
+        verified = self._verified.get(digest)
+        if verified is not None and verified[0] == identity:
+            return verified[1]
         sums = sums_of(digest, descriptor, status.st_size)
         if sums is None:
             return None

@@ -121,11 +121,11 @@ class LeafObjects:
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
         """Return the leaves that an upload has not written; see LeafStore."""
-        found = self._each(lambda leaf: self._objects.find(_name(leaf, upload)), [*sizes])
+        objects = self._each(lambda leaf: self._objects.find(_name(leaf, upload)), [*sizes])
         right = {
-            leaf: each.name
-            for leaf, each in zip(sizes, found, strict=True)
-            if each is not None and each.num_bytes == sizes[leaf]
+            leaf: stored.name
+            for leaf, stored in zip(sizes, objects, strict=True)
+            if stored is not None and stored.num_bytes == sizes[leaf]
         }
         with self._claims.lock:
             self._own.update(right)
@@ -156,15 +156,15 @@ class LeafObjects:
         doomed: list[str] = []
         for digest, group in groupby(sorted(idle, key=lambda each: each.name), key=_digest_of):
             copies = list(group)
-            kept = self._sound(digest, copies) if digest in named else copies[-1]
+            spared = self._sound(digest, copies) if digest in named else copies[-1]
             with self._claims.lock:
                 if digest in named or self._claims.is_used(digest):
-                    copies.remove(kept)
+                    copies.remove(spared)
                 names = [each.name for each in copies]
                 if self._own.get(digest) in names:
                     del self._own[digest]
-                    if kept.name not in names and term_of(kept.name) == self._term:
-                        self._own[digest] = kept.name
+                    if spared.name not in names and term_of(spared.name) == self._term:
+                        self._own[digest] = spared.name
                 doomed += names
         # Nobody relies on them any more, and no other object will ever have their names.
         for start in range(0, len(doomed), _NUM_DELETED):
@@ -176,8 +176,8 @@ class LeafObjects:
         newest = copies[-1]
         if all(each.tag and (each.tag, each.num_bytes) == _bytes_of(newest) for each in copies):
             return newest
-        found = (each for each in reversed(copies) if self._is_sound(digest, each))
-        return next(found, newest)
+        sound = (each for each in reversed(copies) if self._is_sound(digest, each))
+        return next(sound, newest)
 
     def _is_sound(self, digest: Digest, stored: StoredObject) -> bool:
         hasher = hashlib.sha256()
@@ -191,7 +191,7 @@ class LeafObjects:
     def _copies(self, digest: Digest) -> list[StoredObject]:
         """Return the objects of a leaf, the newest last."""
         listed = self._objects.list(f"{_FOLDER}/{digest}")
-        copies = [each for each in listed if term_of(each.name) is not None]
+        copies = [stored for stored in listed if term_of(stored.name) is not None]
         if not copies:
             raise MissingBlobError(digest)
         return copies

@@ -97,8 +97,8 @@ def _upgrade(connection: Connection, present: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(FOLDER))
     config.attributes["connection"] = connection
-    known = [revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()]
-    if present not in known:
+    revisions = [each.revision for each in ScriptDirectory.from_config(config).walk_revisions()]
+    if present not in revisions:
         raise ConflictError(
             f"the journal has revision {present!r}, written by a newer version; "
             f"this one knows {FIRST} to {REVISION}"

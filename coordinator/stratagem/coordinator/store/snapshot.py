@@ -52,8 +52,8 @@ class Known:
             if sound != "ok":
                 raise IntegrityError(f"{path} is damaged: {sound}")
             (term,) = file.execute("SELECT term FROM lease").fetchone()
-            found = file.execute("SELECT value FROM meta WHERE key = ?", (IDENTITY,)).fetchone()
-            return cls(term, found[0] if found else "")
+            identity = file.execute("SELECT value FROM meta WHERE key = ?", (IDENTITY,)).fetchone()
+            return cls(term, identity[0] if identity else "")
         except sqlite3.DatabaseError as error:
             raise IntegrityError(f"{path} is no journal, or a damaged one: {error}") from error
         finally:
@@ -141,10 +141,10 @@ def restore(path: Path, target: Database) -> int:
     try:
         migrate(file)
         with file.read() as source:
-            known: int = source.execute(select(lease.c.term)).scalar_one()
+            term: int = source.execute(select(lease.c.term)).scalar_one()
             with target.write() as connection:
-                copy(source, connection, known + TERMS_AHEAD)
-        return known + TERMS_AHEAD
+                copy(source, connection, term + TERMS_AHEAD)
+        return term + TERMS_AHEAD
     finally:
         file.close()
 

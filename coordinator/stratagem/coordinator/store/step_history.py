@@ -115,11 +115,11 @@ def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
     if not ends:
         return None
     last, step = ends[-1]
-    kept: Mapping[Series, Columns] = {
+    parts: Mapping[Series, Columns] = {
         series: part_of(columns, 0, int(np.searchsorted(columns.step, step, "right")))
         for series, columns in unpack(row.rows).items()
     }
-    packed = pack({series: columns for series, columns in kept.items() if len(columns)})
+    packed = pack({series: columns for series, columns in parts.items() if len(columns)})
     return replace(row, segment=last, to_step=step, rows=packed, ends=ends if len(ends) > 1 else ())
 
 
@@ -156,10 +156,10 @@ def _put_behind(connection: Connection, row: HistoryRow) -> bool:
     takes several times as long as the database, in a transaction that commits wait for.
     """
     statement = _new(connection.dialect)
-    given: tuple[Any, ...] | dict[str, Any] = statement.values_of(row)
+    values: tuple[Any, ...] | dict[str, Any] = statement.values_of(row)
     if not statement.is_positional:
-        given = dict(zip(statement.names, given, strict=True))
-    return bool(connection.exec_driver_sql(statement.text, given).rowcount)
+        values = dict(zip(statement.names, values, strict=True))
+    return bool(connection.exec_driver_sql(statement.text, values).rowcount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,8 @@ def _new(dialect: Dialect) -> _Statement:
 def _replace(connection: Connection, row: HistoryRow) -> None:
     """Write a row of a segment that was repeated, or that precedes one with a row."""
     query = select(history).where(*_of(row.run_id, row.party), history.c.segment >= row.segment)
-    found = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
-    covers = [each for each in found if each.all_ends[0][0] <= row.segment]
+    rows = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
+    covers = [each for each in rows if each.all_ends[0][0] <= row.segment]
     for stored in covers:
         if not stored.ends and stored.rows != row.rows and _exact(stored) != _exact(row):
             ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
@@ -202,9 +202,9 @@ def cut(connection: Connection, run_id: RunId, segment: int) -> None:
 
 def _cut(connection: Connection, row: HistoryRow, segment: int) -> None:
     _delete(connection, row)
-    kept = cut_to(row, segment)
-    if kept is not None:
-        connection.execute(insert(history).values(_values(kept)))
+    left = cut_to(row, segment)
+    if left is not None:
+        connection.execute(insert(history).values(_values(left)))
 
 
 def parties(connection: Connection, run_id: RunId) -> list[Party]:
@@ -242,8 +242,8 @@ def counts(connection: Connection, run_id: RunId) -> dict[Party, int]:
     """
     its = history.c
     query = select(its.party, func.count()).where(its.run_id == run_id).group_by(its.party)
-    found = connection.execute(query.having(func.count() > 1).order_by(its.party))
-    return {Party(party): num_rows for party, num_rows in found}
+    counted = connection.execute(query.having(func.count() > 1).order_by(its.party))
+    return {Party(party): num_rows for party, num_rows in counted}
 
 
 def unmerged_runs(connection: Connection) -> set[RunId]:

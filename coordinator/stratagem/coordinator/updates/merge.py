@@ -343,13 +343,13 @@ def pieced_leaves(
                 placed.append(_Placed(at, PartPiece(part, spec.offset, spec.size_bytes)))
                 at += spec.size_bytes
     starts = [each.start for each in placed]
-    found = []
+    pieced = []
     for leaf in leaves_of(whole):
         pieces: list[PartPiece] = []
         for offset, size in leaf.ranges:
             _add_range(pieces, placed, bisect_right(starts, offset) - 1, offset, size)
-        found.append(tuple(pieces))
-    return found
+        pieced.append(tuple(pieces))
+    return pieced
 
 
 def _add_range(
@@ -358,41 +358,41 @@ def _add_range(
     while size:
         start, piece = placed[at]
         begin = offset - start
-        taken = min(size, piece.size - begin)
+        num_bytes = min(size, piece.size - begin)
         part, first = piece.part, piece.offset + begin
         last = pieces[-1] if pieces else None
         if last is not None and (last.part, last.offset + last.size) == (part, first):
-            pieces[-1] = last._replace(size=last.size + taken)
+            pieces[-1] = last._replace(size=last.size + num_bytes)
         else:
-            pieces.append(PartPiece(part, first, taken))
-        offset, size, at = offset + taken, size - taken, at + 1
+            pieces.append(PartPiece(part, first, num_bytes))
+        offset, size, at = offset + num_bytes, size - num_bytes, at + 1
 
 
 def shared_out(
-    leaves: Mapping[int, PiecedLeaf], held: Sequence[Collection[int]]
+    leaves: Mapping[int, PiecedLeaf], parts_of: Sequence[Collection[int]]
 ) -> list[list[int]]:
     """Return the numbers of the leaves that each writer writes: about as many bytes for each, and
     as many of its own as that allows.
 
-    held: the parts that each writer holds.
+    parts_of: the parts that each writer holds.
     """
     sizes = {number: sum(piece.size for piece in leaf) for number, leaf in leaves.items()}
-    quota = sum(sizes.values()) / len(held)
-    loads, shares = [0] * len(held), [list[int]() for _ in held]
+    quota = sum(sizes.values()) / len(parts_of)
+    loads, shares = [0] * len(parts_of), [list[int]() for _ in parts_of]
     for number, leaf in leaves.items():
         by_part: dict[int, int] = {}
         for piece in leaf:
             by_part[piece.part] = by_part.get(piece.part, 0) + piece.size
-        own = [sum(by_part.get(part, 0) for part in parts) for parts in held]
-        places = [_place(loads[n], sizes[number], quota, own[n]) for n in range(len(held))]
+        here = [sum(by_part.get(part, 0) for part in parts) for parts in parts_of]
+        places = [_place(loads[n], sizes[number], quota, here[n]) for n in range(len(loads))]
         writer = places.index(min(places))
         shares[writer].append(number)
         loads[writer] += sizes[number]
     return shares
 
 
-def _place(load: int, size: int, quota: float, own: int) -> tuple[bool, int, int]:
+def _place(load: int, size: int, quota: float, here: int) -> tuple[bool, int, int]:
     """Order writers for a leaf, the best one first: among those with room for most of it the one
     that holds the most, else the one with the least to write."""
     is_full = load + size / 2 > quota
-    return is_full, load if is_full else -own, load
+    return is_full, load if is_full else -here, load

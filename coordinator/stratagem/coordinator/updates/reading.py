@@ -288,11 +288,11 @@ class UpdateDecoding:
     def layout(self, sent: Manifest) -> CodedLayout:
         """Return the layout of coded updates of that manifest: one value, as clients are many.
         Raises UpdateRejectedError where it cannot be one."""
-        known = self._layouts.get(sent.tensors)
-        if known is None:
-            known = CodedLayout(self.job, self._numerics, self.expected, sent)
-            self._layouts[sent.tensors] = known
-        return known
+        layout = self._layouts.get(sent.tensors)
+        if layout is None:
+            layout = CodedLayout(self.job, self._numerics, self.expected, sent)
+            self._layouts[sent.tensors] = layout
+        return layout
 
     def source(self, place: int, entry: SpoolEntry) -> Source:
         """Return the source of an accepted update; place: of it among all. Raises IntegrityError
@@ -333,18 +333,18 @@ class UpdateDecoding:
         base = self._bases[place]
         if base not in self._states:
             self._states[base] = open_state(self._files, self._blobs, base)[1]
-        kept = self._newest.get(base)
-        if kept is None or (kept[0], kept[1].size) != (offset, num_bytes):
-            kept = offset, self._states[base].read_raw("uint8", offset, num_bytes)
-            self._newest[base] = kept
-        return kept[1]
+        newest = self._newest.get(base)
+        if newest is None or (newest[0], newest[1].size) != (offset, num_bytes):
+            newest = offset, self._states[base].read_raw("uint8", offset, num_bytes)
+            self._newest[base] = newest
+        return newest[1]
 
     def known(self, spec: TensorSpec, offset: int, num_bytes: int) -> ByteArray | None:
         """Return bytes of a tensor of the state that the only update began from, from this place in
         it on; None for another tensor."""
-        for own in self.expected.stored():
-            if (own.name, own.dtype, own.size_bytes) == (spec.name, spec.dtype, spec.size_bytes):
-                return self.before(0, own.offset + offset, num_bytes)
+        for ours in self.expected.stored():
+            if (ours.name, ours.dtype, ours.size_bytes) == (spec.name, spec.dtype, spec.size_bytes):
+                return self.before(0, ours.offset + offset, num_bytes)
         return None
 
     def close(self) -> None:

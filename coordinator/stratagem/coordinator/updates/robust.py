@@ -84,10 +84,10 @@ def squared_distances(products: Matrix) -> Matrix:
     infinite for those beyond the range of float64."""
     lengths = np.diag(products)
     with np.errstate(over="ignore", invalid="ignore"):
-        found = lengths[:, None] + lengths[None, :] - 2 * products
-    found = np.where(np.isnan(found), np.inf, np.maximum(found, 0.0))
-    np.fill_diagonal(found, 0.0)
-    return found
+        distances = lengths[:, None] + lengths[None, :] - 2 * products
+    distances = np.where(np.isnan(distances), np.inf, np.maximum(distances, 0.0))
+    np.fill_diagonal(distances, 0.0)
+    return distances
 
 
 def _blocks(
@@ -156,20 +156,20 @@ def geometric_weights(products: Matrix, iterations: int) -> tuple[Wide, Wide]:
     is_near = np.isfinite(to_others)
     if not is_near.any():
         raise DivergedError("the distances between most updates are beyond the range of float64")
-    mine = _inverse(to_others[is_near])
+    weights = _inverse(to_others[is_near])
     among_near = products[np.ix_(is_near, is_near)]
     # Seen from the update in the midst of the others: what they have in common cancels out before
     # it costs digits.
-    midst = int(np.argmax(mine))
+    midst = int(np.argmax(weights))
     row = among_near[midst]
     among_near = among_near - row[:, None] - row[None, :] + row[midst]
-    away = _distances_to(among_near, mine)
+    away = _distances_to(among_near, weights)
     for _ in range(iterations):
-        mine = _inverse(away)
-        away = _distances_to(among_near, mine)
-    found, lengths = np.zeros(len(products)), np.full(len(products), np.inf)
-    found[is_near], lengths[is_near] = mine, away
-    return found, lengths
+        weights = _inverse(away)
+        away = _distances_to(among_near, weights)
+    all_weights, lengths = np.zeros(len(products)), np.full(len(products), np.inf)
+    all_weights[is_near], lengths[is_near] = weights, away
+    return all_weights, lengths
 
 
 def _median_distances(products: Matrix) -> Wide:
@@ -183,9 +183,9 @@ def _inverse(lengths: Wide) -> Wide:
     return np.asarray(inverse / np.add.reduce(inverse))
 
 
-def _distances_to(products: Matrix, mine: Wide) -> Wide:
-    with_mine = np.add.reduce(products * mine, axis=1)
-    squared = np.diag(products) - 2 * with_mine + np.add.reduce(with_mine * mine)
+def _distances_to(products: Matrix, weights: Wide) -> Wide:
+    with_iterate = np.add.reduce(products * weights, axis=1)
+    squared = np.diag(products) - 2 * with_iterate + np.add.reduce(with_iterate * weights)
     away: Wide = np.sqrt(np.maximum(squared, 0.0))
     return away
 
@@ -440,12 +440,12 @@ class Comparator(NamedTuple):
 @lru_cache(64)
 def network(num_rows: int, wanted: frozenset[int]) -> tuple[Comparator, ...]:
     """Return the comparators after which the wanted rows, counted from the smallest, are right."""
-    kept, needed = [], set(wanted)
+    comparators, needed = [], set(wanted)
     for first, second in reversed(list(_merge_exchange(num_rows))):
         if first in needed or second in needed:
-            kept.append(Comparator(first, second, first in needed, second in needed))
+            comparators.append(Comparator(first, second, first in needed, second in needed))
             needed |= {first, second}
-    return tuple(reversed(kept))
+    return tuple(reversed(comparators))
 
 
 def sort_columns(rows: list[Raw], comparators: Sequence[Comparator]) -> None:

@@ -170,12 +170,12 @@ class ServerStep:
         after, change = self._optimizer.step(before, delta)
         np.add(x, change, out=mean)
         for values, writer in zip(after, self._writers, strict=True):
-            kept = np.empty(values.size, storage(kept_as))
-            narrow(kept_as, values, kept)
-            if not is_finite(kept_as, kept):
-                place = int(np.argmin(finite_elements(kept_as, kept)))
+            rounded = np.empty(values.size, storage(kept_as))
+            narrow(kept_as, values, rounded)
+            if not is_finite(kept_as, rounded):
+                place = int(np.argmin(finite_elements(kept_as, rounded)))
                 self._finite.refuse(dtype, offset, place, kept_as=kept_as)
-            writer.write(kept.view(np.uint8).data)
+            writer.write(rounded.view(np.uint8).data)
         self._slot_offset += mean.size * dtype_named(kept_as).item_bytes
 
     def commit(self) -> tuple[Digest, ...]:

@@ -53,12 +53,12 @@ class UpdateRejectedError(StratagemError):
         super().__init__(reason)
 
 
-def check_layout(given: Manifest, expected: Manifest) -> None:
+def check_layout(announced: Manifest, expected: Manifest) -> None:
     """Check names, shapes, types and order against the run's; the error gives the first difference.
 
     May be called before the first byte is pulled: the layout is in the manifest.
     """
-    ours, theirs = expected.stored(), given.stored()
+    ours, theirs = expected.stored(), announced.stored()
     for index, (want, have) in enumerate(zip(ours, theirs, strict=False)):
         if have.name != want.name:
             raise UpdateRejectedError(
@@ -78,7 +78,7 @@ def check_layout(given: Manifest, expected: Manifest) -> None:
         raise UpdateRejectedError(
             Cause.LAYOUT, f"{len(theirs)} tensors, expected {len(ours)}: {name!r} {problem}"
         )
-    if _aliases(given) != _aliases(expected):
+    if _aliases(announced) != _aliases(expected):
         raise UpdateRejectedError(
             Cause.LAYOUT, "other tensors share their storage than in the run's model"
         )
@@ -197,9 +197,9 @@ class SpoolEntry:
     def write(self, path: Path) -> None:
         """Replace the file durably, in one rename."""
         facts = asdict(self) | {"path": self.path.name}
-        given = {key: fact for key, fact in facts.items() if fact is not None}
+        present = {key: fact for key, fact in facts.items() if fact is not None}
         with whole_file(path, mode=0o600) as file:
-            file.write(json.dumps(given).encode())
+            file.write(json.dumps(present).encode())
             failpoint("coordinator.spool.before_rename")
         sync_folder(path.parent)
         failpoint("coordinator.spool.after_rename")

@@ -93,8 +93,8 @@ class LeafPieces:
             by_holder.setdefault(piece.holder, []).append(piece)
         views = {n: await self._views(n, pieces) for n, pieces in by_holder.items()}
         failpoint("worker.leaf.joined")
-        given = {number: iter(each) for number, each in views.items()}
-        return [view for piece in leaf.pieces for view in next(given[piece.holder])]
+        iterators = {number: iter(each) for number, each in views.items()}
+        return [view for piece in leaf.pieces for view in next(iterators[piece.holder])]
 
     async def _views(
         self, number: int, pieces: Sequence[pb.LeafPiece]
