@@ -67,8 +67,7 @@ class LeafPlace(NamedTuple):
 def leaves_of(
     manifest: Manifest, leaf_bytes: int = LEAF_BYTES, small_bytes: int = SMALL_BYTES
 ) -> tuple[Leaf, ...]:
-    """Return the leaves of a state: first those of its large tensors, then those that small ones
-    share."""
+    """Return the leaves of a state: those of large tensors, then those that small ones share."""
     assert small_bytes <= leaf_bytes
     large: list[Leaf] = []
     small: list[list[tuple[int, int]]] = []
@@ -327,8 +326,7 @@ class StateFolder:
             raise UnavailableError(text) from error
 
     def read_list(self, digest: Digest, limits: Limits = DEFAULT_LIMITS) -> LeafList | None:
-        """Return the list of a state's leaves, checked against its digest; None where there is
-        none."""
+        """Return the list of a state's leaves, checked against its digest; None without one."""
         try:
             content = (self.lists / digest[:2] / f"{digest}{LIST_SUFFIX}").read_bytes()
         except OSError:

@@ -217,9 +217,8 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
 
 def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) -> bool:
     """Return True when a worker that has not sent its file never will: it does not have it, is
-    lost, or has left. If the run has ended, another start of the worker is not asked, and only a
-    call that a present worker did not answer is repeated: the run could not be resumed
-    meanwhile."""
+    lost, or has left. If the run has ended, which cannot be resumed meanwhile, no other start of
+    the worker is asked, and only a call that a present worker did not answer is repeated."""
     holders = [(holder, env.state.workers.get(holder.worker_id)) for holder in effect.holders]
     are_gone = any(record is None or not record.is_alive for _, record in holders)
     run = env.state.runs.get(effect.run_id)

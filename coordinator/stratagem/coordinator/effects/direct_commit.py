@@ -350,8 +350,7 @@ def _shares(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the state, and its sources: members that have it, with the snapshot's name
-    there."""
+    """A part of the state, and the members that have it, with the snapshot's name there."""
 
     manifest: Manifest
     sources: Mapping[WorkerId, tuple[WorkerSession, str]]
@@ -478,8 +477,7 @@ def _orders(
 def _holder(
     env: EffectContext, part: _Part, writer: WorkerSession, writing: Collection[WorkerId]
 ) -> worker_pb2.PartHolder:
-    """Return the member from which a writer gets a part: itself, else one that has not failed, if
-    any."""
+    """Return a member that gives a writer a part: itself, else one that has not failed, if any."""
     here = part.sources.get(writer.member.worker_id)
     if here is not None:
         return worker_pb2.PartHolder(name=here[1])

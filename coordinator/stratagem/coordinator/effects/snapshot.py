@@ -52,8 +52,7 @@ class BaseBlob:
 
 
 class SnapshotIntake:
-    """One snapshot on its way in; commit or abort it. After `accept`, used by one thread at a
-    time."""
+    """One snapshot on its way in; commit or abort it. After `accept`, for one thread at a time."""
 
     def __init__(self, writer_of: Callable[[Manifest], StateWriter], base: BaseBlob | None) -> None:
         self.name = ""
@@ -147,8 +146,7 @@ class PartHolder(NamedTuple):
 async def from_any(
     holders: Sequence[PartHolder], pull_from: Callable[[PartHolder], Awaitable[T]]
 ) -> T:
-    """Return the result of the first holder that has it; raise the error of the last one when none
-    has."""
+    """Return the result of the first holder that has it; raise the last error when none has."""
     assert holders, "nobody has the snapshot"
     for holder in holders[:-1]:
         try:
@@ -180,14 +178,12 @@ async def pull_snapshot(
 async def pull_outputs(
     env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
-    """Pull the outputs that a member has kept beside its snapshot; they are durable in the
-    store."""
+    """Pull the outputs that a member keeps beside its snapshot; they are durable in the store."""
     return await _pulled(env, at, env.links.to(at.member, env.state).outputs(at, segment))
 
 
 async def base_of(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
-    """Open the snapshot that the session gave before; None where it cannot be read, or was that of
-    another member."""
+    """Open the snapshot that this member gave before; None where there is none that can be read."""
     pulled = env.snapshots.get((at.run_id, Party(at.party)))
     if pulled is None or pulled.member != at.member:
         return None
@@ -222,8 +218,7 @@ async def pull_part(env: EffectContext, holder: PartHolder, segment: int) -> Sta
 
 
 async def pull_part_outputs(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
-    """Pull the outputs that a member has kept for the user's own metrics, into a scratch file of
-    the caller's."""
+    """Pull a member's outputs for the user's own metrics, into a scratch file of the caller."""
     return await _scratched(env, env.links.to(at.member, env.state).outputs(at, segment))
 
 

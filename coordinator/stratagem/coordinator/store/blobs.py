@@ -85,21 +85,17 @@ class BlobStore(Protocol):
         """Return True when the blob is in the store, whole or damaged."""
 
     def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store; it then counts as just written: a fact will
-        name it."""
+        """Return True when the blob is here; it counts as just written: a fact will name it."""
 
     def settle(self, digest: Digest) -> None:
-        """Note that an event that names a blob is durable, as a writer of the blob reports: from
-        now on the blob stays only as long as it is live, unless another writer has written it,
-        too."""
+        """Note that an event that names a blob is durable, as a writer of it reports: from now on
+        the blob stays only while it is live, unless another writer has written it, too."""
 
     def make_room(self) -> bool:
-        """Delete a local copy of a blob that is stored elsewhere, because the disk is full; False
-        when there is none."""
+        """Delete a local copy of a blob stored elsewhere, for a full disk; False without any."""
 
     def keep_room(self) -> None:
-        """Delete local copies of blobs that are stored elsewhere until the disk has some room for
-        others."""
+        """Delete local copies of blobs stored elsewhere until the disk has some room again."""
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them.
@@ -111,8 +107,7 @@ class BlobStore(Protocol):
         """
 
     def location(self, digest: Digest) -> str:
-        """Return the path of the blob's file, for display; "" where there is none on this
-        machine."""
+        """Return the path of the blob's file, for display; "" if none is on this machine."""
 
 
 Adopt = Callable[[Digest, DurableFile, Path, Sums], None]
@@ -120,8 +115,7 @@ Adopt = Callable[[Digest, DurableFile, Path, Sums], None]
 
 
 class StateWriter(Protocol):
-    """A state that is being written into a store: write all of its data, in their order, then
-    commit; or abort."""
+    """A state on its way into a store: write all of its data, in order, then commit; or abort."""
 
     def write(self, data: memoryview | bytes) -> None: ...
     def commit(self) -> Digest: ...
@@ -174,8 +168,7 @@ class BlobWriter:
             raise
 
     def commit(self) -> Digest:
-        """Make the blob durable and visible, and return the digest of its bytes, which is its
-        name."""
+        """Make the blob durable and visible, and return its digest, which is its name."""
         try:
             if self._file.num_bytes != self._total_bytes:
                 raise IntegrityError(
@@ -253,8 +246,7 @@ class DirectoryBlobs:
         self._bin = Bin(root / "bins", root)
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
-        """Return a writer for a blob of exactly total_bytes; `adopt` may do more than this store's
-        own."""
+        """Return a writer for a blob of exactly total_bytes; `adopt` may extend the store's own."""
         return BlobWriter(self._temporary, total_bytes, adopt or self.adopt, self.make_room)
 
     def scratch(self) -> Scratch:
@@ -394,8 +386,7 @@ class DirectoryBlobs:
         return self._root / digest[:2] / f"{digest}{self._suffix}"
 
     def _verify(self, digest: Digest, descriptor: int) -> Sums:
-        """Return the checksums of a blob that has its digest, or had it and has not been
-        replaced."""
+        """Return the checksums of a blob that has its digest, or had it and is unchanged."""
         identity = _identity(descriptor)
         verified = self._verified.get(digest)
         if verified is not None and verified[0] == identity:
@@ -426,9 +417,8 @@ class Bin:
         make_folder(self._path)
 
     def discard(self, path: Path) -> None:
-        """Move a file into the bin in one step, and delete it. The step fails with StaleError once
-        the bin is gone; a prior check could be outdated, and what has the name after that is a
-        successor's."""
+        """Move a file into the bin in one step, and delete it. Raises StaleError once the bin is
+        gone; a prior check could be outdated, and a later file of that name is a successor's."""
         discarded = self._path / path.name
         try:
             path.rename(discarded)

@@ -94,8 +94,7 @@ class Objects:
         failpoint("coordinator.objects.after_put")
 
     def read(self, entry: StoredObject) -> Iterator[memoryview]:
-        """Yield the bytes of an object in order, with some parts read ahead. Raises
-        NotFoundError."""
+        """Yield the bytes of an object in order, some parts read ahead. Raises NotFoundError."""
         starts = range(0, entry.num_bytes, PART_BYTES)
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(MAX_PARTS_AT_ONCE, thread_name_prefix="objects") as pool:
@@ -153,8 +152,7 @@ class Objects:
                 self._obstore.delete(self._store, doomed)
 
     def _read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        """Read a part, with retries: the library repeats a request, but not an answer that breaks
-        off."""
+        """Read a part, with retries: the library repeats requests, not answers that break off."""
         for is_last in (False, False, True):
             try:
                 with _translated(f"reading {name}"):
@@ -190,15 +188,13 @@ def beginning(term: int) -> str:
 
 
 def term_of(name: str) -> int | None:
-    """Return the term of the coordinator that wrote an object; None where no coordinator
-    wrote it."""
+    """Return the term of the coordinator that wrote an object; None if none wrote it."""
     match_ = _UNIQUE.fullmatch(name.rpartition("/")[2])
     return int(match_[1]) if match_ else None
 
 
 def deletable(listed: Iterable[StoredObject], before: str) -> list[StoredObject]:
-    """Return the objects of coordinators whose names sort before a mark, so that none is of a later
-    term."""
+    """Return objects of coordinators that sort before a mark, so that none is of a later term."""
     return [
         stored
         for stored in listed
@@ -424,8 +420,7 @@ def _try_signed(objects: Objects) -> None:
 
 
 def _try_copy(objects: Objects) -> None:
-    """Copy an object inside the store, as is done with leaves of an earlier term that a new run
-    begins from."""
+    """Copy an object inside the store, as leaves of an earlier term are when a run needs them."""
     name, copied = (f"trial/{unique_name(0)}.txt" for _ in range(2))
     try:
         objects.put(name, [_TRIAL], len(_TRIAL))

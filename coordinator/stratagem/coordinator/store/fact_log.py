@@ -38,8 +38,7 @@ _brief: Final = TypeAdapter(EndedRun)
 
 
 def _version() -> str:
-    """Return the version of the program and of the form of summaries: that changes between
-    versions, too."""
+    """Return the version of the program and the form of summaries, which may change in between."""
     shapes = json.dumps([_brief.json_schema(), RunView.model_json_schema()], sort_keys=True)
     return f"{version('stratagem')[:40]} {hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
@@ -59,8 +58,7 @@ class Committed:
     payload: str = ""
     """The fact as JSON, where it was read; empty where it was not."""
     shown_index: int = -1
-    """Its number among the facts of its run that readers get; -1: they do not get it, or nobody
-    has counted."""
+    """Its number among the facts that readers of its run get; -1: none, or not counted."""
 
 
 def committed(record: Record) -> Committed:
@@ -236,9 +234,8 @@ class Recorded:
         return await self._ask(step_history.unmerged_runs)
 
     async def merge_history(self, run_id: RunId, *, has_ended: bool) -> None:
-        """Merge the rows of the step history of a run: MERGED_SEGMENTS into one, and all that one
-        can hold of a run that has ended. Commits wait for a read or a write of it, not for the
-        merging itself."""
+        """Merge the rows of a run's step history: MERGED_SEGMENTS into one, and after its end as
+        many as one can hold. Commits wait for reads and writes, not for the merging itself."""
         for party in await self._ask(
             lambda connection: step_history.full_parties(connection, run_id, MERGED_SEGMENTS)
         ):
@@ -279,8 +276,7 @@ class Recorded:
         return await self._in_thread(lambda: self._journal.merge_histories(self._term, rows, into))
 
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
-        """Return the state with what a command needs of a run at rest, every fact of which is
-        durable."""
+        """Return the state with the facts, all durable, that a command needs of a run at rest."""
         wanted = num_to_recall(state, command)
         if wanted is None:
             return state

@@ -108,8 +108,7 @@ class DurableFile:
 
 
 def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryview]:
-    """Yield num_bytes of a file from an offset on, in pieces that share one buffer; fewer if it
-    ends."""
+    """Yield num_bytes of a file from an offset, in pieces that share a buffer; fewer if it ends."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
     left = num_bytes
     while left:
@@ -171,8 +170,7 @@ def space_needed() -> Iterator[None]:
 
 
 class Scratch:
-    """A file of bytes that will become part of a blob, read in another order than they came. Not
-    durable."""
+    """A file of bytes of a future blob, read in another order than they came. Not durable."""
 
     def __init__(self, folder: Path, make_room: MakeRoom = no_room) -> None:
         self._make_room = make_room
@@ -188,8 +186,7 @@ class Scratch:
         yield from pieces(self._descriptor, num_bytes, offset)
 
     def kept(self) -> int:
-        """Return the descriptor of what was written, which the caller closes; it has no name any
-        more."""
+        """Return the descriptor of the file, which has no name any more; the caller closes it."""
         self._temporary.unlink(missing_ok=True)
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
@@ -288,8 +285,7 @@ class Sums:
 
     @property
     def head_bytes(self) -> int:
-        """Return the size of the header before the data: all of a blob that is too short to have
-        data."""
+        """Return the size of the header before the data; of a blob without data, all of it."""
         return self.num_bytes if self._data_start is None else min(self._data_start, self.num_bytes)
 
     @property
@@ -396,8 +392,7 @@ class BlobFile(io.RawIOBase):
 
     @property
     def check(self) -> Callable[[int, bytes], None]:
-        """Return the check of a frame (see `frames`) that carries what the source gave for an
-        offset."""
+        """Return the check of a frame (see `frames`) with the source's bytes from an offset on."""
         return self._content.check
 
 

@@ -349,8 +349,7 @@ class Journal:
         return self.ask(lambda c: {RunId(row.run_id): row.brief for row in c.execute(query)})
 
     def shown(self, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
-        """Return the views in the newest summaries of these runs; nothing for a run that has
-        none."""
+        """Return the views in the newest summaries of these runs, for those that have one."""
         wanted = select(summary.c.run_id, summary.c.shown).where(summary.c.run_id.in_(run_ids))
         return self.ask(lambda c: {RunId(row.run_id): row.shown for row in c.execute(wanted)})
 
@@ -409,8 +408,7 @@ class Journal:
         return self._database.persist(merge)
 
     def ask(self, query: Callable[[Connection], T]) -> T:
-        """Return what a query, such as one of step_history.py, finds in a transaction that only
-        reads."""
+        """Return the result of a query (see step_history.py), in a transaction that only reads."""
 
         def read(_is_repeat: bool) -> T:
             with self._database.read() as connection:
@@ -419,8 +417,7 @@ class Journal:
         return self._database.persist(read)
 
     def _conflict(self, records: Sequence[Record]) -> ConflictError:
-        """Return the error that names the record that clashed with the journal, or with the batch
-        itself."""
+        """Return the error that names the record that clashed with the journal or its batch."""
         batch: set[tuple[RunId, str]] = set()
         for record in records:
             if record.idem_key is None:

@@ -82,8 +82,7 @@ def _this_host() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the state on; None when there is no such
-    process."""
+    """Return the fields of /proc/<pid>/stat from the state on; None without such a process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -273,8 +272,7 @@ def release(database: Database, term: int) -> None:
 
 
 def last_time_s(connection: Connection) -> float:
-    """Return the time from which the leader's clock continues: the newest time of any event, also
-    of a deleted one."""
+    """Return the newest time of all events, even deleted ones: the leader's clock goes on there."""
     newest = select(event.c.time_s).order_by(event.c.position.desc()).limit(1)
     floor = select(meta.c.value).where(meta.c.key == CLOCK_FLOOR)
     return max(

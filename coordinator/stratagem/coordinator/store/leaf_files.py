@@ -39,8 +39,7 @@ from stratagem.coordinator.store.files import (
 
 
 class NewLeaf(Protocol):
-    """A leaf whose bytes come to the coordinator: write them, then keep it under its digest, or
-    drop it."""
+    """A leaf whose bytes come to the coordinator: write them, then keep it, or drop it."""
 
     def write(self, data: memoryview) -> None: ...
     def keep(self, digest: Digest, upload: str) -> None: ...
@@ -54,16 +53,14 @@ class LeafStore(Protocol):
         """Begin a leaf of an upload."""
 
     def open(self, digest: Digest) -> "OpenLeaf":
-        """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
-        the digest."""
+        """Open a sound copy of a leaf. Raises MissingBlobError, or IntegrityError without one."""
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
         """Return the leaves of kept states that need not be written again: nobody but this
         coordinator may delete them."""
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Make all leaves of a state reliable, since a fact will name it; False where one is
-        missing."""
+        """Make all leaves of a state reliable: a fact will name it; False if one is missing."""
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
         """Return the leaves, given with their sizes, that an upload has not written with that size;
@@ -153,8 +150,7 @@ class OpenLeaf:
 
     @classmethod
     def of(cls, digest: Digest, descriptor: int, size: int) -> Self | None:
-        """Open a file of `size` bytes, taking the descriptor over; None where it has another
-        digest."""
+        """Open a file of `size` bytes, taking the descriptor over; None for another digest."""
         sums = sums_of(digest, descriptor, size)
         if sums is None:
             os.close(descriptor)
@@ -244,8 +240,7 @@ class LeafFiles:
         return [leaf for leaf in leaves if not self._folder.copies(leaf)]
 
     def open(self, digest: Digest) -> OpenLeaf:
-        """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
-        the digest."""
+        """Open a sound copy of a leaf. Raises MissingBlobError, or IntegrityError without one."""
         is_there = False
         for path in self._folder.copies(digest):
             try:
@@ -333,8 +328,7 @@ class LeafFiles:
 
 
 def sums_of(digest: Digest, descriptor: int, size: int) -> Sequence[int] | None:
-    """Return the checksum of each chunk of a file that has the digest; None where it has another
-    one."""
+    """Return the checksum of each chunk of a file with the digest; None for another digest."""
     hasher, sums = hashlib.sha256(), array("I")
     for offset in range(0, size, CHUNK_BYTES):
         data = os.pread(descriptor, CHUNK_BYTES, offset)

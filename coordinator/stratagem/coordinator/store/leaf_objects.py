@@ -171,8 +171,7 @@ class LeafObjects:
             self._objects.delete(doomed[start : start + _NUM_DELETED])
 
     def _sound(self, digest: Digest, copies: Sequence[StoredObject]) -> StoredObject:
-        """Return the newest sound copy; they are read unless the store says that they are
-        equal."""
+        """Return the newest sound copy; copies that the store calls equal are not read."""
         newest = copies[-1]
         if all(each.tag and (each.tag, each.num_bytes) == _bytes_of(newest) for each in copies):
             return newest

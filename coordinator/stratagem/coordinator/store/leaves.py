@@ -230,8 +230,7 @@ class LeafBlobs:
         return self._whole.writer(total_bytes)
 
     def state_writer(self, manifest: Manifest, kept: Sequence[Digest]) -> LeafWriter:
-        """Return a writer for the data of a state; leaves of the kept states are not written
-        again."""
+        """Return a writer for the data of a state, without the leaves of the kept states."""
         return LeafWriter(self.leaves, manifest, self.upload(kept))
 
     def upload(self, kept: Sequence[Digest]) -> DirectUpload:
@@ -249,8 +248,7 @@ class LeafBlobs:
         return DirectUpload(name, have, self.leaves, self.claims, self.write_list)
 
     def write_list(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
-        """Make the list of a state's leaves durable, and return its digest, which names the
-        state."""
+        """Make the list of a state's leaves durable; return its digest, which names the state."""
         content = list_bytes(manifest, leaves)
         writer = self._lists.writer(len(content))
         writer.write(content)

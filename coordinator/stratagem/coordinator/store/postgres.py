@@ -116,8 +116,7 @@ def _password(path: Path) -> str:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Raise errors of the database as errors of this project; a broken constraint passes as
-    it is."""
+    """Raise errors of the database as errors of this project; broken constraints pass unchanged."""
     try:
         yield
     except DBAPIError as error:

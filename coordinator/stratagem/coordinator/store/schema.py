@@ -66,8 +66,7 @@ def _bring_up_to_date(database: Database) -> None:
 
 
 def _revision(connection: Connection) -> str:
-    """Return the revision that the journal is stamped with; FIRST for one of 0.1.0, "" for none at
-    all."""
+    """Return the journal's revision; FIRST for one of 0.1.0, "" where there is no journal."""
     tables = inspect(connection).get_table_names()
     if "alembic_version" in tables:
         return str(connection.execute(select(_stamp.c.version_num)).scalar() or "")

@@ -100,8 +100,7 @@ class BlobCache:
         return file
 
     def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
-        """Return the verified copy of an open file that may soon be evicted; takes the descriptor
-        over."""
+        """Return the verified copy of an open file, taking the descriptor over."""
         return self._copies.opened(digest, descriptor, sums)
 
     def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
@@ -151,15 +150,13 @@ class BlobCache:
 
 
 def default_limit_bytes(folder: Path) -> int:
-    """Return the default size of the cache: 32 GiB, or half of the file system where that is
-    less."""
+    """Return the default size of the cache: 32 GiB, or half of a smaller file system."""
     disk = os.statvfs(folder)
     return min(MAX_BYTES, disk.f_blocks * disk.f_frsize // 2)
 
 
 def reserve_bytes(folder: Path) -> int:
-    """Return the bytes that copies leave free: 1 GiB, or a twentieth of the file system where that
-    is less."""
+    """Return the bytes that copies leave free: 1 GiB, or a twentieth of a small file system."""
     disk = os.statvfs(folder)
     return min(MAX_RESERVE_BYTES, disk.f_blocks * disk.f_frsize // 20)
 
@@ -201,8 +198,7 @@ class SharedBlobs:
         self._fetches: dict[Digest, threading.Lock] = {}
 
     def writer(self, total_bytes: int) -> BlobWriter:
-        """Return a writer for a blob of exactly total_bytes; it goes to the object store at the
-        end."""
+        """Return a writer for a blob of exactly total_bytes, which is uploaded at the end."""
         return self._cache.writer(total_bytes, self._adopt)
 
     def scratch(self) -> Scratch:

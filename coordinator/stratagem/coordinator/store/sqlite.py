@@ -55,8 +55,7 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Raise errors of the database as errors of this project; a broken constraint passes as
-    it is."""
+    """Raise errors of the database as errors of this project; broken constraints pass unchanged."""
     try:
         yield
     except OperationalError as error:

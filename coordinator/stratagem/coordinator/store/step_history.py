@@ -107,8 +107,7 @@ def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
 
 
 def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
-    """Return the part of a row that belongs to segments up to this one; None where nothing
-    does."""
+    """Return the part of a row that belongs to segments up to this one; None without any."""
     ends = tuple(end for end in row.all_ends if end[0] <= segment)
     if len(ends) == len(row.all_ends):
         return row
@@ -224,8 +223,7 @@ class StepSpan:
 def page(
     connection: Connection, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
 ) -> list[HistoryRow]:
-    """Return rows of a party with steps of the span, behind a segment, in order, as many as the
-    limit."""
+    """Return the first rows of a party behind a segment with steps of the span, limit of them."""
     its = history.c
     rows = select(history).where(*_of(run_id, party), its.segment > behind)
     rows = rows.where(its.to_step > _number(span.from_step) * its.stride)

@@ -59,8 +59,7 @@ class Rebasing:
     """The rebasing of one fold's late updates; states are read at the offsets of its windows."""
 
     def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
-        """Open the states; bases: the base state of each late update, by its place among the
-        updates."""
+        """Open the states; bases: the base state of each late update, by place among all."""
         with ExitStack() as files:
             opened = {
                 digest: open_state(files, store, digest) for digest in {state, *bases.values()}
@@ -97,9 +96,8 @@ class Rebasing:
 # ---- Fold ----
 
 WINDOW_ELEMENTS: Final = CHUNK_BYTES // 8
-"""Elements of a window of large states. Measured with two updates of 40 MB of float32, arithmetic
-alone: 24 ms with 2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20, where the sums fall out of the
-cache."""
+"""The window of large states. Measured with two updates of 40 MB of float32, arithmetic alone: 24
+ms with 2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20, where the sums leave the cache."""
 
 _MAX_NAMES_LOGGED: Final = 8
 
@@ -123,8 +121,7 @@ class Combination(Protocol):
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the result for the floating elements from that byte on; `raw` is used on
-        the way."""
+        """Fill `out` with the result for floating elements from that byte on; `raw` is scratch."""
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with the result for integers or bools; return, where updates differ, the
@@ -277,8 +274,7 @@ def _windows(manifest: Manifest, num_elements: int, *, is_plain: bool) -> Iterat
 
 
 class _Folder:
-    """The state of one fold: buffers, readers, and the names of tensors that clients do not agree
-    on."""
+    """The state of one fold: buffers, readers, and names of tensors in which clients differ."""
 
     def __init__(
         self,
@@ -305,8 +301,7 @@ class _Folder:
         self._sum = np.empty(num_elements, np.float64)
         self._term = np.empty(num_elements, np.float64)
         self._disputed: dict[str, str] = {}
-        """The origin of the values taken, by name of the integer tensors in which clients
-        differ."""
+        """The origin of the result, by name of the integer tensors in which clients differ."""
 
     def fold(self, window: _Window, slot: int) -> Raw:
         """Return the elements of the window, in the buffer of that slot."""

@@ -46,8 +46,7 @@ class MergeStoppedError(StratagemError):
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """The part of a state that one worker holds: the manifest of its tensors, and their bytes in
-    that order."""
+    """The part of a state that one worker holds: its manifest, and the bytes in that order."""
 
     manifest: Manifest
     data: Scratch
@@ -333,8 +332,7 @@ class _Placed(NamedTuple):
 def pieced_leaves(
     whole: Manifest, sources: Mapping[str, Sequence[tuple[int, TensorSpec]]]
 ) -> list[PiecedLeaf]:
-    """Return the leaves of a state. sources: of each tensor, in which parts its bytes are, in
-    order."""
+    """Return the leaves of a state. sources: the parts with each tensor's bytes, in order."""
     placed: list[_Placed] = []
     for target in whole.stored():
         at = target.offset

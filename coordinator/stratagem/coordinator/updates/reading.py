@@ -115,8 +115,7 @@ class CheckedData:
             raise damaged(entry, "its checksum is another")
 
     def read(self, offset: int, num: int, dtype: str) -> Raw:
-        """Return elements of the data from a byte on. Raises IntegrityError where they have
-        changed."""
+        """Return elements of the data from a byte on. Raises IntegrityError if they changed."""
         end = offset + num * np.dtype(dtype).itemsize
         first, skipped = divmod(offset, _BLOCK_BYTES)
         last = -(-end // _BLOCK_BYTES)
@@ -172,8 +171,7 @@ class CodedLayout:
     the payload. Owns what must be right before anything is decoded."""
 
     def __init__(self, job: JobSpec, numerics: int, expected: Manifest, sent: Manifest) -> None:
-        """expected: manifest of the model. Raises UpdateRejectedError where `sent` cannot be that
-        of a coded update."""
+        """expected: manifest of the model. Raises UpdateRejectedError for an impossible `sent`."""
         self.stored = expected.stored()
         self._ends = [spec.offset + spec.size_bytes for spec in self.stored]
         self.given = {tensor.name: tensor for tensor in sent.tensors}
@@ -212,8 +210,7 @@ class CodedLayout:
         return decoder
 
     def _check_given(self) -> None:
-        """Check that tensors that are not coded are as in the model, and that coded ones are
-        float32."""
+        """Check that uncoded tensors are as in the model, and that coded ones are float32."""
         wanted = {spec.name: spec for spec in self.stored}
         for name, have in self.given.items():
             want = wanted.get(name)

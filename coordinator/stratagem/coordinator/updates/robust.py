@@ -127,9 +127,8 @@ def _blocks(
 
 @cache
 def _limit_to_one_thread() -> None:
-    """Limit linear algebra to one thread: the order of several depends on their number. The limit
-    is never lifted: nothing else here uses the library, and two folds at once would lift it for
-    each other."""
+    """Limit linear algebra to one thread: the order of several depends on their number. Never
+    lifted: nothing else here uses the library, and two folds would lift it for each other."""
     threadpool_limits(limits=1, user_api="blas")
 
 
@@ -354,8 +353,7 @@ class WeightedSum:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the sum over the elements from that byte on, and `raw` with those of
-        the last update."""
+        """Fill `out` with the sum from that byte on, and `raw` with the last update's elements."""
         term = np.empty(out.size)
         out[:] = -0.0  # which adds nothing, not even a sign
         for source, weight in zip(sources, self._weights, strict=True):
@@ -449,8 +447,7 @@ def network(num_rows: int, wanted: frozenset[int]) -> tuple[Comparator, ...]:
 
 
 def sort_columns(rows: list[Raw], comparators: Sequence[Comparator]) -> None:
-    """Sort the columns of rows of equal length and type; the rows are overwritten, and replaced in
-    the list."""
+    """Sort the columns of rows of equal length and type; rows are overwritten and exchanged."""
     if not comparators:
         return
     spare = np.empty_like(rows[0])
@@ -493,8 +490,7 @@ class Verdict(NamedTuple):
     """The weights of updates and the reasons for them, in client order."""
 
     weights: tuple[float, ...]
-    """The weight of each, 0 where it is left out; under a norm bound the share that is left of
-    it."""
+    """The weight of each, 0 if it is left out; under a norm bound its remaining share."""
     scores: tuple[float, ...]
     """The reason of each weight: a score of Krum, a distance, or a length."""
 

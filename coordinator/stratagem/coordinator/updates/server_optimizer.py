@@ -135,8 +135,7 @@ def slot_dtype(dtype: str) -> str:
 
 
 class ServerStep:
-    """The step from x toward the mean. Must be applied to all windows of all trained parameters, in
-    order."""
+    """The step from x toward the mean, applied to all windows of trained parameters in order."""
 
     def __init__(
         self,

@@ -70,8 +70,7 @@ _ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
 
 @dataclass(frozen=True, slots=True)
 class SpoolRun:
-    """One submission of a run, since its last return to an earlier commit; updates belong to
-    one."""
+    """A submission of a run since its last return to an earlier commit; updates belong to one."""
 
     run_id: RunId
     submission: str = ""
@@ -88,8 +87,7 @@ class SpoolRun:
 
     @property
     def folder(self) -> str:
-        """Return the run's folder, with all parties and returns. Raises InvalidInputError for what
-        is no name."""
+        """Return the run's folder, with all parties and returns. Raises InvalidInputError."""
         name = check_run_id(self.run_id)
         if not self.submission:
             return name
@@ -106,8 +104,7 @@ class SpoolRun:
         return PurePosixPath(self.folder, ".".join((root, *segments)), str(int(round_num)))
 
     def is_over(self, party_folder: str) -> bool:
-        """Return True if the contents of a party's folder were accepted before the run last went
-        back."""
+        """Return True if a party's folder is from before the run last went back."""
         match_ = _ROOT.fullmatch(party_folder)
         return match_ is not None and int(match_[1] or 0) < self.num_returns
 
@@ -166,8 +163,7 @@ class SharedSpool:
             self._objects.put(name, own_pieces(file.fileno(), num_bytes), num_bytes)
 
     def find(self, round_folder: str) -> dict[int, list[SharedUpdate]]:
-        """Return the updates of a round by client; of each client, those of the newest term
-        last."""
+        """Return the updates of a round by client, each client's newest term last."""
         clients: dict[int, list[SharedUpdate]] = {}
         for entry in self._objects.list(f"{_FOLDER}/{round_folder}"):
             *_, client, name = entry.name.split("/")

@@ -227,8 +227,7 @@ class UpdateUpload:
 
 
 class SpoolWriter:
-    """The writer of one upload, for one thread at a time. After an error it can be reopened to
-    continue."""
+    """The writer of one upload, for one thread at a time. It can be reopened after an error."""
 
     def __init__(
         self,
@@ -254,8 +253,7 @@ class SpoolWriter:
 
     @property
     def offset(self) -> int:
-        """Return the next byte of the data that is wanted; when just opened, all before it is
-        durable."""
+        """Return the next byte of the data to write; when just opened, earlier ones are durable."""
         return self._check.num_bytes
 
     @property
@@ -352,8 +350,7 @@ class SpoolWriter:
         return entry
 
     def close(self) -> None:
-        """Stop for now, and keep what is here; no error after a commit, a discard or an earlier
-        close."""
+        """Stop for now, and keep the files; no error after a commit, a discard or a close."""
         if self.is_open:
             with suppress(StratagemError):  # bytes that cannot be noted are sent again
                 self._note_progress()
@@ -446,8 +443,7 @@ def update_digest(crc32c: int) -> Digest:
 
 
 def noted_offset(path: Path, source: str) -> int:
-    """Return where the upload of a source into a data file would probably continue; 0 when nothing
-    is noted."""
+    """Return where an upload of a source would probably continue; 0 when nothing is noted."""
     try:
         note = json.loads(path.with_suffix(_NOTE).read_text())
         return int(note["offset"]) if note["source"] == source else 0
@@ -462,8 +458,7 @@ def remove_files(path: Path) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock a file: the lock keeps two writers, of this coordinator or a fenced one, out of
-    it."""
+    """Open and lock a file, against a second writer of this coordinator or a fenced one."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -46,8 +46,7 @@ _WINDOW_ELEMENTS: Final = 1 << 18
 
 
 class ControlledMean:
-    """The combination of a fold whose clients were corrected; memory is some windows, whatever the
-    number of updates."""
+    """The combination of a fold whose clients were corrected; memory is some windows."""
 
     def __init__(
         self,
@@ -68,8 +67,7 @@ class ControlledMean:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the next state from that byte on, and `raw` with the elements of the
-        last update."""
+        """Fill `out` with the next state from that byte on, `raw` with the last update."""
         term = np.empty(out.size)
         out[:] = -0.0  # which adds nothing, not even a sign
         for source in sources:
@@ -270,8 +268,7 @@ class ScaledChanges:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the next state from that byte on, and `raw` with the elements of the
-        last update."""
+        """Fill `out` with the next state from that byte on, `raw` with the last update."""
         base, term = self._base.read(dtype, offset, out.size), np.empty(out.size)
         is_fixed = ~np.isfinite(base)  # what is infinite stays so: its change is no number
         parts = pieces(self._runs, dtype, offset, out.size)
@@ -420,8 +417,7 @@ class MeanOfSums:
         model: Manifest,
         integers_of: int,
     ) -> None:
-        """num_samples: of all clients in each sum; integers_of: the place of the sum of which the
-        integers are."""
+        """num_samples: of each sum's clients; integers_of: the place of the sum with integers."""
         self.window_elements = WINDOW_ELEMENTS
         self._sources = [WholeSource(entry) for entry in sums]
         self._divisor, self._integers_of = fsum(num_samples), integers_of

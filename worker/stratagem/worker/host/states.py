@@ -130,8 +130,7 @@ class SignedStream(Generic[R]):
         self._changed.set()
 
     async def url(self, number: int, digest: bytes = b"") -> str:
-        """Ask for the signed request of a leaf, and return its URL. Raises UnavailableError when it
-        does not come."""
+        """Ask for the signed request of a leaf; return its URL. Raises UnavailableError."""
         if self._is_over:
             raise UnavailableError("the coordinator signs nothing more")
         self._asked.append(pb.AskedLeaf(number=number, digest=digest))
@@ -211,8 +210,7 @@ async def received_list(
     limits: Limits,
     idle_timeout_s: float,
 ) -> LeafList:
-    """Return the list of a state, which follows the header. Raises IntegrityError where it has
-    another digest."""
+    """Return the list that follows the header. Raises IntegrityError if its digest is another."""
     most = len(MAGIC) + MAX_HEADER_BYTES
     most += 32 * (limits.max_total_bytes // LEAF_BYTES + limits.max_tensors + 1)
     if header.list_bytes > most:

@@ -47,8 +47,7 @@ from stratagem.worker.session.states import Frozen, KnownLeaves, LeafHasher, Sen
 # ---- Leaves joined from pieces ----
 
 _RETRY: Final = Retry(max_attempts=2)
-"""A member that does not answer may be gone: the coordinator finds another way sooner than a long
-wait would end."""
+"""A silent member may be gone: the coordinator finds another way sooner than a long wait ends."""
 
 
 def check_leaves(header: pb.WriteLeavesHeader) -> None:
@@ -86,8 +85,7 @@ class LeafPieces:
         await self._open.aclose()
 
     async def gather(self, leaf: pb.JoinedLeaf) -> list[memoryview]:
-        """Return the bytes of a leaf, in order. Raises UnavailableError where a holder does not
-        give them."""
+        """Return the bytes of a leaf, in order. Raises UnavailableError without a holder's."""
         by_holder: dict[int, list[pb.LeafPiece]] = {}
         for piece in leaf.pieces:
             by_holder.setdefault(piece.holder, []).append(piece)
@@ -156,11 +154,9 @@ class LeafPieces:
 # memory of the snapshot.
 
 NUM_FILES_AT_ONCE: Final = 2
-"""Leaves that are hashed or written at once to a folder: one on its way to the disk, one in the
-processor."""
+"""Leaves at once on their way to a folder: one to the disk, one in the processor."""
 NUM_OBJECTS_AT_ONCE: Final = 8
-"""Leaves that are hashed or sent at once to an object store, of which one connection alone gets a
-fraction."""
+"""Leaves at once on their way to an object store: one connection alone is far slower than it."""
 _NUM_JOINED: Final = 2
 """Leaves at once of which other members have pieces: these are in memory of their own."""
 _NUM_HASHED: Final = 2
@@ -228,8 +224,7 @@ class FolderSink:
     """Writes leaves to the folder of states."""
 
     def __init__(self, folder: StateFolder | None, header: pb.WriteLeavesHeader) -> None:
-        """Check the folder. Raises NotFoundError where this worker does not see the one that the
-        header means."""
+        """Check the folder. Raises NotFoundError unless it is the one that the header means."""
         if folder is None:
             raise NotFoundError("this worker has no --state-folder")
         if folder.store_id() != header.store_id:
@@ -256,8 +251,7 @@ class ObjectSink:
         self.threads = LeafThreads(NUM_OBJECTS_AT_ONCE)
 
     async def write(self, leaf: HashedLeaf) -> None:
-        """Send a leaf, with another request where one was refused or broke off: its time may be
-        over."""
+        """Send a leaf, with a new request where one failed: its time may have been over."""
         backoff = Backoff(0.2, 2.0)
         for left in reversed(range(NUM_ATTEMPTS)):
             url = await self._stream.url(leaf.number, bytes.fromhex(leaf.digest))
@@ -322,8 +316,7 @@ async def write_leaves(
 def _due_leaves(
     pieces: LeafPieces, state: Frozen, header: pb.WriteLeavesHeader
 ) -> deque[tuple[int, Gather]]:
-    """Return the leaves that a header asks for: of pieces, or a share of a state that is here as a
-    whole."""
+    """Return the leaves that a header asks for: of pieces, or a share of the whole state."""
     if header.leaves:
         return deque((leaf.number, partial(pieces.gather, leaf)) for leaf in header.leaves)
     leaves = leaves_of(state.manifest)
