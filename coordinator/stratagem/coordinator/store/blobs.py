@@ -250,14 +250,12 @@ class DirectoryBlobs:
         return BlobWriter(self._temporary, total_bytes, adopt or self.adopt, self.make_room)
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
         return Scratch(self._temporary, self.make_room)
 
     def keep_room(self) -> None:
         """Do nothing: every blob here is needed."""
 
     def open(self, digest: Digest) -> BlobFile:
-        """Open the blob as a file to read; see BlobStore."""
         try:
             descriptor = open_regular(self.path(digest))
         except FileNotFoundError:  # collected since the line above
@@ -285,12 +283,10 @@ class DirectoryBlobs:
         return self._path(digest)
 
     def exists(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store, whole or damaged."""
         path = self._path(digest)
         return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
 
     def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store; it then counts as just written."""
         with self._lock:
             if not self.exists(digest):
                 return False
@@ -298,7 +294,6 @@ class DirectoryBlobs:
             return True
 
     def settle(self, digest: Digest) -> None:
-        """Note that the event that names the blob is durable; see BlobStore."""
         with self._lock:
             self._claims.settle(digest)
 

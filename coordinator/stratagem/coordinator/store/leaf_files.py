@@ -42,7 +42,7 @@ class NewLeaf(Protocol):
     """A leaf whose bytes come to the coordinator: write them, then keep it, or drop it."""
 
     def write(self, data: memoryview) -> None: ...
-    def keep(self, digest: Digest, upload: str) -> None: ...
+    def keep(self, digest: Digest) -> None: ...
     def drop(self) -> None: ...
 
 
@@ -72,16 +72,16 @@ class LeafStore(Protocol):
     def check(self, digest: Digest, upload: str) -> bool:
         """Read a leaf as an upload wrote it; True where it has its digest."""
 
-    def found(self) -> Collection[Any]:
+    def all_copies(self) -> Collection[Any]:
         """Return the stored leaves, for `collect`."""
 
     def collect(
-        self, found: Collection[Any], named: Collection[Digest], under_way: Collection[str]
+        self, copies: Collection[Any], named: Collection[Digest], under_way: Collection[str]
     ) -> None:
-        """Delete found leaves that neither a list nor a claim needs, and equal copies but for the
-        newest sound one.
+        """Delete copies that neither a list nor a claim needs, and equal ones but for the newest
+        sound one.
 
-        found: the result of `found` from before `named` and `under_way` were determined; claims
+        copies: those of all leaves, from before `named` and `under_way` were determined; claims
         since then count, too.
         """
 
@@ -186,17 +186,17 @@ class _NewFile:
     """A leaf that comes to the coordinator, as a file that is not whole yet."""
 
     def __init__(self, folder: StateFolder, upload: str) -> None:
-        self._folder = folder
+        self._folder, self._upload = folder, upload
         self._path = folder.temporary / f"{upload}-{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with space_needed():
             self._file = DurableFile(os.open(self._path, flags, 0o600))
         self.write = self._file.write
 
-    def keep(self, digest: Digest, upload: str) -> None:
+    def keep(self, digest: Digest) -> None:
         self._file.sync()
         self._file.close()
-        path = self._folder.leaf_path(digest, upload)
+        path = self._folder.leaf_path(digest, self._upload)
         with space_needed():
             self._path.rename(path)
             sync_folder(path.parent)
@@ -220,7 +220,6 @@ class LeafFiles:
         self._bin = Bin(folder.leaves / "bins", folder.root)
 
     def new(self, upload: str) -> _NewFile:
-        """Begin a leaf of an upload; see LeafStore."""
         return _NewFile(self._folder, upload)
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
@@ -232,7 +231,6 @@ class LeafFiles:
         return True
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return the leaves that an upload has not written; see LeafStore."""
         return {digest for digest, size in sizes.items() if self._size(digest, upload) != size}
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
@@ -240,7 +238,6 @@ class LeafFiles:
         return [leaf for leaf in leaves if not self._folder.copies(leaf)]
 
     def open(self, digest: Digest) -> OpenLeaf:
-        """Open a sound copy of a leaf. Raises MissingBlobError, or IntegrityError without one."""
         is_there = False
         for path in self._folder.copies(digest):
             try:
@@ -258,10 +255,9 @@ class LeafFiles:
         raise MissingBlobError(digest)
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read a leaf as an upload wrote it; True where it has its digest."""
         return self._is_sound(self._folder.leaf_path(digest, upload), digest)
 
-    def found(self) -> list[Path]:
+    def all_copies(self) -> list[Path]:
         """Return the files of all leaves, including unfinished ones."""
         return [
             path
@@ -271,19 +267,18 @@ class LeafFiles:
         ]
 
     def collect(
-        self, found: Collection[Path], named: Collection[Digest], under_way: Collection[str]
+        self, copies: Collection[Path], named: Collection[Digest], under_way: Collection[str]
     ) -> None:
-        """Delete the files that nothing needs; see LeafStore."""
-        copies: dict[Digest, list[Path]] = {}
-        for path in sorted(found, reverse=True):  # of a leaf, the newest first
+        by_digest: dict[Digest, list[Path]] = {}
+        for path in sorted(copies, reverse=True):  # of a leaf, the newest first
             if path.parent == self._folder.temporary:
                 if path.name.rpartition("-")[0] not in under_way:
                     path.unlink(missing_ok=True)
                 continue
             digest, upload = digest_and_upload(path.name)
             if upload not in under_way:
-                copies.setdefault(digest, []).append(path)
-        for digest, paths in copies.items():
+                by_digest.setdefault(digest, []).append(path)
+        for digest, paths in by_digest.items():
             spared = paths[0]
             if len(paths) > 1 and digest in named:
                 spared = next((each for each in paths if self._is_sound(each, digest)), spared)

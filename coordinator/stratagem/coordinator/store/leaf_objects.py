@@ -49,15 +49,16 @@ _log = structlog.get_logger(__name__)
 class _NewObject:
     """A leaf that comes to the coordinator, in a file until it is whole."""
 
-    def __init__(self, store: "LeafObjects", scratch: Scratch) -> None:
-        self._store, self._scratch, self._size = store, scratch, 0
+    def __init__(self, objects: Objects, scratch: Scratch, upload: str) -> None:
+        self._objects, self._scratch, self._upload, self._size = objects, scratch, upload, 0
 
     def write(self, data: memoryview) -> None:
         self._scratch.write(data)
         self._size += len(data)
 
-    def keep(self, digest: Digest, upload: str) -> None:
-        self._store.put(digest, upload, self._scratch, self._size)
+    def keep(self, digest: Digest) -> None:
+        pieces = (bytes(piece) for piece in self._scratch.read(0, self._size))
+        self._objects.put(_name(digest, self._upload), pieces, self._size)
         self._scratch.close()
 
     def drop(self) -> None:
@@ -79,13 +80,7 @@ class LeafObjects:
         self._opening: dict[Digest, threading.Lock] = {}
 
     def new(self, upload: str) -> _NewObject:
-        """Begin a leaf of an upload; see LeafStore."""
-        return _NewObject(self, self._scratch())
-
-    def put(self, digest: Digest, upload: str, scratch: Scratch, size: int) -> None:
-        """Write a leaf that has come to the coordinator."""
-        pieces = (bytes(piece) for piece in scratch.read(0, size))
-        self._objects.put(_name(digest, upload), pieces, size)
+        return _NewObject(self._objects, self._scratch(), upload)
 
     def signed_puts(self, leaves: Sequence[Digest], upload: str) -> Sequence[str]:
         """Return URLs by which these leaves may be written as those of an upload."""
@@ -120,7 +115,6 @@ class LeafObjects:
         return True
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return the leaves that an upload has not written; see LeafStore."""
         objects = self._each(lambda leaf: self._objects.find(_name(leaf, upload)), [*sizes])
         right = {
             leaf: stored.name
@@ -137,30 +131,28 @@ class LeafObjects:
             return [leaf for leaf in leaves if leaf not in self._own]
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read a leaf as an upload wrote it; True where it has its digest."""
         found = self._objects.find(_name(digest, upload))
         return found is not None and self._is_sound(digest, found)
 
-    def found(self) -> list[StoredObject]:
+    def all_copies(self) -> list[StoredObject]:
         """Return the objects of all leaves that this coordinator may delete."""
         return deletable(self._objects.list(_FOLDER), mark(self._term))
 
     def collect(
         self,
-        found: Collection[StoredObject],
+        copies: Collection[StoredObject],
         named: Collection[Digest],
         under_way: Collection[str],
     ) -> None:
-        """Delete the objects that nothing needs; see LeafStore."""
-        idle = [each for each in found if _upload_of(each) not in under_way]
+        idle = [stored for stored in copies if _upload_of(stored) not in under_way]
         doomed: list[str] = []
         for digest, group in groupby(sorted(idle, key=lambda each: each.name), key=_digest_of):
-            copies = list(group)
-            spared = self._sound(digest, copies) if digest in named else copies[-1]
+            of_leaf = list(group)
+            spared = self._sound(digest, of_leaf) if digest in named else of_leaf[-1]
             with self._claims.lock:
                 if digest in named or self._claims.is_used(digest):
-                    copies.remove(spared)
-                names = [each.name for each in copies]
+                    of_leaf.remove(spared)
+                names = [stored.name for stored in of_leaf]
                 if self._own.get(digest) in names:
                     del self._own[digest]
                     if spared.name not in names and term_of(spared.name) == self._term:
@@ -187,7 +179,7 @@ class LeafObjects:
             return False
         return hasher.hexdigest() == digest
 
-    def _copies(self, digest: Digest) -> list[StoredObject]:
+    def _copies_of(self, digest: Digest) -> list[StoredObject]:
         """Return the objects of a leaf, the newest last."""
         listed = self._objects.list(f"{_FOLDER}/{digest}")
         copies = [stored for stored in listed if term_of(stored.name) is not None]
@@ -196,13 +188,13 @@ class LeafObjects:
         return copies
 
     def _newest(self, digest: Digest) -> str:
-        return self._own.get(digest) or self._copies(digest)[-1].name
+        return self._own.get(digest) or self._copies_of(digest)[-1].name
 
     def _copy(self, digest: Digest) -> None:
         """Make an object of this term of a sound copy. Raises MissingBlobError."""
         name = _name(digest, unique_name(self._term))
         try:
-            self._objects.copy(self._sound(digest, self._copies(digest)).name, name)
+            self._objects.copy(self._sound(digest, self._copies_of(digest)).name, name)
         except WrongStateError as error:
             text = "a state of an earlier term has to be copied inside the store (CopyObject)"
             raise WrongStateError(f"{text}, which refuses that: {error}") from error
@@ -211,7 +203,7 @@ class LeafObjects:
 
     def _fetched(self, digest: Digest) -> OpenLeaf:
         is_there = False
-        for stored in reversed(self._copies(digest)):
+        for stored in reversed(self._copies_of(digest)):
             scratch = self._scratch()
             try:
                 for piece in self._objects.read(stored):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import structlog
 
@@ -110,38 +110,30 @@ class DirectUpload:
 # list. The list is the same as for workers' leaves of that state.
 
 
-class _Hashed:
-    """A leaf that is open, and its SHA-256."""
-
-    def __init__(self, leaf: NewLeaf) -> None:
-        self.leaf, self.sha256, self.size = leaf, hashlib.sha256(), 0
-
-    def write(self, data: memoryview) -> None:
-        self.leaf.write(data)
-        self.sha256.update(data)
-        self.size += len(data)
-
-
 class LeafWriter:
     """One state on its way in: write its data, then commit; or abort."""
 
     def __init__(self, store: LeafStore, manifest: Manifest, upload: DirectUpload) -> None:
         """Take the upload over: it ends with this."""
         self._store, self._manifest, self._upload = store, manifest, upload
-        leaves = leaves_of(manifest)
-        self._stream = LeafStream(leaves)
-        self._open: dict[int, _Hashed] = {}
-        self._digests: list[Digest] = [Digest("")] * len(leaves)
+        self._leaves = leaves_of(manifest)
+        self._stream = LeafStream(self._leaves)
+        self._open: dict[int, tuple[NewLeaf, Any]] = {}
+        """The leaves that are not whole yet, with their SHA-256 so far, by number."""
+        self._digests: list[Digest] = [Digest("")] * len(self._leaves)
 
     def write(self, data: memoryview | bytes) -> None:
         """Append data of the state. Any error aborts it."""
         try:
             for number, piece, is_end in self._stream.deal(data):
                 if number not in self._open:
-                    self._open[number] = _Hashed(self._store.new(self._upload.name))
-                self._open[number].write(piece)
+                    self._open[number] = self._store.new(self._upload.name), hashlib.sha256()
+                leaf, sha256 = self._open[number]
+                leaf.write(piece)
+                sha256.update(piece)
                 if is_end:
-                    self._close(number, self._open.pop(number))
+                    del self._open[number]
+                    self._close(number, leaf, Digest(sha256.hexdigest()))
         except BaseException:
             self.abort()
             raise
@@ -163,18 +155,18 @@ class LeafWriter:
 
     def abort(self) -> None:
         """Drop unfinished leaves; whole ones are garbage unless the list names them."""
-        for hashed in self._open.values():
-            hashed.leaf.drop()
+        for leaf, _ in self._open.values():
+            leaf.drop()
         self._open.clear()
         self._upload.end()
 
-    def _close(self, number: int, hashed: _Hashed) -> None:
-        digest = self._digests[number] = Digest(hashed.sha256.hexdigest())
+    def _close(self, number: int, leaf: NewLeaf, digest: Digest) -> None:
+        self._digests[number] = digest
         if digest in self._upload.have:
-            hashed.leaf.drop()
+            leaf.drop()
             return
-        hashed.leaf.keep(digest, self._upload.name)
-        self._upload.lacking({digest: hashed.size})
+        leaf.keep(digest)
+        self._upload.lacking({digest: self._leaves[number].size})
 
 
 # ---- Store ----
@@ -255,7 +247,6 @@ class LeafBlobs:
         return writer.commit()
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
         return self._whole.scratch()
 
     def open(self, digest: Digest) -> BlobFile:
@@ -280,27 +271,22 @@ class LeafBlobs:
         return self._lists.exists(digest)
 
     def exists(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store, whole or damaged."""
         return self._lists.exists(digest) or self._whole.exists(digest)
 
     def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store; it then counts as just written."""
         if self._lists.keep(digest):
             leaves = self._leaves_of(digest)
             return leaves is not None and self.leaves.keep(leaves)
         return self._whole.keep(digest)
 
     def settle(self, digest: Digest) -> None:
-        """Note that the event that names the blob is durable; see BlobStore."""
         self._lists.settle(digest)
         self._whole.settle(digest)
 
     def make_room(self) -> bool:
-        """Delete a local copy of a blob; see BlobStore."""
         return self._whole.make_room()
 
     def keep_room(self) -> None:
-        """Delete local copies while the disk has little room; see BlobStore."""
         self._whole.keep_room()
 
     def location(self, digest: Digest) -> str:
@@ -311,9 +297,9 @@ class LeafBlobs:
         """Delete the blobs that are not in `live`, and return them; then leaves that nothing needs
         any more. See BlobStore."""
         collected = self._whole.collect(live, grace_s) + self._lists.collect(live, grace_s)
-        # In this order: leaves that are written meanwhile are not found; and each upload that wrote
-        # a found leaf either has its list by now, or is among those under way.
-        found = self.leaves.found()
+        # In this order: leaves that are written meanwhile are not among the copies; and each upload
+        # that wrote one of them either has its list by now, or is among those under way.
+        copies = self.leaves.all_copies()
         for digest in self._lists.digests():  # read new lists without the lock
             self._leaves_of(digest)
         with self.claims.lock:
@@ -326,7 +312,7 @@ class LeafBlobs:
                     return collected
                 named.update(leaves)
             self._known = {digest: self._known[digest] for digest in present}
-        self.leaves.collect(found, named, under_way)
+        self.leaves.collect(copies, named, under_way)
         return collected
 
     def _leaves_of(self, digest: Digest) -> tuple[Digest, ...] | None:

@@ -80,7 +80,6 @@ class BlobCache:
         return self._copies.writer(total_bytes, adopt)
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
         return self._copies.scratch()
 
     def open(self, digest: Digest) -> BlobFile | None:
@@ -202,7 +201,6 @@ class SharedBlobs:
         return self._cache.writer(total_bytes, self._adopt)
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
         return self._cache.scratch()
 
     def open(self, digest: Digest) -> BlobFile:
@@ -221,7 +219,6 @@ class SharedBlobs:
             self._fetches.pop(digest, None)
 
     def exists(self, digest: Digest) -> bool:
-        """Return True when the blob is in the object store."""
         return bool(self._copies_of(digest))
 
     def keep(self, digest: Digest) -> bool:
@@ -242,20 +239,16 @@ class SharedBlobs:
         return ""
 
     def settle(self, digest: Digest) -> None:
-        """Note that the event that names the blob is durable; see BlobStore."""
         with self._lock:
             self._claims.settle(digest)
 
     def make_room(self) -> bool:
-        """Drop a local copy; see BlobStore."""
         return self._cache.make_room()
 
     def keep_room(self) -> None:
-        """Drop local copies while the disk has little room."""
         self._cache.keep_room()
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
-        """Delete the blobs that are not in `live`, and return them; see BlobStore."""
         if not self._collecting.acquire(blocking=False):  # the next one will do
             return []
         try:

@@ -313,8 +313,20 @@ def window_of(num_updates: int) -> int:
     return min(_MAX_WINDOW, max(COLUMNS, _ELEMENTS_IN_MEMORY // num_updates))
 
 
+def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+    """Fill `out` with middle values; return so where updates differ; see Combination."""
+    rows = [np.empty(out.size, storage(dtype)) for _ in sources]
+    for source, row in zip(sources, rows, strict=True):
+        source.read(offset, row)
+    differ = any(not np.array_equal(row, rows[0]) for row in rows[1:])
+    out[:] = lower_median(rows) if differ else rows[0]
+    return "the middle" if differ else ""
+
+
 class StatisticOfRows:
     """A statistic of each floating element."""
+
+    integers = staticmethod(_middle_integers)
 
     def __init__(self, num_updates: int, statistic: Statistic) -> None:
         self.window_elements = window_of(num_updates)
@@ -323,8 +335,6 @@ class StatisticOfRows:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the statistic of the elements from that byte on, and `raw` with
-        those of the last update."""
         rows = np.empty((len(sources), out.size), np.float32 if dtype in _NARROW else np.float64)
         for source, row in zip(sources, rows, strict=True):
             source.read(offset, raw)
@@ -334,14 +344,12 @@ class StatisticOfRows:
             part = slice(start, start + COLUMNS)
             out[part] = self._statistic([row[part] for row in rows])
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with middle values; return so where updates differ."""
-        return _middle_integers(sources, dtype, offset, out)
-
 
 class WeightedSum:
     """The weighted sum of updates, divided by the sum of the weights; the missing part of shortened
     updates comes from the state that they began from."""
+
+    integers = staticmethod(_middle_integers)
 
     def __init__(self, weights: Sequence[float], base: StateReader | None = None) -> None:
         """weights: of updates, in client order; with `base` the remaining share of each."""
@@ -353,7 +361,6 @@ class WeightedSum:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the sum from that byte on, and `raw` with the last update's elements."""
         term = np.empty(out.size)
         out[:] = -0.0  # which adds nothing, not even a sign
         for source, weight in zip(sources, self._weights, strict=True):
@@ -365,19 +372,6 @@ class WeightedSum:
         if self._base is not None and self._of_base:
             out += self._of_base * self._base.read(dtype, offset, out.size)
         out /= self._divisor
-
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with middle values; return so where updates differ."""
-        return _middle_integers(sources, dtype, offset, out)
-
-
-def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-    rows = [np.empty(out.size, storage(dtype)) for _ in sources]
-    for source, row in zip(sources, rows, strict=True):
-        source.read(offset, row)
-    differ = any(not np.array_equal(row, rows[0]) for row in rows[1:])
-    out[:] = lower_median(rows) if differ else rows[0]
-    return "the middle" if differ else ""
 
 
 # ---- Rules ----

@@ -67,7 +67,6 @@ class ControlledMean:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the next state from that byte on, `raw` with the last update."""
         term = np.empty(out.size)
         out[:] = -0.0  # which adds nothing, not even a sign
         for source in sources:
@@ -85,7 +84,6 @@ class ControlledMean:
                 out[part] = before + out[part] / self._num_clients
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of one update; no other is asked."""
         read_integers(sources, self._largest, offset, out)
         return ""
 
@@ -268,7 +266,6 @@ class ScaledChanges:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the next state from that byte on, `raw` with the last update."""
         base, term = self._base.read(dtype, offset, out.size), np.empty(out.size)
         is_fixed = ~np.isfinite(base)  # what is infinite stays so: its change is no number
         parts = pieces(self._runs, dtype, offset, out.size)
@@ -292,7 +289,6 @@ class ScaledChanges:
                 out[part] /= self._shares.divisor
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of one update; no other is asked."""
         read_integers(sources, self._shares.largest, offset, out)
         return ""
 
@@ -321,8 +317,6 @@ class RegionalMean:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the mean of the elements from that byte on, and `raw` with those of the
-        last update that was read."""
         sum_of_region, term = np.empty(out.size), np.empty(out.size)
         for number, region in enumerate(self._regions):
             parts = [(sources[place], self._factors[place]) for place in region]
@@ -332,8 +326,6 @@ class RegionalMean:
         out /= self._divisor
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of the update of most samples, the first of equals;
-        return so where updates differ."""
         return MOST_SAMPLES if read_integers(sources, self._largest, offset, out) else ""
 
 
@@ -429,7 +421,6 @@ class MeanOfSums:
     def floats(
         self, _sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the mean of the elements from that byte of the model on."""
         place, part = self._place(offset), np.empty(out.size)
         for number, source in enumerate(self._sources):
             source.read(place, part if number else out)
@@ -439,7 +430,6 @@ class MeanOfSums:
         self._check_at(place + out.nbytes)
 
     def integers(self, _sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of one sum; return so where sums differ."""
         place, differ = self._place(offset), False
         integers = [np.empty(out.size, storage(dtype)) for _ in self._sources]
         for source, values in zip(self._sources, integers, strict=True):
