@@ -35,7 +35,7 @@ from stratagem.common.base.errors import ConflictError, InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.store import step_history
-from stratagem.coordinator.store.database import Database
+from stratagem.coordinator.store.database import SCHEME, Database, open_postgres, open_sqlite
 from stratagem.coordinator.store.lead import (
     Candidate,
     Holder,
@@ -46,10 +46,8 @@ from stratagem.coordinator.store.lead import (
     release,
     renew,
 )
-from stratagem.coordinator.store.postgres import SCHEME, open_postgres
 from stratagem.coordinator.store.schema import CLOCK_FLOOR, IDENTITY, event, meta, migrate, summary
 from stratagem.coordinator.store.snapshot import Snapshot, restore
-from stratagem.coordinator.store.sqlite import open_sqlite
 from stratagem.coordinator.store.step_history import HistoryRow
 
 # ---- Summaries ----

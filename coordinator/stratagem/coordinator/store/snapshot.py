@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from sqlalchemy import Connection, Table, delete, func, insert, select, text, update
 
 from stratagem.common.base.errors import ConflictError, IntegrityError
-from stratagem.coordinator.store.database import Database
+from stratagem.coordinator.store.database import Database, open_sqlite
 from stratagem.coordinator.store.schema import (
     IDENTITY,
     event,
@@ -25,7 +25,6 @@ from stratagem.coordinator.store.schema import (
     migrate,
     summary,
 )
-from stratagem.coordinator.store.sqlite import open_sqlite
 
 TERMS_AHEAD: Final = 1_000_000
 """Added to the term of what is restored: workers, and objects in a bucket, have seen terms that
