@@ -97,9 +97,9 @@ def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
     """Return the holders of each part: its owners, then those with a mirror of it."""
     mirrors = effect.mirrors or ((),) * len(effect.parts)
     return [
-        [PartHolder(_session(effect, member)) for member in own]
-        + [PartHolder(_session(effect, member), of_mirror=True) for member in also]
-        for own, also in zip(effect.parts, mirrors, strict=True)
+        [PartHolder(_session(effect, member)) for member in owners]
+        + [PartHolder(_session(effect, member), of_mirror=True) for member in mirroring]
+        for owners, mirroring in zip(effect.parts, mirrors, strict=True)
     ]
 
 
@@ -193,9 +193,8 @@ LOST: Final = (
 
 async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
     """Report CommitUploaded, or SoleCopiesLost where a worker does not have its file any more."""
-    pulls = [
-        partial(_kept, env, effect, *each) for each in zip(effect.holders, effect.kept, strict=True)
-    ]
+    copies = zip(effect.holders, effect.kept, strict=True)
+    pulls = [partial(_sole_copy, env, effect, *copy) for copy in copies]
     try:
         digest, size_bytes = await merged(
             env,
@@ -248,7 +247,7 @@ async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:
     return await env.in_thread(copy)
 
 
-async def _kept(
+async def _sole_copy(
     env: EffectContext, effect: UploadCommit, holder: Member, digest: Digest
 ) -> StatePart:
     at = WorkerSession(holder, effect.run_id, effect.party, effect.membership)

@@ -368,12 +368,10 @@ async def written_by_owners(
     leaves = leaves_in(env)
     if leaves is None:
         return None
-    able = [
-        [each for each in part if may_write_leaves(env, leaves, each.at.member)] for part in parts
-    ]
+    able = [[it for it in part if may_write_leaves(env, leaves, it.at.member)] for part in parts]
     if not all(able):
         return None
-    sessions = {each.at.member.worker_id: each.at for part in able for each in part}
+    sessions = {it.at.member.worker_id: it.at for part in able for it in part}
     with await begun_upload(env, leaves, able[0][0].at) as upload:
         order = partial(order_of, env, store_id=leaves.store_id, upload=upload, segment=segment)
         asked = (_described(env, order(at)) for at in sessions.values())

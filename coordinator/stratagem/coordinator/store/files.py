@@ -185,7 +185,7 @@ class Scratch:
         """Yield a range of what was written, in pieces that share one buffer."""
         yield from pieces(self._descriptor, num_bytes, offset)
 
-    def kept(self) -> int:
+    def detach(self) -> int:
         """Return the descriptor of the file, which has no name any more; the caller closes it."""
         self._temporary.unlink(missing_ok=True)
         descriptor, self._descriptor = self._descriptor, -1

@@ -88,7 +88,7 @@ class LeafObjects:
 
     def signed_gets(self, leaves: Sequence[Digest]) -> Sequence[str]:
         """Return URLs by which these leaves may be read. Raises MissingBlobError."""
-        names = self._each(self._newest, leaves)
+        names = self._map(self._newest, leaves)
         return self._objects.signed("GET", names, VALID_FOR)
 
     def open(self, digest: Digest) -> OpenLeaf:
@@ -108,14 +108,14 @@ class LeafObjects:
         """Copy leaves of earlier terms inside the store; see LeafStore."""
         lent = [leaf for leaf in dict.fromkeys(leaves) if leaf not in self._own]
         try:
-            self._each(self._copy, lent)
+            self._map(self._copy, lent)
         except (IntegrityError, NotFoundError) as error:
             _log.warning("a state cannot be kept", reason=str(error))
             return False
         return True
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        objects = self._each(lambda leaf: self._objects.find(_name(leaf, upload)), [*sizes])
+        objects = self._map(lambda leaf: self._objects.find(_name(leaf, upload)), [*sizes])
         right = {
             leaf: stored.name
             for leaf, stored in zip(sizes, objects, strict=True)
@@ -215,7 +215,7 @@ class LeafObjects:
                 scratch.close()
                 raise
             is_there = True
-            leaf = OpenLeaf.of(digest, scratch.kept(), stored.num_bytes)
+            leaf = OpenLeaf.of(digest, scratch.detach(), stored.num_bytes)
             if leaf is not None:
                 return leaf
             _log.warning("an object is damaged", name=stored.name)
@@ -235,7 +235,7 @@ class LeafObjects:
         finally:
             self._opening.pop(digest, None)
 
-    def _each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def _map(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
         if len(items) < 2:
             return [call(item) for item in items]
         with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="leaves") as pool:

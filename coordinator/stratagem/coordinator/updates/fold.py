@@ -314,8 +314,10 @@ class _Folder:
             place = self._largest, window.offset
             if read_integers(self._sources, *place, result, self._voters):
                 self._disputed[window.name] = MOST_SAMPLES
-        elif taken := self.combination.integers(self._sources, window.dtype, window.offset, result):
-            self._disputed[window.name] = taken
+        elif origin := self.combination.integers(
+            self._sources, window.dtype, window.offset, result
+        ):
+            self._disputed[window.name] = origin
         return result
 
     def finish(self) -> None:
@@ -323,9 +325,9 @@ class _Folder:
         for source in self._sources:
             source.check()
         if self._disputed:
-            names, taken = list(self._disputed), next(iter(self._disputed.values()))
+            names, origin = list(self._disputed), next(iter(self._disputed.values()))
             _log.warning(
-                f"integer tensors differ between clients: taken from {taken}",
+                f"integer tensors differ between clients: taken from {origin}",
                 num_tensors=len(names),
                 tensors=names[:_MAX_NAMES_LOGGED],
             )

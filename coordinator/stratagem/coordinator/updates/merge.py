@@ -235,16 +235,16 @@ def _model(
     """Describe the tensors of the model in order: sliced parameters have their places, and tensors
     that one member has whole stand between them."""
     placed: dict[int, TensorSpec] = {}
-    for whole, found in parameters.items():
-        found.sort(key=lambda each: each[0])
-        name, _, spec = found[0]
+    for whole, slices in parameters.items():
+        slices.sort(key=lambda each: each[0])
+        name, _, spec = slices[0]
         if (
             whole in plain
             or name.place in placed
-            or {(e.place, e.shape) for e, *_ in found} != {(name.place, name.shape)}
+            or {(e.place, e.shape) for e, *_ in slices} != {(name.place, name.shape)}
         ):
             raise ContradictionError(f"the slices of {whole!r} contradict other tensors")
-        _check_slices(whole, [(e.first, spec) for e, _, spec in found], name.shape)
+        _check_slices(whole, [(e.first, spec) for e, _, spec in slices], name.shape)
         tied = None if spec.alias_of is None else parameter_slice(spec.alias_of)
         alias_of = None if tied is None else tied.whole
         placed[name.place] = TensorSpec(whole, spec.dtype, name.shape, 0, 0, alias_of=alias_of)
