@@ -233,11 +233,9 @@ class FolderSink:
         self.threads = LeafThreads(NUM_FILES_AT_ONCE)
 
     async def write(self, leaf: HashedLeaf) -> None:
-        def unnamed() -> None:
-            failpoint("worker.leaf.unnamed")
-
-        write = partial(self._folder.write_leaf, leaf.digest, self._upload, leaf.pieces, unnamed)
-        await self.threads.run(write)
+        file = leaf.digest, self._upload, leaf.pieces
+        write = self._folder.write_leaf
+        await self.threads.run(lambda: write(*file, lambda: failpoint("worker.leaf.unnamed")))
         failpoint("worker.leaf.untold")
 
 
@@ -266,11 +264,13 @@ class ObjectSink:
         failpoint("worker.leaf.stored")
 
     def _send(self, url: str, pieces: list[memoryview]) -> None:
-        def half_sent() -> None:
-            failpoint("worker.leaf.half_sent")
-
-        size = sum(map(len, pieces))
-        self._objects.put(url, pieces, size, half_sent, lambda: self.threads.is_over)
+        self._objects.put(
+            url,
+            pieces,
+            sum(map(len, pieces)),
+            on_half=lambda: failpoint("worker.leaf.half_sent"),
+            is_cancelled=lambda: self.threads.is_over,
+        )
 
 
 async def write_leaves(
