@@ -17,7 +17,7 @@ from stratagem.client.launch.kubernetes import MAX_PER_POD
 from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
 from stratagem.coordinator.runtime.leader_gate import LIVE
 from stratagem.coordinator.store.bucket import check_url
-from stratagem.coordinator.store.postgres import SCHEME
+from stratagem.coordinator.store.database import SCHEME
 from stratagem.worker.process.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
 from tests.deploy.compose import VERSION
 from tests.deploy.overlays import (

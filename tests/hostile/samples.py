@@ -103,16 +103,11 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
         "GetState": [wpb.GetStateRequest(fence=fence, session=ref, snapshot=0)],
         "WriteLeaves": [
             wpb.WriteLeavesRequest(
-                fence=fence, session=ref, upload=f"{1:010}-{'a' * 16}", num_ranks=1
-            )
-        ],
-        "PutLeaves": [
-            wpb.PutLeavesRequest(
-                header=wpb.WriteLeavesRequest(
+                header=wpb.WriteLeavesHeader(
                     fence=fence, session=ref, upload=f"{1:010}-{'a' * 16}", num_ranks=1
                 )
             ),
-            wpb.PutLeavesRequest(signed=_signed()),
+            wpb.WriteLeavesRequest(signed=_signed()),
         ],
         "FetchState": [
             wpb.FetchStateRequest(

@@ -130,8 +130,9 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row(C.SuspectRequest(fence=FENCE, session=PARTY), MEMBERS),
     ),
     "Execute": (Row(W.ExecuteRequest(fence=FENCE, session=PARTY), COORDINATOR),),
-    "WriteLeaves": (Row(W.WriteLeavesRequest(fence=FENCE), COORDINATOR),),
-    "PutLeaves": (Row(W.PutLeavesRequest(header=W.WriteLeavesRequest(fence=FENCE)), COORDINATOR),),
+    "WriteLeaves": (
+        Row(W.WriteLeavesRequest(header=W.WriteLeavesHeader(fence=FENCE)), COORDINATOR),
+    ),
     "FetchState": (Row(W.FetchStateRequest(header=W.FetchStateHeader()), COORDINATOR),),
     "SetState": (Row(W.SetStateRequest(header=W.SetStateHeader()), COORDINATOR),),
     "GetGradients": (Row(W.GetGradientsRequest(fence=FENCE), COORDINATOR),),

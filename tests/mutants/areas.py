@@ -7,10 +7,7 @@ WORKER = "worker/stratagem/worker/"
 COMMON = "common/stratagem/common/"
 
 
-JOURNAL = (
-    *("database", "fact_log", "journal", "lead", "postgres", "schema", "snapshot", "sqlite"),
-    "step_history",
-)
+JOURNAL = ("database", "fact_log", "journal", "lead", "schema", "snapshot", "step_history")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1757,6 +1757,32 @@ Global___Interrupted: _TypeAlias = Interrupted  # noqa: Y015
 class WriteLeavesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    HEADER_FIELD_NUMBER: _builtins.int
+    SIGNED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___WriteLeavesHeader: ...
+    @_builtins.property
+    def signed(self) -> Global___SignedRequests: ...
+    def __init__(
+        self,
+        *,
+        header: Global___WriteLeavesHeader | None = ...,
+        signed: Global___SignedRequests | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "message", b"message", "signed", b"signed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "message", b"message", "signed", b"signed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "signed"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___WriteLeavesRequest: _TypeAlias = WriteLeavesRequest  # noqa: Y015
+
+@_typing.final
+class WriteLeavesHeader(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     FENCE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
@@ -1771,7 +1797,9 @@ class WriteLeavesRequest(_message.Message):
     snapshot: _builtins.int
     """Number of the segment at whose end the snapshot was taken."""
     store_id: _builtins.str
-    """What the file `store-id` of the folder has: it is the one that the coordinator means."""
+    """What the file `store-id` of the folder has: it is the one that the coordinator means. Empty where
+    leaves are objects.
+    """
     upload: _builtins.str
     """Name of the upload, which no other one has; part of the names of what is written."""
     rank: _builtins.int
@@ -1787,7 +1815,7 @@ class WriteLeavesRequest(_message.Message):
     def session(self) -> _types_pb2.SessionRef: ...
     @_builtins.property
     def have(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """SHA-256, of 32 bytes each, of leaves that are in the folder and stay there: they are not written."""
+        """SHA-256, of 32 bytes each, of leaves that are in the store and stay there: they are not written."""
 
     @_builtins.property
     def leaves(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinedLeaf]:
@@ -1820,7 +1848,7 @@ class WriteLeavesRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WriteLeavesRequest: _TypeAlias = WriteLeavesRequest  # noqa: Y015
+Global___WriteLeavesHeader: _TypeAlias = WriteLeavesHeader  # noqa: Y015
 
 @_typing.final
 class JoinedLeaf(_message.Message):
@@ -1856,7 +1884,7 @@ class LeafPiece(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     holder: _builtins.int
-    """Index into WriteLeavesRequest.holders."""
+    """Index into WriteLeavesHeader.holders."""
     offset: _builtins.int
     """Of the bytes of the part that it holds."""
     size: _builtins.int
@@ -1907,6 +1935,7 @@ class WriteLeavesResponse(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     LEAF_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     OF_MIRROR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -1917,19 +1946,22 @@ class WriteLeavesResponse(_message.Message):
     def manifest(self) -> _tensor_pb2.Manifest: ...
     @_builtins.property
     def leaf(self) -> Global___WrittenLeaf: ...
+    @_builtins.property
+    def asked(self) -> Global___AskedLeaves: ...
     def __init__(
         self,
         *,
         manifest: _tensor_pb2.Manifest | None = ...,
         leaf: Global___WrittenLeaf | None = ...,
+        asked: Global___AskedLeaves | None = ...,
         name: _builtins.str = ...,
         of_mirror: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message", "name", b"name", "of_mirror", b"of_mirror"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "leaf", b"leaf", "manifest", b"manifest", "message", b"message", "name", b"name", "of_mirror", b"of_mirror"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "leaf"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "leaf", "asked"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1937,7 +1969,7 @@ Global___WriteLeavesResponse: _TypeAlias = WriteLeavesResponse  # noqa: Y015
 
 @_typing.final
 class WrittenLeaf(_message.Message):
-    """A leaf that is durable in the folder."""
+    """A leaf that is durable."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1964,71 +1996,6 @@ class WrittenLeaf(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WrittenLeaf: _TypeAlias = WrittenLeaf  # noqa: Y015
-
-@_typing.final
-class PutLeavesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    SIGNED_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___WriteLeavesRequest:
-        """Its store_id is empty."""
-
-    @_builtins.property
-    def signed(self) -> Global___SignedRequests: ...
-    def __init__(
-        self,
-        *,
-        header: Global___WriteLeavesRequest | None = ...,
-        signed: Global___SignedRequests | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "message", b"message", "signed", b"signed"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "message", b"message", "signed", b"signed"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "signed"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
-
-Global___PutLeavesRequest: _TypeAlias = PutLeavesRequest  # noqa: Y015
-
-@_typing.final
-class PutLeavesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MANIFEST_FIELD_NUMBER: _builtins.int
-    LEAF_FIELD_NUMBER: _builtins.int
-    ASKED_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    OF_MIRROR_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """Beside the manifest, as in WriteLeavesResponse."""
-    of_mirror: _builtins.bool
-    @_builtins.property
-    def manifest(self) -> _tensor_pb2.Manifest: ...
-    @_builtins.property
-    def leaf(self) -> Global___WrittenLeaf: ...
-    @_builtins.property
-    def asked(self) -> Global___AskedLeaves: ...
-    def __init__(
-        self,
-        *,
-        manifest: _tensor_pb2.Manifest | None = ...,
-        leaf: Global___WrittenLeaf | None = ...,
-        asked: Global___AskedLeaves | None = ...,
-        name: _builtins.str = ...,
-        of_mirror: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "leaf", b"leaf", "manifest", b"manifest", "message", b"message", "name", b"name", "of_mirror", b"of_mirror"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "leaf", "asked"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
-
-Global___PutLeavesResponse: _TypeAlias = PutLeavesResponse  # noqa: Y015
 
 @_typing.final
 class AskedLeaves(_message.Message):

@@ -44,15 +44,10 @@ class WorkerServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_worker__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_worker__pb2.GetStateResponse.FromString,
                 _registered_method=True)
-        self.WriteLeaves = channel.unary_stream(
+        self.WriteLeaves = channel.stream_stream(
                 '/stratagem.v1.WorkerService/WriteLeaves',
                 request_serializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.FromString,
-                _registered_method=True)
-        self.PutLeaves = channel.stream_stream(
-                '/stratagem.v1.WorkerService/PutLeaves',
-                request_serializer=stratagem_dot_v1_dot_worker__pb2.PutLeavesRequest.SerializeToString,
-                response_deserializer=stratagem_dot_v1_dot_worker__pb2.PutLeavesResponse.FromString,
                 _registered_method=True)
         self.FetchState = channel.stream_stream(
                 '/stratagem.v1.WorkerService/FetchState',
@@ -122,26 +117,18 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WriteLeaves(self, request, context):
-        """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
-        under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
-        is a part of a state before the coordinator has written the list of all. Pieces of leaves that
-        other members hold are asked of these (GetState.pieces).
+    def WriteLeaves(self, request_iterator, context):
+        """Writes leaves of a snapshot, each under its SHA-256. The first request carries the header; the
+        worker answers with the Manifest of the snapshot, and says of each leaf when it is durable. Where
+        the header names a folder of states that both see, the worker writes there. Else the leaves are
+        objects for which the worker has no keys: it asks for those of its share that are not there, and
+        the caller answers each with a signed request (a URL that is valid for a while). A worker whose
+        request was refused, such as one that came too late, asks again. No leaf is a part of a state
+        before the coordinator has written the list of all. Pieces of leaves that other members hold are
+        asked of these (GetState.pieces).
         Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
-        this folder; UNAVAILABLE when it cannot write there now.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PutLeaves(self, request_iterator, context):
-        """Writes leaves of a snapshot into an object store for which the worker has no keys. The first
-        request carries the header; the worker answers with the Manifest of the snapshot. It takes the
-        SHA-256 of each leaf of its share and asks for those that are not there, the caller answers each
-        with a signed request (a URL that is valid for a while), and the worker says when the leaf is
-        there. A worker whose request was refused, such as one that came too late, asks again.
-        Also answers: NOT_FOUND when the session or the snapshot is not here; PERMISSION_DENIED from a
-        worker that takes no signed requests; UNAVAILABLE when it cannot write there now.
+        this folder; PERMISSION_DENIED from a worker that takes no signed requests; UNAVAILABLE when it
+        cannot write there now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,15 +228,10 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     request_deserializer=stratagem_dot_v1_dot_worker__pb2.GetStateRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_worker__pb2.GetStateResponse.SerializeToString,
             ),
-            'WriteLeaves': grpc.unary_stream_rpc_method_handler(
+            'WriteLeaves': grpc.stream_stream_rpc_method_handler(
                     servicer.WriteLeaves,
                     request_deserializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.SerializeToString,
-            ),
-            'PutLeaves': grpc.stream_stream_rpc_method_handler(
-                    servicer.PutLeaves,
-                    request_deserializer=stratagem_dot_v1_dot_worker__pb2.PutLeavesRequest.FromString,
-                    response_serializer=stratagem_dot_v1_dot_worker__pb2.PutLeavesResponse.SerializeToString,
             ),
             'FetchState': grpc.stream_stream_rpc_method_handler(
                     servicer.FetchState,
@@ -357,34 +339,7 @@ class WorkerService(object):
             _registered_method=True)
 
     @staticmethod
-    def WriteLeaves(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/stratagem.v1.WorkerService/WriteLeaves',
-            stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.SerializeToString,
-            stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PutLeaves(request_iterator,
+    def WriteLeaves(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -397,9 +352,9 @@ class WorkerService(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/stratagem.v1.WorkerService/PutLeaves',
-            stratagem_dot_v1_dot_worker__pb2.PutLeavesRequest.SerializeToString,
-            stratagem_dot_v1_dot_worker__pb2.PutLeavesResponse.FromString,
+            '/stratagem.v1.WorkerService/WriteLeaves',
+            stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.SerializeToString,
+            stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,22 +64,18 @@ class WorkerServiceStub:
     OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
     membership within the worker's exchange timeout.
     """
-    WriteLeaves: _grpc.UnaryStreamMultiCallable[_worker_pb2.WriteLeavesRequest, _worker_pb2.WriteLeavesResponse]
-    """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
-    under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
-    is a part of a state before the coordinator has written the list of all. Pieces of leaves that
-    other members hold are asked of these (GetState.pieces).
+    WriteLeaves: _grpc.StreamStreamMultiCallable[_worker_pb2.WriteLeavesRequest, _worker_pb2.WriteLeavesResponse]
+    """Writes leaves of a snapshot, each under its SHA-256. The first request carries the header; the
+    worker answers with the Manifest of the snapshot, and says of each leaf when it is durable. Where
+    the header names a folder of states that both see, the worker writes there. Else the leaves are
+    objects for which the worker has no keys: it asks for those of its share that are not there, and
+    the caller answers each with a signed request (a URL that is valid for a while). A worker whose
+    request was refused, such as one that came too late, asks again. No leaf is a part of a state
+    before the coordinator has written the list of all. Pieces of leaves that other members hold are
+    asked of these (GetState.pieces).
     Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
-    this folder; UNAVAILABLE when it cannot write there now.
-    """
-    PutLeaves: _grpc.StreamStreamMultiCallable[_worker_pb2.PutLeavesRequest, _worker_pb2.PutLeavesResponse]
-    """Writes leaves of a snapshot into an object store for which the worker has no keys. The first
-    request carries the header; the worker answers with the Manifest of the snapshot. It takes the
-    SHA-256 of each leaf of its share and asks for those that are not there, the caller answers each
-    with a signed request (a URL that is valid for a while), and the worker says when the leaf is
-    there. A worker whose request was refused, such as one that came too late, asks again.
-    Also answers: NOT_FOUND when the session or the snapshot is not here; PERMISSION_DENIED from a
-    worker that takes no signed requests; UNAVAILABLE when it cannot write there now.
+    this folder; PERMISSION_DENIED from a worker that takes no signed requests; UNAVAILABLE when it
+    cannot write there now.
     """
     FetchState: _grpc.StreamStreamMultiCallable[_worker_pb2.FetchStateRequest, _worker_pb2.FetchStateResponse]
     """Has the worker read a state in leaves from an object store into its cache of a run, as SetState
@@ -148,22 +144,18 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
     membership within the worker's exchange timeout.
     """
-    WriteLeaves: _aio.UnaryStreamMultiCallable[_worker_pb2.WriteLeavesRequest, _worker_pb2.WriteLeavesResponse]  # type: ignore[assignment]
-    """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
-    under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
-    is a part of a state before the coordinator has written the list of all. Pieces of leaves that
-    other members hold are asked of these (GetState.pieces).
+    WriteLeaves: _aio.StreamStreamMultiCallable[_worker_pb2.WriteLeavesRequest, _worker_pb2.WriteLeavesResponse]  # type: ignore[assignment]
+    """Writes leaves of a snapshot, each under its SHA-256. The first request carries the header; the
+    worker answers with the Manifest of the snapshot, and says of each leaf when it is durable. Where
+    the header names a folder of states that both see, the worker writes there. Else the leaves are
+    objects for which the worker has no keys: it asks for those of its share that are not there, and
+    the caller answers each with a signed request (a URL that is valid for a while). A worker whose
+    request was refused, such as one that came too late, asks again. No leaf is a part of a state
+    before the coordinator has written the list of all. Pieces of leaves that other members hold are
+    asked of these (GetState.pieces).
     Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
-    this folder; UNAVAILABLE when it cannot write there now.
-    """
-    PutLeaves: _aio.StreamStreamMultiCallable[_worker_pb2.PutLeavesRequest, _worker_pb2.PutLeavesResponse]  # type: ignore[assignment]
-    """Writes leaves of a snapshot into an object store for which the worker has no keys. The first
-    request carries the header; the worker answers with the Manifest of the snapshot. It takes the
-    SHA-256 of each leaf of its share and asks for those that are not there, the caller answers each
-    with a signed request (a URL that is valid for a while), and the worker says when the leaf is
-    there. A worker whose request was refused, such as one that came too late, asks again.
-    Also answers: NOT_FOUND when the session or the snapshot is not here; PERMISSION_DENIED from a
-    worker that takes no signed requests; UNAVAILABLE when it cannot write there now.
+    this folder; PERMISSION_DENIED from a worker that takes no signed requests; UNAVAILABLE when it
+    cannot write there now.
     """
     FetchState: _aio.StreamStreamMultiCallable[_worker_pb2.FetchStateRequest, _worker_pb2.FetchStateResponse]  # type: ignore[assignment]
     """Has the worker read a state in leaves from an object store into its cache of a run, as SetState
@@ -242,29 +234,20 @@ class WorkerServiceServicer:
 
     def WriteLeaves(
         self,
-        request: _worker_pb2.WriteLeavesRequest,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.WriteLeavesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WriteLeavesResponse], _abc.AsyncIterator[_worker_pb2.WriteLeavesResponse]]:
-        """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
-        under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
-        is a part of a state before the coordinator has written the list of all. Pieces of leaves that
-        other members hold are asked of these (GetState.pieces).
+        """Writes leaves of a snapshot, each under its SHA-256. The first request carries the header; the
+        worker answers with the Manifest of the snapshot, and says of each leaf when it is durable. Where
+        the header names a folder of states that both see, the worker writes there. Else the leaves are
+        objects for which the worker has no keys: it asks for those of its share that are not there, and
+        the caller answers each with a signed request (a URL that is valid for a while). A worker whose
+        request was refused, such as one that came too late, asks again. No leaf is a part of a state
+        before the coordinator has written the list of all. Pieces of leaves that other members hold are
+        asked of these (GetState.pieces).
         Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
-        this folder; UNAVAILABLE when it cannot write there now.
-        """
-
-    def PutLeaves(
-        self,
-        request_iterator: _MaybeAsyncIterator[_worker_pb2.PutLeavesRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_pb2.PutLeavesResponse], _abc.AsyncIterator[_worker_pb2.PutLeavesResponse]]:
-        """Writes leaves of a snapshot into an object store for which the worker has no keys. The first
-        request carries the header; the worker answers with the Manifest of the snapshot. It takes the
-        SHA-256 of each leaf of its share and asks for those that are not there, the caller answers each
-        with a signed request (a URL that is valid for a while), and the worker says when the leaf is
-        there. A worker whose request was refused, such as one that came too late, asks again.
-        Also answers: NOT_FOUND when the session or the snapshot is not here; PERMISSION_DENIED from a
-        worker that takes no signed requests; UNAVAILABLE when it cannot write there now.
+        this folder; PERMISSION_DENIED from a worker that takes no signed requests; UNAVAILABLE when it
+        cannot write there now.
         """
 
     def FetchState(

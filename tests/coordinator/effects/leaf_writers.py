@@ -20,49 +20,49 @@ from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.store.blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves import LeafBlobs, in_folder
 from stratagem.v1 import types_pb2, worker_pb2
-from stratagem.worker.session.leaves import written_leaves
 from stratagem.worker.session.states import Frozen
+from tests.worker.session.piece_server import written
 
 Messages = AsyncIterator[worker_pb2.WriteLeavesResponse]
 
 
-Answer = Callable[[StateFolder, Frozen, worker_pb2.WriteLeavesRequest], Messages]
+Answer = Callable[[StateFolder, Frozen, worker_pb2.WriteLeavesHeader], Messages]
 """How a member that holds a state answers."""
 
 
-def honest(folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest) -> Messages:
-    return written_leaves(folder, state, request)
+def honest(folder: StateFolder, state: Frozen, header: worker_pb2.WriteLeavesHeader) -> Messages:
+    return written(folder, state, header)
 
 
 async def dying(
-    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+    folder: StateFolder, state: Frozen, header: worker_pb2.WriteLeavesHeader
 ) -> Messages:
     """After the first leaf; what it is writing then is there before its call ends."""
     num = 0
-    async with aclosing(written_leaves(folder, state, request)) as messages:
+    async with aclosing(written(folder, state, header)) as messages:
         async for message in messages:
             yield message
-            num += not request.describe
+            num += not header.describe
             if num == 2:
                 raise UnavailableError("gone")
 
 
 async def lying(
-    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+    folder: StateFolder, state: Frozen, header: worker_pb2.WriteLeavesHeader
 ) -> Messages:
     """Has other bytes on the disk than it says."""
-    async for message in written_leaves(folder, state, request):
+    async for message in written(folder, state, header):
         if message.WhichOneof("message") == "leaf":
-            path = leaf_file(folder, request, message)
+            path = leaf_file(folder, header, message)
             path.write_bytes(path.read_bytes()[:-1] + b"?")
         yield message
 
 
 async def meddling(
-    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+    folder: StateFolder, state: Frozen, header: worker_pb2.WriteLeavesHeader
 ) -> Messages:
     """Says what it was not asked."""
-    async for message in written_leaves(folder, state, request):
+    async for message in written(folder, state, header):
         if message.WhichOneof("message") == "leaf":
             message.leaf.number += 1
         yield message
@@ -70,18 +70,25 @@ async def meddling(
 
 def leaf_file(
     folder: StateFolder,
-    request: worker_pb2.WriteLeavesRequest,
+    header: worker_pb2.WriteLeavesHeader,
     message: worker_pb2.WriteLeavesResponse,
 ) -> Path:
     digest = message.leaf.digest.hex()
-    return folder.leaves / digest[:2] / f"{digest}-{request.upload}"
+    return folder.leaves / digest[:2] / f"{digest}-{header.upload}"
 
 
 class LeavesCall:
-    """A call that is answered with these messages."""
+    """A call whose header is answered with messages."""
 
-    def __init__(self, messages: Messages) -> None:
-        self._messages = messages
+    def __init__(self, answer: Callable[[worker_pb2.WriteLeavesHeader], Messages]) -> None:
+        self._answer = answer
+        self._cython_call = self
+
+    async def wait_for_connection(self) -> None:
+        pass
+
+    async def send_serialized_message(self, raw: bytes) -> None:
+        self._messages = self._answer(worker_pb2.WriteLeavesRequest.FromString(raw).header)
 
     async def read(self) -> Any:
         return await anext(self._messages, grpc.aio.EOF)
@@ -118,12 +125,12 @@ class LeafWriters:
         def link(member: Member, _state: object) -> Any:
             number = self.members.index(member)
 
-            def write(request: worker_pb2.WriteLeavesRequest) -> LeavesCall:
-                self.note(member, request)
-                return LeavesCall(answers[number](self.folder, held[number], request))
+            def answer(header: worker_pb2.WriteLeavesHeader) -> Messages:
+                self.note(member, header)
+                return answers[number](self.folder, held[number], header)
 
             return SimpleNamespace(
-                stub=SimpleNamespace(WriteLeaves=write),
+                stub=SimpleNamespace(WriteLeaves=lambda: LeavesCall(answer)),
                 fence=lambda m: types_pb2.Fence(membership=m),
                 address=address(number),
             )
@@ -146,7 +153,7 @@ class LeafWriters:
             ),
         )
 
-    def note(self, member: Member, request: worker_pb2.WriteLeavesRequest) -> None:
+    def note(self, member: Member, header: worker_pb2.WriteLeavesHeader) -> None:
         """Note what a member was asked."""
         self.asked.append(member.worker_id)
 

@@ -46,28 +46,26 @@ def whole() -> Digest:
     return state_digest(replace(state().manifest, is_in_leaves=True), state().buffers)
 
 
-async def lazy(
-    folder: StateFolder, held: Frozen, request: worker_pb2.WriteLeavesRequest
-) -> Messages:
+async def lazy(folder: StateFolder, held: Frozen, header: worker_pb2.WriteLeavesHeader) -> Messages:
     """Ends well, with one leaf missing."""
-    messages = [message async for message in honest(folder, held, request)]
+    messages = [message async for message in honest(folder, held, header)]
     for message in messages[:-1]:
         yield message
 
 
 async def cutting(
-    folder: StateFolder, held: Frozen, request: worker_pb2.WriteLeavesRequest
+    folder: StateFolder, held: Frozen, header: worker_pb2.WriteLeavesHeader
 ) -> Messages:
     """Has less on the disk than it says, of one leaf."""
-    async for message in honest(folder, held, request):
-        if message.WhichOneof("message") == "leaf" and message.leaf.number == request.rank:
-            path = leaf_file(folder, request, message)
+    async for message in honest(folder, held, header):
+        if message.WhichOneof("message") == "leaf" and message.leaf.number == header.rank:
+            path = leaf_file(folder, header, message)
             path.write_bytes(path.read_bytes()[:-1])
         yield message
 
 
-def other(folder: StateFolder, held: Frozen, request: worker_pb2.WriteLeavesRequest) -> Messages:
-    return honest(folder, state(5), request)
+def other(folder: StateFolder, held: Frozen, header: worker_pb2.WriteLeavesHeader) -> Messages:
+    return honest(folder, state(5), header)
 
 
 class Party(LeafWriters):
@@ -76,9 +74,9 @@ class Party(LeafWriters):
     def __init__(self, root: Path, *answers: Answer, **capability: Any) -> None:
         super().__init__(root, [state()] * len(answers), answers, **capability)
 
-    def note(self, member: Member, request: worker_pb2.WriteLeavesRequest) -> None:
-        self.asked.append(f"{member.worker_id} {request.rank}/{request.num_ranks}")
-        assert request.store_id == self.folder.store_id()
+    def note(self, member: Member, header: worker_pb2.WriteLeavesHeader) -> None:
+        self.asked.append(f"{member.worker_id} {header.rank}/{header.num_ranks}")
+        assert header.store_id == self.folder.store_id()
 
     async def written(self) -> Digest | None:
         found = await written_by_members(self.env, self.sessions(), 3)
@@ -126,11 +124,11 @@ class SentCall:
     """What was written into a call."""
 
     def __init__(self) -> None:
-        self.sent: list[worker_pb2.PutLeavesRequest] = []
+        self.sent: list[worker_pb2.WriteLeavesRequest] = []
         self._cython_call = self
 
     async def send_serialized_message(self, raw: bytes) -> None:
-        self.sent.append(worker_pb2.PutLeavesRequest.FromString(raw))
+        self.sent.append(worker_pb2.WriteLeavesRequest.FromString(raw))
 
 
 async def test_requests_are_signed_within_limits() -> None:
@@ -140,7 +138,7 @@ async def test_requests_are_signed_within_limits() -> None:
     def sign(leaves: Sequence[Digest]) -> list[str]:
         return [f"https://store/{leaf}" for leaf in leaves]
 
-    signing = LeafSigning(call, worker_pb2.PutLeavesRequest, sign)
+    signing = LeafSigning(call, worker_pb2.WriteLeavesRequest, sign)
     for _ in range(MAX_SIGNED):
         await signing.answer([7, 3], digests[:2])
     signed = [(each.number, each.url) for each in call.sent[-1].signed.requests]

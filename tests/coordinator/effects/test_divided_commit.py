@@ -24,7 +24,6 @@ from stratagem.coordinator.effects.direct_commit import written_by_owners
 from stratagem.coordinator.effects.snapshot import PartHolder
 from stratagem.coordinator.updates.merge import ContradictionError
 from stratagem.v1 import worker_pb2
-from stratagem.worker.session.leaves import written_leaves
 from stratagem.worker.session.states import Frozen, freeze
 from tests.coordinator.effects.leaf_writers import (
     Answer,
@@ -35,7 +34,7 @@ from tests.coordinator.effects.leaf_writers import (
     lying,
     meddling,
 )
-from tests.worker.session.piece_server import serving
+from tests.worker.session.piece_server import serving, written
 
 NUMEL = SMALL_BYTES // 4 + 65_537  # a leaf of its own
 GENERATOR = torch.Generator().manual_seed(1)
@@ -65,17 +64,17 @@ def parts(num: int) -> list[Frozen]:
 
 
 async def readable(
-    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+    folder: StateFolder, state: Frozen, header: worker_pb2.WriteLeavesHeader
 ) -> Messages:
     """Cannot write."""
-    if not request.describe:
+    if not header.describe:
         raise UnavailableError("the disk is full")
-    async for message in written_leaves(folder, state, request):
+    async for message in written(folder, state, header):
         yield message
 
 
 async def blind(
-    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+    folder: StateFolder, state: Frozen, header: worker_pb2.WriteLeavesHeader
 ) -> Messages:
     """Describes nothing."""
     raise UnavailableError("this worker has no --state-folder")
@@ -89,9 +88,9 @@ class Owners(LeafWriters):
         self._held, self._addresses = held, list[str]()
         super().__init__(root, held, answers, lambda number: self._addresses[number])
 
-    def note(self, member: Member, request: worker_pb2.WriteLeavesRequest) -> None:
-        if not request.describe:
-            super().note(member, request)
+    def note(self, member: Member, header: worker_pb2.WriteLeavesHeader) -> None:
+        if not header.describe:
+            super().note(member, header)
 
     async def written(self, holders: list[list[int]] | None = None) -> Digest | None:
         """holders: by part, the members that have it; unless given, one each. Those with a mirror

@@ -13,6 +13,7 @@ from stratagem.common.base.errors import ConflictError
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Recorder, Series, joined
 from stratagem.common.history.recording import pack, unpack
+from stratagem.coordinator.store import step_history
 from stratagem.coordinator.store.journal import DuplicateKeyError, Journal, RunSummary
 from stratagem.coordinator.store.lead import FencedError, Holder
 from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, one_row
@@ -175,6 +176,12 @@ def test_a_summary_holds_until_its_run_has_a_newer_event(log: Journal) -> None:
 ALL = StepSpan()
 
 
+def page(
+    log: Journal, party: Party, span: StepSpan, behind: int, limit: int, run_id: RunId = A
+) -> list[HistoryRow]:
+    return log.ask(lambda c: step_history.page(c, run_id, party, span, behind, limit))
+
+
 def history(party: str, segment: int, loss: float, wall_s: float = 0.0) -> HistoryRow:
     recorder = Recorder(1, 0)
     recorder.add(1, [(Series("train.loss"), loss), (Series("time.wall_s", True), wall_s)])
@@ -221,17 +228,17 @@ def test_histories_and_summaries_are_written_with_their_events_or_not_at_all(
     with pytest.raises(DuplicateKeyError):
         log.append(old, refused, [summary(A)], histories=[history("", 3, 0.5)])
     assert (log.briefs("1"), log.shown([A])) == ({A: None}, {})
-    assert log.history_parties(A) == ["", "member/1"]
-    assert log.history(A, Party(""), ALL, -1, 9) == rows[:2]
-    assert log.history(A, Party(""), ALL, -1, 1) == rows[:1]
-    assert log.history(A, Party(""), ALL, 1, 9) == rows[1:2]
-    assert log.history(B, Party(""), ALL, -1, 9) == []
+    assert log.ask(lambda c: step_history.parties(c, A)) == ["", "member/1"]
+    assert page(log, Party(""), ALL, -1, 9) == rows[:2]
+    assert page(log, Party(""), ALL, -1, 1) == rows[:1]
+    assert page(log, Party(""), ALL, 1, 9) == rows[1:2]
+    assert page(log, Party(""), ALL, -1, 9, run_id=B) == []
     for span, segments in ((StepSpan(11), [2]), (StepSpan(10, 10), [1]), (StepSpan(21), [])):
-        assert [row.segment for row in log.history(A, Party(""), span, -1, 9)] == segments
+        assert [row.segment for row in page(log, Party(""), span, -1, 9)] == segments
     again = history("", 2, 1.0, wall_s=5.0)  # done again at another time
     log.append(old, [record(A, 1)], histories=[again])
     assert "recorded other values" not in capsys.readouterr().out
-    assert log.history(A, Party(""), ALL, 1, 9) == [again]
+    assert page(log, Party(""), ALL, 1, 9) == [again]
     log.append(old, [record(A, 2)], histories=[history("", 2, 1.5)])
     assert "recorded other values" in capsys.readouterr().out
     other = Journal.open(place)
@@ -240,9 +247,10 @@ def test_histories_and_summaries_are_written_with_their_events_or_not_at_all(
         with pytest.raises(FencedError):
             log.append(old, late, [summary(A)], histories=[history("", 4, 0.25)])
     assert (other.briefs("1"), other.shown([A])) == ({A: None}, {})
-    assert len(other.history(A, Party(""), ALL, -1, 9)) == 2
+    assert len(page(other, Party(""), ALL, -1, 9)) == 2
     other.delete_run(term, A)
-    assert (other.history_parties(A), other.history(A, Party(""), ALL, -1, 9)) == ([], [])
+    assert other.ask(lambda c: step_history.parties(c, A)) == []
+    assert page(other, Party(""), ALL, -1, 9) == []
     other.close()
 
 
@@ -256,13 +264,13 @@ def recorded(segment: int, party: str = "") -> HistoryRow:
 
 
 def shown_of(log: Journal, party: str = "") -> bytes:
-    rows = log.history(A, Party(party), ALL, -1, 99)
+    rows = page(log, Party(party), ALL, -1, 99)
     parts = [unpack(row.rows)[Series("train.loss")] for row in rows]
     return joined(parts, 4).to_bytes()
 
 
 def segments_of(log: Journal, party: str = "") -> list[int]:
-    return [row.segment for row in log.history(A, Party(party), ALL, -1, 99)]
+    return [row.segment for row in page(log, Party(party), ALL, -1, 99)]
 
 
 def test_merged_histories_say_the_same_and_can_be_cut_at_every_segment(
@@ -272,7 +280,7 @@ def test_merged_histories_say_the_same_and_can_be_cut_at_every_segment(
     log.append(term, [record(A, 0)], histories=[recorded(i) for i in range(1, 9)])
     log.append(term, [record(A, 1)], histories=[recorded(i, "client1") for i in (2, 4)])
     before = {party: shown_of(log, party) for party in ("", "client1")}
-    singles = log.single_histories(A, Party(""), 6)
+    singles = log.ask(lambda c: step_history.single_rows(c, A, Party(""), 6))
     assert [row.segment for row in singles] == [1, 2, 3, 4, 5, 6]
     block = one_row(singles)
     assert block is not None
@@ -280,16 +288,18 @@ def test_merged_histories_say_the_same_and_can_be_cut_at_every_segment(
     assert not log.merge_histories(term, singles, block), "they are no longer there"
     assert segments_of(log) == [6, 7, 8]
     assert shown_of(log) == before[""]
-    assert log.history_counts(A) == {"": 3, "client1": 2}
-    assert [log.full_histories(A, num) for num in (2, 3)] == [["", "client1"], []]
-    assert (log.unmerged_histories(), log.full_histories(B, 1)) == ({A}, [])
+    assert log.ask(lambda c: step_history.counts(c, A)) == {"": 3, "client1": 2}
+    assert log.ask(lambda c: step_history.full_parties(c, A, 2)) == ["", "client1"]
+    assert log.ask(lambda c: step_history.full_parties(c, A, 3)) == []
+    assert log.ask(lambda c: step_history.full_parties(c, B, 1)) == []
+    assert log.ask(step_history.unmerged_runs) == {A}
 
     log.append(term, [record(A, 2)], histories=[recorded(5)])  # done again, out of the block
     assert segments_of(log) == [4, 5, 7, 8]
     log.append(term, [record(A, 3)], histories=[recorded(6)])
     assert shown_of(log) == before[""]
     log.append(term, [record(A, 4)], returns={A: 3})
-    (kept,) = log.history(A, Party(""), ALL, -1, 99)
+    (kept,) = page(log, Party(""), ALL, -1, 99)
     assert (kept.segment, kept.to_step, kept.ends) == (3, 15, ((1, 5), (2, 10), (3, 15)))
     assert segments_of(log, "client1") == [2]
     again = [recorded(i) for i in range(4, 9)]
@@ -301,7 +311,7 @@ def test_merged_histories_say_the_same_and_can_be_cut_at_every_segment(
 def test_of_what_stages_have_done_only_the_newest_segment_is_kept(log: Journal) -> None:
     term, party = lead(log, US), "client1/actions/0"
     log.append(term, [record(A, 0)], histories=[recorded(i, party) for i in range(1, 5)])
-    singles = log.single_histories(A, Party(party), 3)
+    singles = log.ask(lambda c: step_history.single_rows(c, A, Party(party), 3))
     newest = one_row(singles)
     assert newest == singles[-1]
     assert log.merge_histories(term, singles, newest)

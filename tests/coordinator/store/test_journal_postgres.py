@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError
-from stratagem.coordinator.store import postgres, schema
+from stratagem.coordinator.store import database, schema
 from stratagem.coordinator.store.journal import Journal
 from stratagem.coordinator.store.lead import FencedError, Lease, Silence, leading, look
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, lead, record
@@ -24,13 +24,13 @@ IDLE = "idle_in_transaction_session_timeout"
 
 def session(idle_s: float) -> list[str]:
     """What is said to a server that is to wait so long for who is idle in a transaction."""
-    return [each.replace("'3s'", f"'{idle_s:g}s'") for each in postgres._SESSION]
+    return [each.replace("'3s'", f"'{idle_s:g}s'") for each in database._SESSION]
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may stand still inside any transaction of a test."""
-    monkeypatch.setattr(postgres, "_SESSION", session(PATIENCE_S))
+    monkeypatch.setattr(database, "_SESSION", session(PATIENCE_S))
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_tables_are_made_again_when_the_server_has_lost_patience(
         make(connection)
 
     monkeypatch.undo()
-    monkeypatch.setattr(postgres, "_SESSION", session(QUICK_S))
+    monkeypatch.setattr(database, "_SESSION", session(QUICK_S))
     monkeypatch.setattr(schema, "_make", slowly)
     log = Journal.open(url)
     assert num_begun > 1
@@ -202,7 +202,7 @@ def test_the_server_may_crash_and_come_back_under_a_journal(
 def test_a_server_that_does_not_come_back_is_an_error(
     url: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.coordinator.store.postgres._PATIENCE_S", 0.2)
+    monkeypatch.setattr("stratagem.coordinator.store.database._POSTGRES_PATIENCE_S", 0.2)
     log = Journal.open(url)
     term = lead(log)
     postgres.stop()

@@ -10,7 +10,7 @@ from sqlalchemy.event import listen
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Party
-from stratagem.coordinator.store import database
+from stratagem.coordinator.store import database, step_history
 from stratagem.coordinator.store.journal import Journal
 from stratagem.coordinator.store.step_history import HistoryRow
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, events, lead, record
@@ -85,8 +85,8 @@ def test_whoever_looks_for_rows_to_merge_reads_no_values_of_steps(log: Journal) 
     asked: list[tuple[str, Any]] = []
     reader = log._database.reader
     listen(reader, "before_cursor_execute", lambda *told: asked.append((told[2], told[3])))
-    assert log.unmerged_histories() == {A}
-    assert log.history_counts(A) == {"": 3}
+    assert log.ask(step_history.unmerged_runs) == {A}
+    assert log.ask(lambda c: step_history.counts(c, A)) == {"": 3}
     with reader.connect() as connection:
         plans = [
             connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).scalars(3).all()
@@ -109,8 +109,8 @@ def test_what_is_no_journal_is_refused(path: Path) -> None:
 def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
     path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, pauses_s: list[float]
 ) -> None:
-    monkeypatch.setattr("stratagem.coordinator.store.sqlite._BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("stratagem.coordinator.store.sqlite._PATIENCE_S", patience_s)
+    monkeypatch.setattr("stratagem.coordinator.store.database._BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("stratagem.coordinator.store.database._SQLITE_PATIENCE_S", patience_s)
     time = FakeTime()
     monkeypatch.setattr(database, "time", time)
     log = Journal.open(path)
@@ -129,10 +129,10 @@ def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
 def test_a_full_disk_loses_nothing_that_was_acknowledged(path: Path) -> None:
     code = """
 from stratagem.common.base.errors import UnavailableError
-from stratagem.coordinator.store import sqlite
+from stratagem.coordinator.store import database
 from stratagem.coordinator.store.journal import Journal, Record
 from stratagem.coordinator.store.lead import Holder
-sqlite._PATIENCE_S = 0.0
+database._SQLITE_PATIENCE_S = 0.0
 log = Journal.open(Path(sys.argv[1]))
 term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
 def append(seq):

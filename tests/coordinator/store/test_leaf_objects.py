@@ -43,8 +43,8 @@ def collect(store: LeafBlobs, *live: Digest) -> None:
 def late_collection(store: LeafBlobs) -> Callable[[], None]:
     """What a coordinator deletes that has looked at all leaves, finds that nothing names them, and
     freezes then."""
-    found = store.leaves.found()
-    return lambda: store.leaves.collect(found, (), ())
+    copies = store.leaves.all_copies()
+    return lambda: store.leaves.collect(copies, (), ())
 
 
 def test_a_leaf_is_written_and_read_by_signed_requests(leaf_bucket: LeafBucket) -> None:

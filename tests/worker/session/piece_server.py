@@ -1,9 +1,11 @@
-"""A member that gives pieces of its snapshot, on a real server, and a folder of states."""
+"""A member that gives pieces of its snapshot, on a real server, or writes leaves to a folder of
+states."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from stratagem.common.rpc.tensor_transfer import serve_get
 from stratagem.common.tensors.leaves import StateFolder
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1 import worker_pb2_grpc
-from stratagem.worker.session.leaves import sent_pieces
+from stratagem.worker.host.states import SignedStream
+from stratagem.worker.session.leaves import FolderSink, sent_pieces, write_leaves
 from stratagem.worker.session.states import Frozen
 
 
@@ -25,6 +28,22 @@ def empty_folder(path: Path) -> StateFolder:
         (made.leaves / f"{number:02x}").mkdir()
     (path / "store-id").write_text("ours\n")
     return made
+
+
+async def written(
+    folder: StateFolder, state: Frozen, header: pb.WriteLeavesHeader
+) -> AsyncGenerator[pb.WriteLeavesResponse]:
+    """Yield what a member says that writes leaves to a folder."""
+
+    async def nothing_more() -> AsyncIterator[pb.WriteLeavesRequest]:
+        await asyncio.Event().wait()
+        yield pb.WriteLeavesRequest()
+
+    stream = SignedStream(nothing_more(), pb.WriteLeavesResponse, 30.0)
+    work = write_leaves(stream, FolderSink(folder, header), state, header)
+    async with aclosing(stream.responses(work)) as responses:
+        async for response in responses:
+            yield response
 
 
 class PieceServer(worker_pb2_grpc.WorkerServiceServicer):

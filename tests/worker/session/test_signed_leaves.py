@@ -27,7 +27,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host import states
 from stratagem.worker.host.blobs import ReceivedBlobs
 from stratagem.worker.host.states import SignedStream, fetch_state, received_list
-from stratagem.worker.session.leaves import NUM_ATTEMPTS, put_leaves
+from stratagem.worker.session.leaves import NUM_ATTEMPTS, ObjectSink, write_leaves
 from stratagem.worker.session.states import Frozen, freeze
 
 IDLE_S = 30.0
@@ -117,12 +117,12 @@ async def put(
     have: Iterable[str] = (),
     signer: Signer | None = None,
 ) -> list[pb.WrittenLeaf]:
-    request = pb.WriteLeavesRequest(rank=rank, num_ranks=num_ranks)
-    request.have.extend(bytes.fromhex(each) for each in have)
-    signer = signer or Signer(pb.PutLeavesRequest)
-    stream = SignedStream(signer.requests(), pb.PutLeavesResponse, IDLE_S)
+    header = pb.WriteLeavesHeader(rank=rank, num_ranks=num_ranks)
+    header.have.extend(bytes.fromhex(each) for each in have)
+    signer = signer or Signer(pb.WriteLeavesRequest)
+    stream = SignedStream(signer.requests(), pb.WriteLeavesResponse, IDLE_S)
     written = []
-    work = put_leaves(stream, store.carried, frozen, request)
+    work = write_leaves(stream, ObjectSink(stream, store.carried), frozen, header)
     async with aclosing(stream.responses(work)) as responses:
         first = await anext(responses)
         assert from_proto(first.manifest) == frozen.manifest
@@ -152,7 +152,7 @@ async def test_shares_make_the_whole(num_ranks: int) -> None:
 async def test_what_is_there_is_not_asked_for() -> None:
     frozen = state()
     have = [hashlib.sha256(each).hexdigest() for each in contents_of(frozen)[:4]]
-    signer, store = Signer(pb.PutLeavesRequest), Store()
+    signer, store = Signer(pb.WriteLeavesRequest), Store()
     written = await put(store, frozen, have=have, signer=signer)
     assert {leaf.number: leaf.written for leaf in written} == {n: n > 3 for n in range(6)}
     assert sorted(number for each in signer.asked for number in each) == [4, 5]
@@ -163,7 +163,7 @@ async def test_what_is_refused_is_asked_for_again_and_not_for_ever() -> None:
     store, frozen = Store(), state(1)
     first, second = (hashlib.sha256(each).hexdigest() for each in contents_of(frozen))
     store.num_refused = {first: NUM_ATTEMPTS - 1, second: 1}
-    signer = Signer(pb.PutLeavesRequest)
+    signer = Signer(pb.WriteLeavesRequest)
     assert len(await put(store, frozen, signer=signer)) == 2
     assert sorted(number for each in signer.asked for number in each) == [0, 0, 0, 1, 1]
     store.num_refused = {first: NUM_ATTEMPTS}
@@ -173,8 +173,8 @@ async def test_what_is_refused_is_asked_for_again_and_not_for_ever() -> None:
 
 async def test_many_leaves_are_asked_for_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "MAX_ASKED", 3)
-    signer = Signer(pb.PutLeavesRequest)
-    stream = SignedStream(signer.requests(), pb.PutLeavesResponse, IDLE_S)
+    signer = Signer(pb.WriteLeavesRequest)
+    stream = SignedStream(signer.requests(), pb.WriteLeavesResponse, IDLE_S)
 
     async def work() -> None:
         urls = await asyncio.gather(*(stream.url(number, bytes([number])) for number in range(7)))
@@ -187,15 +187,15 @@ async def test_many_leaves_are_asked_for_in_few_messages(monkeypatch: pytest.Mon
 
 
 async def test_a_coordinator_that_signs_nothing_more_ends_the_share() -> None:
-    signer = Signer(pb.PutLeavesRequest)
+    signer = Signer(pb.WriteLeavesRequest)
     signer.send(None)
     with pytest.raises(UnavailableError, match="signs nothing more"):
         await put(Store(), state(), signer=signer)
-    silent = SignedStream(Signer(pb.PutLeavesRequest).requests(), pb.PutLeavesResponse, SHORT_S)
+    silent = SignedStream(Signer(pb.WriteLeavesRequest).requests(), pb.WriteLeavesResponse, SHORT_S)
     with pytest.raises(UnavailableError, match=r"has signed nothing for 0\.1 s"):
         await silent.url(0)
-    signer = Signer(pb.PutLeavesRequest)
-    signer.send(pb.PutLeavesRequest(header=pb.WriteLeavesRequest()))
+    signer = Signer(pb.WriteLeavesRequest)
+    signer.send(pb.WriteLeavesRequest(header=pb.WriteLeavesHeader()))
     with pytest.raises(InvalidInputError, match="signed requests must follow"):
         await put(Store(), state(), signer=signer)
 

@@ -25,9 +25,9 @@ from stratagem.common.tensors.manifest import DEFAULT_LIMITS, from_proto
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.blobs import ReceivedBlobs
 from stratagem.worker.host.states import DirectStates
-from stratagem.worker.session.leaves import check_folder, check_request, written_leaves
+from stratagem.worker.session.leaves import FolderSink, check_header
 from stratagem.worker.session.states import Frozen, freeze
-from tests.worker.session.piece_server import empty_folder
+from tests.worker.session.piece_server import empty_folder, written
 
 UPLOAD = f"{7:010}-{'a' * 16}"
 
@@ -56,12 +56,12 @@ async def write(
     num_ranks: int = 1,
     have: Iterable[Digest] = (),
 ) -> list[pb.WrittenLeaf]:
-    request = pb.WriteLeavesRequest(upload=UPLOAD, rank=rank, num_ranks=num_ranks)
-    request.have.extend(bytes.fromhex(each) for each in have)
-    check_request(request)
-    first, *rest = [message async for message in written_leaves(folder, frozen, request)]
+    header = pb.WriteLeavesHeader(store_id="ours", upload=UPLOAD, rank=rank, num_ranks=num_ranks)
+    header.have.extend(bytes.fromhex(each) for each in have)
+    check_header(header)
+    first, *rest = [message async for message in written(folder, frozen, header)]
     assert from_proto(first.manifest) == frozen.manifest
-    return [message.leaf for message in rest]
+    return sorted((message.leaf for message in rest), key=lambda leaf: leaf.number)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
@@ -115,8 +115,8 @@ async def test_nothing_reads_the_snapshot_once_the_call_has_ended(
     monkeypatch.setattr(folder, "write_leaf", slow)
 
     async def call() -> None:
-        request = pb.WriteLeavesRequest(upload=UPLOAD, num_ranks=1)
-        async with aclosing(written_leaves(folder, state(), request)) as messages:
+        header = pb.WriteLeavesHeader(store_id="ours", upload=UPLOAD, num_ranks=1)
+        async with aclosing(written(folder, state(), header)) as messages:
             async for _ in messages:
                 pass
 
@@ -137,17 +137,15 @@ def test_a_request_that_makes_no_sense_and_another_folder_are_refused(
         (UPLOAD, 0, 0, "rank: 0 is not below num_ranks, 0"),
         (UPLOAD, 2, 2, "rank: 2 is not below num_ranks, 2"),
     ):
-        request = pb.WriteLeavesRequest(upload=upload, rank=rank, num_ranks=num_ranks)
+        header = pb.WriteLeavesHeader(upload=upload, rank=rank, num_ranks=num_ranks)
         with pytest.raises(InvalidInputError, match=said):
-            check_request(request)
-    assert check_folder(folder, "ours") is folder
-    for wrong in ("", "another"):
+            check_header(header)
+    header = pb.WriteLeavesHeader(store_id="another")
+    for other in (folder, StateFolder(tmp_path / "elsewhere")):
         with pytest.raises(NotFoundError, match="is not the coordinator's folder"):
-            check_folder(folder, wrong)
+            FolderSink(other, header)
     with pytest.raises(NotFoundError, match="--state-folder"):
-        check_folder(None, "ours")
-    with pytest.raises(NotFoundError):
-        check_folder(StateFolder(tmp_path / "elsewhere"), "")
+        FolderSink(None, header)
 
 
 async def listed(folder: StateFolder, frozen: Frozen) -> Digest:

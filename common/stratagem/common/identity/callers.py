@@ -290,7 +290,6 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     # What a worker does for the coordinator; a live state and pieces also for members of a party.
     f"{_WORKER}Execute": _ORDER,
     f"{_WORKER}WriteLeaves": _ORDER,
-    f"{_WORKER}PutLeaves": _ORDER,
     f"{_WORKER}FetchState": _ORDER,
     f"{_WORKER}SetState": _ORDER,
     f"{_WORKER}GetGradients": _ORDER,

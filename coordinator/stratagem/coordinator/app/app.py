@@ -69,11 +69,11 @@ from stratagem.coordinator.runtime.relay import RelayHub
 from stratagem.coordinator.runtime.rendezvous import Barriers
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.runtime.supervisor import Chores, RunSupervisor
+from stratagem.coordinator.store.database import SCHEME
 from stratagem.coordinator.store.fact_log import Committed, Recorded
 from stratagem.coordinator.store.journal import Journal
 from stratagem.coordinator.store.lead import Holder, Lead
 from stratagem.coordinator.store.leaves import LeafBlobs
-from stratagem.coordinator.store.postgres import SCHEME
 
 # ---- Process ----
 

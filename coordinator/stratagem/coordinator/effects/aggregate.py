@@ -38,9 +38,7 @@ from stratagem.coordinator.updates.fold import (
     Combination,
     Folded,
     FoldStoppedError,
-    MeanOfSums,
     Rebasing,
-    RegionalMean,
     fold_weighted_mean,
     mean_factors,
 )
@@ -60,6 +58,8 @@ from stratagem.coordinator.updates.upload import SpoolEntry
 from stratagem.coordinator.updates.weighing import (
     ControlledMean,
     Fairness,
+    MeanOfSums,
+    RegionalMean,
     ScaledChanges,
     Shares,
     length_of_steps,

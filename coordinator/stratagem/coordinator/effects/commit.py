@@ -84,7 +84,7 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
 
 
 async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, int]:
-    """Store a state of which members hold parts; its digest and size in bytes."""
+    """Store a state of which members hold parts; return its digest and size in bytes."""
     parts = _holders(effect)
     written = await written_by_owners(env, parts, effect.segment)
     if written is not None:
@@ -94,12 +94,12 @@ async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, i
 
 
 def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
-    """Return by part who has it: those whose own it is, and then those with a mirror of it."""
+    """Return the holders of each part: its owners, then those with a mirror of it."""
     mirrors = effect.mirrors or ((),) * len(effect.parts)
     return [
-        [PartHolder(_session(effect, member)) for member in own]
-        + [PartHolder(_session(effect, member), of_mirror=True) for member in also]
-        for own, also in zip(effect.parts, mirrors, strict=True)
+        [PartHolder(_session(effect, member)) for member in owners]
+        + [PartHolder(_session(effect, member), of_mirror=True) for member in mirroring]
+        for owners, mirroring in zip(effect.parts, mirrors, strict=True)
     ]
 
 
@@ -124,10 +124,10 @@ async def merged(
     *,
     joins_rows: bool = False,
 ) -> tuple[Digest, int]:
-    """Pull all parts and write them as one blob; its digest and size in bytes.
+    """Pull all parts and write them as one blob; return its digest and size in bytes.
 
-    writer_of: of the blob; unless given, it is one file. joins_rows: see `joined_rows`. Raises
-    ContradictionError for parts that make no whole.
+    writer_of: makes the writer of the blob; unless given, it is one file. joins_rows: see
+    `joined_rows`. Raises ContradictionError for parts that make no whole.
     """
     parts: list[StatePart] = []
     cancelled = threading.Event()
@@ -188,14 +188,13 @@ LOST: Final = (
     *(ContradictionError, IntegrityError, InvalidInputError),
     *(LimitError, NotFoundError, PermissionDeniedError),
 )
-"""What says that a worker does not have the file, or not as it was."""
+"""Errors that mean that a worker does not have the file, or not as it was."""
 
 
 async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
     """Report CommitUploaded, or SoleCopiesLost where a worker does not have its file any more."""
-    pulls = [
-        partial(_kept, env, effect, *each) for each in zip(effect.holders, effect.kept, strict=True)
-    ]
+    copies = zip(effect.holders, effect.kept, strict=True)
+    pulls = [partial(_sole_copy, env, effect, *copy) for copy in copies]
     try:
         digest, size_bytes = await merged(
             env,
@@ -216,9 +215,9 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
 
 
 def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) -> bool:
-    """Return True when a worker that has not sent its file will not: it does not have it, is lost,
-    or has left. Of a run that has ended no other start of it is asked, and nothing is retried but
-    what a worker that is there has not answered: the run could not be resumed meanwhile."""
+    """Return True when a worker that has not sent its file never will: it does not have it, is
+    lost, or has left. If the run has ended, which cannot be resumed meanwhile, no other start of
+    the worker is asked, and only a call that a present worker did not answer is repeated."""
     holders = [(holder, env.state.workers.get(holder.worker_id)) for holder in effect.holders]
     are_gone = any(record is None or not record.is_alive for _, record in holders)
     run = env.state.runs.get(effect.run_id)
@@ -229,7 +228,7 @@ def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) ->
 
 
 async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:
-    """What all members have, as it was committed."""
+    """Return the committed part, which all members have."""
 
     def copy() -> StatePart:
         limits = Limits(max_total_bytes=env.settings.max_state_bytes)
@@ -248,16 +247,16 @@ async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:
     return await env.in_thread(copy)
 
 
-async def _kept(
+async def _sole_copy(
     env: EffectContext, effect: UploadCommit, holder: Member, digest: Digest
 ) -> StatePart:
     at = WorkerSession(holder, effect.run_id, effect.party, effect.membership)
     async with env.pulls:
         part = await pull_kept(env, at, effect.segment)
     try:
-        found = await env.in_thread(lambda: _digest_of(part))
-        if found != digest:
-            text = f"the file of worker {holder.worker_id} has the digest {found}, not {digest}"
+        actual = await env.in_thread(lambda: _digest_of(part))
+        if actual != digest:
+            text = f"the file of worker {holder.worker_id} has the digest {actual}, not {digest}"
             raise IntegrityError(text)
     except BaseException:
         part.data.close()

@@ -29,103 +29,47 @@ from stratagem.coordinator.effects.execute import kept_states, leaves_in, may_wr
 from stratagem.coordinator.effects.snapshot import PartHolder
 from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.runtime.supervisor import task_group
-from stratagem.coordinator.store.leaf_objects import LeafObjects
 from stratagem.coordinator.store.leaves import DirectUpload, LeafBlobs
 from stratagem.coordinator.updates.merge import (
     ContradictionError,
     PiecedLeaf,
-    WholeState,
     pieced_leaves,
     shared_out,
     whole_of,
 )
 from stratagem.v1 import worker_pb2
 
-# ---- Calls ----
+# ---- Orders ----
 #
-# A member writes its share of the leaves in one call.
+# Each member writes its leaves in one call, and reports the digest of each leaf once it is
+# durable. When all leaves are there, the coordinator makes their list durable, which completes the
+# state. A failure before that leaves only files that nothing names.
 #
 # Members that see the folder of states need nothing else. Members have no keys of an object
 # store: inside the call they ask for a signed request for each leaf, whose name contains its
 # digest.
-
-LeafMessage = worker_pb2.WriteLeavesResponse | worker_pb2.PutLeavesResponse
-
-
-class LeafCall:
-    """One call, its messages and the requests that are signed in it."""
-
-    def __init__(
-        self, stub: Any, request: worker_pb2.WriteLeavesRequest, signs: LeafObjects | None
-    ) -> None:
-        """signs: where leaves are objects."""
-        self._request = request
-        self._call: Any = stub.WriteLeaves(request) if signs is None else stub.PutLeaves()
-        self._signing: LeafSigning | None = None
-        if signs is not None:
-            self._signing = LeafSigning(
-                self._call,
-                worker_pb2.PutLeavesRequest,
-                lambda leaves: signs.signed_puts(leaves, request.upload),
-            )
-
-    async def begin(self) -> None:
-        """Send the request, where it is the first message of a stream."""
-        if self._signing is not None:
-            await self._call.wait_for_connection()
-            await write_message(self._call, worker_pb2.PutLeavesRequest(header=self._request))
-
-    async def read(self) -> Any:
-        """Return the next message; None at a good end. Raises AioRpcError, or UnavailableError for
-        an end that is not good."""
-        message = await self._call.read()
-        if message is not grpc.aio.EOF:
-            return message
-        code = await self._call.code()
-        if code is not grpc.StatusCode.OK:
-            raise UnavailableError(f"{code.name}: {await self._call.details()}")
-        return None
-
-    async def sign(self, asked: Sequence[worker_pb2.AskedLeaf]) -> None:
-        """Send a signed request for each leaf that is asked for, which the caller has checked.
-        Raises LimitError for too many, and InvalidInputError where there is a folder."""
-        if self._signing is None:
-            raise InvalidInputError.at("message", "asks for signed requests, and there is a folder")
-        leaves = [Digest(leaf.digest.hex()) for leaf in asked]
-        await self._signing.answer([leaf.number for leaf in asked], leaves)
-
-    def cancel(self) -> None:
-        """End the call; does nothing to one that has ended."""
-        self._call.cancel()
-
-
-# ---- Orders ----
 #
-# Each member writes the leaves that it is asked for, and reports the digest of each leaf once it
-# is durable. When all leaves are there, the coordinator makes their list durable, which completes
-# the state. A failure before that leaves only files that nothing names.
-#
-# What a member can no longer do, the others do. The sizes of the leaves are compared, and one
+# If a member fails, the others write its leaves. The sizes of the leaves are compared, and one
 # leaf is read again: a wrong one reveals a worker that writes other bytes than it has.
 
 NUM_IDLE_TIMEOUTS: Final = 4
-"""Of a stream: a leaf takes longer than a chunk."""
+"""Idle timeouts of a stream before a call is given up: a leaf takes longer than a chunk."""
 _DIGEST_BYTES: Final = 32
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class ToldLeaves:
-    """What members have said about the leaves of one state."""
+class ReportedLeaves:
+    """The leaves of one state as members report them."""
 
     limits: Limits
     manifest: Manifest | None = None
     sizes: Sequence[int] = ()
-    """Of the leaves, in order."""
+    """Sizes of the leaves, in order."""
     digests: dict[int, Digest] = field(default_factory=dict)
     written: dict[WorkerId, dict[int, Digest]] = field(default_factory=dict)
-    """What each member has written now, of what has not been read again."""
+    """The new leaves of each member since leaves were last compared."""
 
     @classmethod
     def of(cls, manifest: Manifest, limits: Limits) -> Self:
@@ -144,76 +88,71 @@ class ToldLeaves:
         assert self.manifest is not None
         return self.manifest
 
-    def in_order(self) -> list[Digest]:
-        return [self.digests[number] for number in range(self.num_leaves)]
-
     def begin(self, manifest: Manifest, worker_id: WorkerId) -> None:
+        """Take the manifest of a member that has the whole state."""
         if self.manifest is None:
             self.manifest, self.sizes = manifest, [leaf.size for leaf in leaves_of(manifest)]
         elif manifest != self.manifest:
             raise ContradictionError(f"worker {worker_id} has other tensors than other members")
 
-    def add(self, leaf: worker_pb2.WrittenLeaf, asked: Collection[int]) -> Digest:
-        """Check and take in one leaf; return its digest."""
-        _check_leaf(leaf, asked)
-        digest = self.digests[leaf.number] = Digest(leaf.digest.hex())
-        return digest
 
-
-def _check_leaf(
-    leaf: worker_pb2.WrittenLeaf | worker_pb2.AskedLeaf, asked: Collection[int]
-) -> None:
-    if leaf.number not in asked or len(leaf.digest) != _DIGEST_BYTES:
+def _checked(
+    leaf: worker_pb2.WrittenLeaf | worker_pb2.AskedLeaf, numbers: Collection[int]
+) -> tuple[int, Digest]:
+    """Return number and digest of a leaf, which must be one of those that were ordered."""
+    if leaf.number not in numbers or len(leaf.digest) != _DIGEST_BYTES:
         raise InvalidInputError.at("leaf", f"{leaf.number} was not asked of this worker")
+    return leaf.number, Digest(leaf.digest.hex())
 
 
 @dataclass(frozen=True, slots=True)
 class LeafOrder:
-    """What one member is asked to write."""
+    """The order to one member to write leaves."""
 
     at: WorkerSession
-    request: worker_pb2.WriteLeavesRequest
+    header: worker_pb2.WriteLeavesHeader
     numbers: Collection[int] | None = None
-    """Of the leaves; None where they follow from the rank that the request names."""
+    """Numbers of the leaves; None where they follow from the rank in the header."""
 
-    def asked(self, num_leaves: int) -> Collection[int]:
-        """Return the numbers of the leaves, of so many that there are."""
+    def numbers_of(self, num_leaves: int) -> Collection[int]:
+        """Return the numbers of this order's leaves in a state of num_leaves."""
         if self.numbers is not None:
             return self.numbers
-        return range(self.request.rank, num_leaves, self.request.num_ranks)
+        return range(self.header.rank, num_leaves, self.header.num_ranks)
 
 
-OrdersOf = Callable[[Sequence[WorkerSession], ToldLeaves], Sequence[LeafOrder]]
-"""Returns what is asked of members that write, for all that has not been told yet."""
+OrdersOf = Callable[[Sequence[WorkerSession], ReportedLeaves], Sequence[LeafOrder]]
+"""Shares the leaves that are not reported yet out among members."""
 
 
 async def written_leaves(
     env: EffectContext,
     upload: DirectUpload,
     writers: Sequence[WorkerSession],
-    told: ToldLeaves,
+    reported: ReportedLeaves,
     orders_of: OrdersOf,
 ) -> Digest | None:
-    """Have members write all leaves of a state, and make the list of them durable; return the
-    digest of the state, or None where no member is left that can write."""
-    while writers and not told.is_complete:
-        have = [bytes.fromhex(leaf) for leaf in sorted(upload.have | {*told.digests.values()})]
-        orders = orders_of(writers, told)
+    """Have members write all leaves of a state, and make their list durable; return the digest of
+    the state, or None where no member is left that can write."""
+    while writers and not reported.is_complete:
+        have = [bytes.fromhex(leaf) for leaf in sorted(upload.have | {*reported.digests.values()})]
+        orders = orders_of(writers, reported)
         for order in orders:
-            order.request.have.extend(have)
-        failed = await _ask_all(env, orders, told)
-        failed += await env.in_thread(lambda: _wrong(upload, told))
+            order.header.have.extend(have)
+        failed = await _ask_all(env, orders, reported)
+        failed += await env.in_thread(lambda: _wrong(upload, reported))
         writers = [at for at in writers if at.member.worker_id not in failed]
-    if not told.is_complete:
+    if not reported.is_complete:
         return None
     failpoint("coordinator.leaves.gathered")
-    return await env.in_thread(lambda: upload.commit(told.whole(), told.in_order()))
+    digests = [reported.digests[number] for number in range(reported.num_leaves)]
+    return await env.in_thread(lambda: upload.commit(reported.whole(), digests))
 
 
 async def begun_upload(env: EffectContext, leaves: LeafBlobs, at: WorkerSession) -> DirectUpload:
-    """Begin an upload; one that nobody waits for any more ends at once."""
-    kept = kept_states(env, at.run_id)
-    begun = asyncio.ensure_future(env.in_thread(lambda: leaves.upload(kept)))
+    """Begin an upload, which ends at once when the caller is cancelled."""
+    states = kept_states(env, at.run_id)
+    begun = asyncio.ensure_future(env.in_thread(lambda: leaves.upload(states)))
     try:
         return await asyncio.shield(begun)
     except asyncio.CancelledError:
@@ -229,27 +168,27 @@ def _end(begun: asyncio.Future[DirectUpload]) -> None:
 def order_of(
     env: EffectContext, at: WorkerSession, store_id: str, upload: DirectUpload, segment: int
 ) -> LeafOrder:
-    """Return an order about a snapshot that names no leaves yet."""
-    request = worker_pb2.WriteLeavesRequest(
+    """Return an order about the snapshot of a segment that names no leaves yet."""
+    header = worker_pb2.WriteLeavesHeader(
         fence=env.links.to(at.member, env.state).fence(at.membership),
         session=at.ref,
         snapshot=segment,
         store_id=store_id,
         upload=upload.name,
     )
-    return LeafOrder(at, request)
+    return LeafOrder(at, header)
 
 
 async def _ask_all(
-    env: EffectContext, orders: Sequence[LeafOrder], told: ToldLeaves
+    env: EffectContext, orders: Sequence[LeafOrder], reported: ReportedLeaves
 ) -> list[WorkerId]:
-    """Have each member write what it is asked for; return those that have not."""
+    """Have each member write its leaves; return those that have not."""
     failed: list[WorkerId] = []
     contradictions: list[ContradictionError] = []
 
     async def ask(order: LeafOrder) -> None:
         try:
-            await _ask(env, order, told)
+            await _ask(env, order, reported)
         except ContradictionError as error:
             contradictions.append(error)
         except StratagemError as error:
@@ -265,110 +204,98 @@ async def _ask_all(
     return failed
 
 
-async def _ask(env: EffectContext, order: LeafOrder, told: ToldLeaves) -> None:
+async def _ask(env: EffectContext, order: LeafOrder, reported: ReportedLeaves) -> None:
     member = order.at.member
-    written = told.written.setdefault(member.worker_id, {})
-    num_told = 0
+    written = reported.written.setdefault(member.worker_id, {})
+    num_reported = 0
 
-    def take(message: LeafMessage) -> None:
-        nonlocal num_told
+    def numbers() -> Collection[int]:
+        return order.numbers_of(reported.num_leaves)
+
+    def take(message: worker_pb2.WriteLeavesResponse) -> None:
+        nonlocal num_reported
         if message.WhichOneof("message") == "manifest":
             if order.numbers is None:
-                manifest = from_proto(message.manifest, told.limits, Purpose.STATE)
-                told.begin(manifest, member.worker_id)
+                manifest = from_proto(message.manifest, reported.limits, Purpose.STATE)
+                reported.begin(manifest, member.worker_id)
             return
-        digest = told.add(message.leaf, order.asked(told.num_leaves))
-        num_told += 1
+        number, digest = _checked(message.leaf, numbers())
+        reported.digests[number] = digest
+        num_reported += 1
         if message.leaf.written:
-            written[message.leaf.number] = digest
+            written[number] = digest
 
-    await _call(env, member, order.request, take, lambda: order.asked(told.num_leaves))
-    if num_told != len(order.asked(told.num_leaves)):
+    await _call(env, member, order.header, take, numbers)
+    if num_reported != len(numbers()):
         raise UnavailableError(f"worker {member.worker_id} has not written all of its leaves")
-
-
-class DescribedPart(NamedTuple):
-    """A part of a state as the member that has it describes it; name: of the snapshot that it
-    is."""
-
-    manifest: Manifest
-    name: str
-    of_mirror: bool
-
-
-async def described_parts(
-    env: EffectContext, member: Member, request: worker_pb2.WriteLeavesRequest
-) -> list[DescribedPart]:
-    """Return what a member has of the snapshot that a request is about."""
-    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
-    found: list[DescribedPart] = []
-
-    def take(message: LeafMessage) -> None:
-        manifest = from_proto(message.manifest, limits, Purpose.STATE)
-        if message.name and len(found) < 2:
-            found.append(DescribedPart(manifest, message.name, message.of_mirror))
-
-    await _call(env, member, request, take, tuple)
-    return found
 
 
 async def _call(
     env: EffectContext,
     member: Member,
-    request: worker_pb2.WriteLeavesRequest,
-    take: Callable[[LeafMessage], None],
-    asked: Callable[[], Collection[int]],
+    header: worker_pb2.WriteLeavesHeader,
+    take: Callable[[worker_pb2.WriteLeavesResponse], None],
+    numbers: Callable[[], Collection[int]],
 ) -> None:
-    """Make a call to its end; asked: which leaves are asked for, of which requests are signed."""
+    """Make a call to its end; numbers: of the leaves for which requests are signed."""
     stall_s = NUM_IDLE_TIMEOUTS * env.settings.stream_idle_timeout_s
-    leaves = leaves_in(env)
-    signs = None if leaves is None else leaves.signs
-    call = LeafCall(env.links.to(member, env.state).stub, request, signs)
+
+    def silent(stall_s: float) -> Exception:
+        text = f"worker {member.worker_id} has written no leaf for {stall_s:g} s"
+        return UnavailableError(text)
+
+    call: Any = env.links.to(member, env.state).stub.WriteLeaves()
+    signing = LeafSigning(call, worker_pb2.WriteLeavesRequest, partial(_signed, env, header.upload))
     try:
-        async with StallTimeout(stall_s, _is_silent(member)) as peer:
-            await call.begin()
+        async with StallTimeout(stall_s, silent) as peer:
+            await call.wait_for_connection()
+            await write_message(call, worker_pb2.WriteLeavesRequest(header=header))
             while True:
                 with peer.waiting():
                     message = await call.read()
-                if message is None:
+                if message is grpc.aio.EOF:
                     break
                 if message.WhichOneof("message") != "asked":
                     take(message)
                     continue
-                for leaf in message.asked.leaves:
-                    _check_leaf(leaf, asked())
-                await call.sign(message.asked.leaves)
+                asked = [_checked(leaf, numbers()) for leaf in message.asked.leaves]
+                await signing.answer([n for n, _ in asked], [leaf for _, leaf in asked])
+            code = await call.code()
+            if code is not grpc.StatusCode.OK:
+                raise UnavailableError(f"{code.name}: {await call.details()}")
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     finally:
         call.cancel()
 
 
-def _is_silent(member: Member) -> Callable[[float], Exception]:
-    return lambda stall_s: UnavailableError(
-        f"worker {member.worker_id} has written no leaf for {stall_s:g} s"
-    )
+def _signed(env: EffectContext, upload: str, leaves: Sequence[Digest]) -> Sequence[str]:
+    """Return signed requests by which a member may write leaves of an upload."""
+    blobs = leaves_in(env)
+    if blobs is None or blobs.signs is None:
+        raise InvalidInputError.at("message", "asks for signed requests, and there is a folder")
+    return blobs.signs.signed_puts(leaves, upload)
 
 
-def _wrong(upload: DirectUpload, told: ToldLeaves) -> list[WorkerId]:
-    """Compare the sizes of the leaves that were written now, and read one of them; where one has
-    other bytes, forget all that its worker has written, and return such workers."""
-    written = [(who, number) for who, leaves in told.written.items() for number in leaves]
+def _wrong(upload: DirectUpload, reported: ReportedLeaves) -> list[WorkerId]:
+    """Compare the sizes of new leaves, and read one of them; return the workers with a leaf of
+    other bytes, and forget all new leaves of theirs."""
+    written = [(who, number) for who, leaves in reported.written.items() for number in leaves]
     if not written:
         return []
-    sizes = {told.written[who][number]: told.sizes[number] for who, number in written}
+    sizes = {reported.written[who][number]: reported.sizes[number] for who, number in written}
     lacking = upload.lacking(sizes)
     worker_id, number = secrets.choice(written)
-    leaf = told.written[worker_id][number]
+    leaf = reported.written[worker_id][number]
     if leaf not in lacking and not upload.check(leaf):
         lacking.add(leaf)
-    wrong = [who for who, leaves in told.written.items() if lacking & {*leaves.values()}]
+    wrong = [who for who, leaves in reported.written.items() if lacking & {*leaves.values()}]
     for who in wrong:
-        leaf = min(lacking & {*told.written[who].values()})
+        leaf = min(lacking & {*reported.written[who].values()})
         log.error("a leaf has other bytes", worker_id=who, leaf=leaf)
-        for each in told.written[who]:
-            told.digests.pop(each, None)
-    told.written.clear()
+        for number in reported.written[who]:
+            reported.digests.pop(number, None)
+    reported.written.clear()
     return wrong
 
 
@@ -390,10 +317,10 @@ async def written_by_members(
     if not writers:
         return None
     with await begun_upload(env, leaves, sessions[0]) as upload:
-        told = ToldLeaves(Limits(max_total_bytes=env.settings.max_state_bytes))
+        reported = ReportedLeaves(Limits(max_total_bytes=env.settings.max_state_bytes))
         orders = partial(_shares, env, leaves.store_id, upload, segment)
-        digest = await written_leaves(env, upload, writers, told, orders)
-    return None if digest is None else (digest, told.whole())
+        digest = await written_leaves(env, upload, writers, reported, orders)
+    return None if digest is None else (digest, reported.whole())
 
 
 def _shares(
@@ -402,13 +329,13 @@ def _shares(
     upload: DirectUpload,
     segment: int,
     writers: Sequence[WorkerSession],
-    _: ToldLeaves,
+    _: ReportedLeaves,
 ) -> list[LeafOrder]:
     """Give each member its share by number, of a state that all of them have."""
     orders = []
     for rank, at in enumerate(writers):
         order = order_of(env, at, store_id, upload, segment)
-        order.request.rank, order.request.num_ranks = rank, len(writers)
+        order.header.rank, order.header.num_ranks = rank, len(writers)
         orders.append(order)
     return orders
 
@@ -423,7 +350,7 @@ def _shares(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the state, and who has it under which name of a snapshot."""
+    """A part of the state, and the members that have it, with the snapshot's name there."""
 
     manifest: Manifest
     sources: Mapping[WorkerId, tuple[WorkerSession, str]]
@@ -435,74 +362,85 @@ async def written_by_owners(
     """Return digest and size in bytes of the state whose parts these members hold, once it is
     durable in the store; None where states are files, or a part is with nobody that can write.
 
-    parts: per part, the members any of which has it. Raises ContradictionError where the parts
-    make no whole.
+    parts: the members that have each part. Raises ContradictionError where the parts make no
+    whole.
     """
     leaves = leaves_in(env)
     if leaves is None:
         return None
-    able = [
-        [each for each in part if may_write_leaves(env, leaves, each.at.member)] for part in parts
-    ]
+    able = [[it for it in part if may_write_leaves(env, leaves, it.at.member)] for part in parts]
     if not all(able):
         return None
-    sessions = {each.at.member.worker_id: each.at for part in able for each in part}
+    sessions = {it.at.member.worker_id: it.at for part in able for it in part}
     with await begun_upload(env, leaves, able[0][0].at) as upload:
         order = partial(order_of, env, store_id=leaves.store_id, upload=upload, segment=segment)
         asked = (_described(env, order(at)) for at in sessions.values())
-        said = dict(zip(sessions, await asyncio.gather(*asked), strict=True))
-        held = [_part_of(holders, said) for holders in able]
-        known = [part for part in held if part is not None]
-        if len(known) < len(held):
+        described = dict(zip(sessions, await asyncio.gather(*asked), strict=True))
+        candidates = (_part_of(holders, described) for holders in able)
+        present = [part for part in candidates if part is not None]
+        if len(present) < len(able):
             return None
         failpoint("coordinator.parts.described")
         limits = Limits(max_total_bytes=env.settings.max_state_bytes)
-        manifests = [part.manifest for part in known]
+        manifests = [part.manifest for part in present]
         whole = await env.in_thread(lambda: whole_of(manifests, limits))
-        pieced = await env.in_thread(lambda: _pieced(whole))
-        told = ToldLeaves.of(whole.manifest, limits)
-        orders = partial(_orders, env, _Divided(order, known, pieced))
-        writers = [at for who, at in sessions.items() if said[who]]
-        digest = await written_leaves(env, upload, writers, told, orders)
+        pieced = await env.in_thread(lambda: dict(enumerate(pieced_leaves(*whole))))
+        reported = ReportedLeaves.of(whole.manifest, limits)
+        orders = partial(_orders, env, _Divided(order, present, pieced))
+        writers = [at for who, at in sessions.items() if described[who]]
+        digest = await written_leaves(env, upload, writers, reported, orders)
     return None if digest is None else (digest, whole.manifest.total_bytes)
 
 
-def _pieced(whole: WholeState) -> dict[int, PiecedLeaf]:
-    return dict(enumerate(pieced_leaves(whole.manifest, whole.sources)))
+class DescribedPart(NamedTuple):
+    """A part of a state as the member that has it describes it; name: of the snapshot."""
+
+    manifest: Manifest
+    name: str
+    of_mirror: bool
 
 
 async def _described(env: EffectContext, order: LeafOrder) -> list[DescribedPart]:
-    """Return the parts that a member has; none where it does not say."""
-    order.request.describe = True
+    """Return the parts that a member has; none where it does not answer."""
+    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    parts: list[DescribedPart] = []
+
+    def take(message: worker_pb2.WriteLeavesResponse) -> None:
+        manifest = from_proto(message.manifest, limits, Purpose.STATE)
+        if message.name and len(parts) < 2:
+            parts.append(DescribedPart(manifest, message.name, message.of_mirror))
+
+    order.header.describe = True
     try:
-        return await described_parts(env, order.at.member, order.request)
+        await _call(env, order.at.member, order.header, take, tuple)
     except StratagemError as error:
         log.info("no part from here", worker_id=order.at.member.worker_id, reason=str(error))
         return []
+    return parts
 
 
 def _part_of(
-    holders: Sequence[PartHolder], said: Mapping[WorkerId, Sequence[DescribedPart]]
+    holders: Sequence[PartHolder], described: Mapping[WorkerId, Sequence[DescribedPart]]
 ) -> _Part | None:
     """Return a part with those of its holders that have described it; None where none has."""
-    found = [
+    candidates = [
         (holder.at, part)
         for holder in holders
-        for part in said[holder.at.member.worker_id]
+        for part in described[holder.at.member.worker_id]
         if part.of_mirror == holder.of_mirror
     ]
-    if not found:
+    if not candidates:
         return None
-    manifest = found[0][1].manifest
-    alike = [(at, part.name) for at, part in found if part.manifest == manifest]
-    if len(alike) < len(found):
+    manifest = candidates[0][1].manifest
+    alike = [(at, part.name) for at, part in candidates if part.manifest == manifest]
+    if len(alike) < len(candidates):
         log.warning("a mirror of a part has other tensors, and is left out")
     return _Part(manifest, {at.member.worker_id: (at, name) for at, name in alike})
 
 
 @dataclass(frozen=True, slots=True)
 class _Divided:
-    """What orders to write leaves of one divided state are made of."""
+    """The parts and leaves of one divided state, from which orders are made."""
 
     order: Callable[[WorkerSession], LeafOrder]
     parts: Sequence[_Part]
@@ -510,21 +448,24 @@ class _Divided:
 
 
 def _orders(
-    env: EffectContext, divided: _Divided, writers: Sequence[WorkerSession], told: ToldLeaves
+    env: EffectContext,
+    divided: _Divided,
+    writers: Sequence[WorkerSession],
+    reported: ReportedLeaves,
 ) -> list[LeafOrder]:
-    """Share the leaves that are not told yet out among the members that write."""
-    due = {n: leaf for n, leaf in divided.leaves.items() if n not in told.digests}
+    """Share the leaves that are not reported yet out among members."""
+    due = {n: leaf for n, leaf in divided.leaves.items() if n not in reported.digests}
     ids = [at.member.worker_id for at in writers]
-    held = [[n for n, part in enumerate(divided.parts) if who in part.sources] for who in ids]
+    parts_of = [[n for n, part in enumerate(divided.parts) if who in part.sources] for who in ids]
     orders = []
-    for at, numbers in zip(writers, shared_out(due, held), strict=True):
+    for at, numbers in zip(writers, shared_out(due, parts_of), strict=True):
         if not numbers:
             continue
         order = replace(divided.order(at), numbers=numbers)
         for part in divided.parts:
-            order.request.holders.append(_holder(env, part, at, ids))
+            order.header.holders.append(_holder(env, part, at, ids))
         for number in numbers:
-            leaf = order.request.leaves.add(number=number)
+            leaf = order.header.leaves.add(number=number)
             for piece in due[number]:
                 leaf.pieces.add(holder=piece.part, offset=piece.offset, size=piece.size)
         orders.append(order)
@@ -534,10 +475,10 @@ def _orders(
 def _holder(
     env: EffectContext, part: _Part, writer: WorkerSession, writing: Collection[WorkerId]
 ) -> worker_pb2.PartHolder:
-    """Return from whom a writer gets a part: itself, else one that has not failed, if any."""
-    own = part.sources.get(writer.member.worker_id)
-    if own is not None:
-        return worker_pb2.PartHolder(name=own[1])
+    """Return a member that gives a writer a part: itself, else one that has not failed, if any."""
+    here = part.sources.get(writer.member.worker_id)
+    if here is not None:
+        return worker_pb2.PartHolder(name=here[1])
     good = [source for who, source in part.sources.items() if who in writing]
     at, name = (good or list(part.sources.values()))[0]
     return worker_pb2.PartHolder(address=env.links.to(at.member, env.state).address, name=name)

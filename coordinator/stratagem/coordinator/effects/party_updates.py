@@ -29,10 +29,10 @@ from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.store.shared_blobs import read_pieces
 from stratagem.coordinator.strategies.federated.rejections import reason_of
 from stratagem.coordinator.updates.floats import Raw
-from stratagem.coordinator.updates.fold import sums_manifest, write_sum
 from stratagem.coordinator.updates.reading import open_state
 from stratagem.coordinator.updates.spool import SpoolKey
 from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError
+from stratagem.coordinator.updates.weighing import sums_manifest, write_sum
 from stratagem.v1 import worker_pb2 as pb
 
 # ---- CollectUpdate ----

@@ -52,12 +52,11 @@ class BaseBlob:
 
 
 class SnapshotIntake:
-    """One snapshot on its way in; commit or abort it. After `accept`, used by one thread at a
-    time."""
+    """One snapshot on its way in; commit or abort it. After `accept`, for one thread at a time."""
 
     def __init__(self, writer_of: Callable[[Manifest], StateWriter], base: BaseBlob | None) -> None:
         self.name = ""
-        """Of the snapshot; "" where the worker gives it none."""
+        """The snapshot's name; "" where the worker gives none."""
         self._writer_of, self._base = writer_of, base
         self._same: Sequence[SameBytes] | None = None
         self._next = 0
@@ -79,8 +78,8 @@ class SnapshotIntake:
         return num_changed_bytes(same, manifest.total_bytes)
 
     def accept(self, manifest: Manifest) -> Callable[[bytes], None]:
-        """Begin the blob; return what takes the bytes that the worker sends, in order, and none
-        when all have come."""
+        """Begin the blob; return a function that takes the bytes that the worker sends, in order,
+        and empty ones at the end."""
         self._writer = self._writer_of(manifest)
         return self._write
 
@@ -95,17 +94,17 @@ class SnapshotIntake:
             self._writer.abort()
 
     def _write(self, data: bytes) -> None:
-        """Write bytes that were sent, and before, between and behind them what the base has."""
+        """Write bytes that were sent, with those of the base before, between and behind them."""
         assert self._writer is not None
         view = memoryview(data)
         while True:
             until = self._copy_same()
-            taken = view if until is None else view[: until - self._num_written]
-            if not taken:
+            part = view if until is None else view[: until - self._num_written]
+            if not part:
                 return
-            self._writer.write(taken)
-            self._num_written += len(taken)
-            view = view[len(taken) :]
+            self._writer.write(part)
+            self._num_written += len(part)
+            view = view[len(part) :]
 
     def _copy_same(self) -> int | None:
         """Write the ranges that are due; return where the next one begins."""
@@ -134,7 +133,7 @@ T = TypeVar("T")
 Ask = Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]
 """Requests a stream of tensors from an offset on."""
 NOT_BY_CHANGES: Final = (ConflictError, IntegrityError, InvalidInputError, NotFoundError)
-"""What says that a snapshot is not to be had by its changes alone."""
+"""Errors that mean that a snapshot cannot be had by its changes alone."""
 
 
 class PartHolder(NamedTuple):
@@ -147,8 +146,7 @@ class PartHolder(NamedTuple):
 async def from_any(
     holders: Sequence[PartHolder], pull_from: Callable[[PartHolder], Awaitable[T]]
 ) -> T:
-    """Return the result of the first holder that has it; raise the error of the last one when none
-    has."""
+    """Return the result of the first holder that has it; raise the last error when none has."""
     assert holders, "nobody has the snapshot"
     for holder in holders[:-1]:
         try:
@@ -164,7 +162,7 @@ async def pull_snapshot(
 ) -> tuple[Digest, Manifest]:
     """Pull the snapshot that a member took at the end of a segment; it is durable in the store.
 
-    Of the bytes of the snapshot that this session gave before, which are here, none is sent again.
+    Bytes that an earlier snapshot of this session has, and that are here, are not sent again.
     """
     link = env.links.to(at.member, env.state)
     base = await base_of(env, at)
@@ -180,23 +178,22 @@ async def pull_snapshot(
 async def pull_outputs(
     env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
-    """Pull what a member has kept beside its snapshot; it is durable in the store."""
+    """Pull the outputs that a member keeps beside its snapshot; they are durable in the store."""
     return await _pulled(env, at, env.links.to(at.member, env.state).outputs(at, segment))
 
 
 async def base_of(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
-    """Open the snapshot that the session gave before; None where it cannot be read, or was that of
-    another member."""
-    known = env.snapshots.get((at.run_id, Party(at.party)))
-    if known is None or known.member != at.member:
+    """Open the snapshot that this member gave before; None where there is none that can be read."""
+    pulled = env.snapshots.get((at.run_id, Party(at.party)))
+    if pulled is None or pulled.member != at.member:
         return None
     try:
-        manifest, data_start = await env.header(known.digest)
-        file = await env.in_thread(lambda: env.blobs.open(known.digest))
+        manifest, data_start = await env.header(pulled.digest)
+        file = await env.in_thread(lambda: env.blobs.open(pulled.digest))
     except (OSError, StratagemError) as error:
         log.info("no base for a snapshot", run_id=at.run_id, reason=str(error))
         return None
-    return BaseBlob(known.name, file, data_start, manifest.total_bytes)
+    return BaseBlob(pulled.name, file, data_start, manifest.total_bytes)
 
 
 async def _pulled(
@@ -221,13 +218,12 @@ async def pull_part(env: EffectContext, holder: PartHolder, segment: int) -> Sta
 
 
 async def pull_part_outputs(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
-    """Pull what a member has kept for the user's own metrics, into a scratch file of the
-    caller's."""
+    """Pull a member's outputs for the user's own metrics, into a scratch file of the caller."""
     return await _scratched(env, env.links.to(at.member, env.state).outputs(at, segment))
 
 
 async def pull_kept(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
-    """Pull the file in which a member has kept what it alone had at the end of a segment."""
+    """Pull the file of the tensors that a member alone had at the end of a segment."""
     return await _scratched(env, env.links.to(at.member, env.state).kept(at, segment))
 
 
@@ -247,7 +243,7 @@ async def _pull(
     begin: Callable[[Manifest], Callable[[bytes], None]],
     size_of: SizeOf = all_of_it,
 ) -> Manifest:
-    """Download into the sink that `begin` answers, which gets all bytes in order."""
+    """Download into the sink that `begin` returns, which gets all bytes in order."""
     sinks: list[Callable[[bytes], None]] = []
     offload = Offload(lambda _offset, data: sinks[0](data))
 

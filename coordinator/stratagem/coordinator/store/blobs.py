@@ -85,47 +85,37 @@ class BlobStore(Protocol):
         """Return True when the blob is in the store, whole or damaged."""
 
     def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store; it then counts as just written: a fact will
-        name it."""
+        """Return True when the blob is here; it counts as just written: a fact will name it."""
 
     def settle(self, digest: Digest) -> None:
-        """Note that an event that names a blob is durable, reported by a writer of the blob: from
-        now on the blob stays only as long as it is live, unless another writer has written it, too.
-        """
+        """Note that an event that names a blob is durable, as a writer of it reports: from now on
+        the blob stays only while it is live, unless another writer has written it, too."""
 
     def make_room(self) -> bool:
-        """Delete a local copy of a blob that is stored elsewhere, because the disk is full; False
-        when there is none."""
+        """Delete a local copy of a blob stored elsewhere, for a full disk; False without any."""
 
     def keep_room(self) -> None:
-        """Delete local copies of blobs that are stored elsewhere until the disk has some room for
-        others."""
+        """Delete local copies of blobs stored elsewhere until the disk has some room again."""
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them.
 
         Spared are blobs that this process wrote less than grace_s ago, and whose event has not
-        been settled: it may be on its way. What an earlier process wrote and nobody names is
-        garbage at once. What a later one writes is left alone: it leads now, and this one may not
-        know yet.
+        been settled: it may be on its way. Blobs of an earlier process that nobody names are
+        garbage at once. Blobs of a later process stay: it leads now, and this one may not know
+        yet.
         """
 
     def location(self, digest: Digest) -> str:
-        """Return the path of the blob's file, for display; "" where there is none on this
-        machine."""
+        """Return the path of the blob's file, for display; "" if none is on this machine."""
 
 
-class Adopt(Protocol):
-    """Gives a complete file its name, durably; it is moved away from `temporary`."""
-
-    def __call__(
-        self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums, /
-    ) -> None: ...
+Adopt = Callable[[Digest, DurableFile, Path, Sums], None]
+"""Gives a complete file its name, durably; it is moved away from its temporary path."""
 
 
 class StateWriter(Protocol):
-    """A state that is being written into a store: write all of its data, in their order, then
-    commit; or abort."""
+    """A state on its way into a store: write all of its data, in order, then commit; or abort."""
 
     def write(self, data: memoryview | bytes) -> None: ...
     def commit(self) -> Digest: ...
@@ -178,8 +168,7 @@ class BlobWriter:
             raise
 
     def commit(self) -> Digest:
-        """Make the blob durable and visible, and return the digest of its bytes, which is its
-        name."""
+        """Make the blob durable and visible, and return its digest, which is its name."""
         try:
             if self._file.num_bytes != self._total_bytes:
                 raise IntegrityError(
@@ -236,8 +225,8 @@ class DirectoryBlobs:
         make_room: MakeRoom = no_room,
         suffix: str = SUFFIX,
     ) -> None:
-        """is_durable: what was written survives a power cut; needless for mere copies. make_room:
-        asked while a blob meets a full disk. suffix: of the names of its files."""
+        """Open the folder. is_durable: blobs survive a power cut; needless for mere copies.
+        make_room: called when a blob meets a full disk. suffix: of the names of its files."""
         self._root = root
         self._suffix = suffix
         self._is_durable = is_durable
@@ -246,30 +235,27 @@ class DirectoryBlobs:
         self._verified: dict[Digest, tuple[_Identity, Sums]] = {}
         self._claims = Claims(monotonic)
         self._present: set[Digest] | None = None
-        """What there is to collect: to look into all folders takes some milliseconds, which is as
-        long as it takes to write a small state."""
+        """The blobs to collect from, once known: listing all folders takes some milliseconds, as
+        long as writing a small state."""
         self._lock = threading.Lock()  # a blob is not collected while it is being named
         root.parent.mkdir(parents=True, exist_ok=True)
         make_folder(root)
         make_folder(self._temporary)
         for path in self._temporary.iterdir():
             remove_if_abandoned(path)
-        self._bin = new_bin(root / "bins")
+        self._bin = Bin(root / "bins", root)
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
-        """Return a writer for a blob of exactly total_bytes; `adopt` may do more than this store's
-        own."""
+        """Return a writer for a blob of exactly total_bytes; `adopt` may extend the store's own."""
         return BlobWriter(self._temporary, total_bytes, adopt or self.adopt, self.make_room)
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
         return Scratch(self._temporary, self.make_room)
 
     def keep_room(self) -> None:
         """Do nothing: every blob here is needed."""
 
     def open(self, digest: Digest) -> BlobFile:
-        """Open the blob as a file to read; see BlobStore."""
         try:
             descriptor = open_regular(self.path(digest))
         except FileNotFoundError:  # collected since the line above
@@ -286,8 +272,7 @@ class DirectoryBlobs:
         return BlobFile(FileContent(descriptor, digest, sums, lambda: self._distrust(digest)))
 
     def _distrust(self, digest: Digest) -> None:
-        """Have the next `open` verify the whole blob: a read did not give the bytes that were
-        stored."""
+        """Have the next `open` verify the whole blob: a read gave other bytes than were stored."""
         with self._lock:
             self._verified.pop(digest, None)
 
@@ -298,12 +283,10 @@ class DirectoryBlobs:
         return self._path(digest)
 
     def exists(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store, whole or damaged."""
         path = self._path(digest)
         return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
 
     def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store; it then counts as just written."""
         with self._lock:
             if not self.exists(digest):
                 return False
@@ -311,7 +294,6 @@ class DirectoryBlobs:
             return True
 
     def settle(self, digest: Digest) -> None:
-        """Note that the event that names the blob is durable; see BlobStore."""
         with self._lock:
             self._claims.settle(digest)
 
@@ -338,8 +320,8 @@ class DirectoryBlobs:
         path = self._path(digest)
         with self._lock:
             make_folder(path.parent)
-            # What is there after an error here, the next collection finds by looking.
-            known, self._present = self._present, None
+            # After an error here the next collection lists the folders.
+            present, self._present = self._present, None
             failpoint("coordinator.blobs.before_rename")
             temporary.rename(path)
             if self._is_durable:
@@ -347,9 +329,9 @@ class DirectoryBlobs:
             failpoint("coordinator.blobs.after_rename")
             self._claims.add(digest)
             self._verified[digest] = _identity(file.descriptor), sums
-            self._present = known
-            if known is not None:
-                known.add(digest)
+            self._present = present
+            if present is not None:
+                present.add(digest)
 
     def drop(self, digest: Digest) -> None:
         """Delete a blob, if it is there; readers that have it open can continue."""
@@ -383,20 +365,9 @@ class DirectoryBlobs:
         with self._lock:
             if self._claims.hold(digest, grace_s):
                 return False
-            self._discard(digest)
+            self._bin.discard(self._path(digest))
             self._forget(digest)
             return True
-
-    def _discard(self, digest: Digest) -> None:
-        """Move the blob into the bin in one step, which fails once the bin is gone; a prior check
-        could be outdated, and what has the name after that is a successor's."""
-        discarded = self._bin / digest
-        try:
-            self._path(digest).rename(discarded)
-        except FileNotFoundError:
-            if not self._bin.is_dir():
-                raise StaleError(f"{self._root} was opened by another coordinator since") from None
-        discarded.unlink(missing_ok=True)
 
     def _forget(self, digest: Digest) -> None:
         self._claims.forget(digest)
@@ -410,11 +381,11 @@ class DirectoryBlobs:
         return self._root / digest[:2] / f"{digest}{self._suffix}"
 
     def _verify(self, digest: Digest, descriptor: int) -> Sums:
-        """The checksums of a blob that has its digest, or had it and has not been replaced."""
+        """Return the checksums of a blob that has its digest, or had it and is unchanged."""
         identity = _identity(descriptor)
-        known = self._verified.get(digest)
-        if known is not None and known[0] == identity:
-            return known[1]
+        verified = self._verified.get(digest)
+        if verified is not None and verified[0] == identity:
+            return verified[1]
         num_bytes = os.fstat(descriptor).st_size
         hasher, sums = hashlib.sha256(), Sums(num_bytes)
         for piece in pieces(descriptor, num_bytes):
@@ -426,16 +397,30 @@ class DirectoryBlobs:
         return sums
 
 
-def new_bin(bins: Path) -> Path:
-    """A bin of our own, made after all others are gone."""
-    make_folder(bins)
-    for other in bins.iterdir():
-        while other.is_dir():
-            with suppress(FileNotFoundError):  # another process opens the folder, too
-                _remove(other)
-    own = bins / secrets.token_hex(8)
-    make_folder(own)
-    return own
+class Bin:
+    """The bin of one opening of a folder, made after all others are gone."""
+
+    def __init__(self, bins: Path, root: Path) -> None:
+        """root: the folder, for errors."""
+        self._root = root
+        make_folder(bins)
+        for other in bins.iterdir():
+            while other.is_dir():
+                with suppress(FileNotFoundError):  # another process opens the folder, too
+                    _remove(other)
+        self._path = bins / secrets.token_hex(8)
+        make_folder(self._path)
+
+    def discard(self, path: Path) -> None:
+        """Move a file into the bin in one step, and delete it. Raises StaleError once the bin is
+        gone; a prior check could be outdated, and a later file of that name is a successor's."""
+        discarded = self._path / path.name
+        try:
+            path.rename(discarded)
+        except FileNotFoundError:
+            if not self._path.is_dir():
+                raise StaleError(f"{self._root} was opened by another coordinator since") from None
+        discarded.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:

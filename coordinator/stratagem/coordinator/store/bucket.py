@@ -52,8 +52,8 @@ _UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object in the store: its name below the prefix, its size, and what the store calls its
-    bytes: of two objects with the same tag and size the bytes are equal."""
+    """An object in the store: its name below the prefix, its size, and the store's tag of its
+    bytes: two objects with the same tag and size have the same bytes."""
 
     name: str
     num_bytes: int
@@ -94,7 +94,7 @@ class Objects:
         failpoint("coordinator.objects.after_put")
 
     def read(self, entry: StoredObject) -> Iterator[memoryview]:
-        """The bytes of an object, in order, some parts read ahead. Raises NotFoundError."""
+        """Yield the bytes of an object in order, some parts read ahead. Raises NotFoundError."""
         starts = range(0, entry.num_bytes, PART_BYTES)
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(MAX_PARTS_AT_ONCE, thread_name_prefix="objects") as pool:
@@ -139,8 +139,8 @@ class Objects:
     def signed(
         self, method: Literal["GET", "PUT"], names: Sequence[str], valid: timedelta
     ) -> Sequence[str]:
-        """Return URLs by which somebody without keys may make that kind of request about one object
-        each, for so long at most. Raises UnavailableError where nothing can be signed now."""
+        """Return URLs by which somebody without keys may make one kind of request about one object
+        each, until `valid` is over. Raises UnavailableError where nothing can be signed now."""
         with _translated(f"signing a {method}"):
             return self._obstore.sign(self._store, method, list(names), expires_in=valid)
 
@@ -152,8 +152,7 @@ class Objects:
                 self._obstore.delete(self._store, doomed)
 
     def _read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        """Read a part, with retries: the library repeats a request, but not an answer that breaks
-        off."""
+        """Read a part, with retries: the library repeats requests, not answers that break off."""
         for is_last in (False, False, True):
             try:
                 with _translated(f"reading {name}"):
@@ -171,7 +170,7 @@ class Objects:
 
 
 def unique_name(term: int) -> str:
-    """A name, or the start of one, that no other object has or will have.
+    """Return a name, or the start of one, that no other object has or will have.
 
     Names of one term sort as they were made: only one process ever has that term.
     """
@@ -189,15 +188,13 @@ def beginning(term: int) -> str:
 
 
 def term_of(name: str) -> int | None:
-    """Return the term of the coordinator that wrote an object; None where no coordinator
-    wrote it."""
+    """Return the term of the coordinator that wrote an object; None if none wrote it."""
     match_ = _UNIQUE.fullmatch(name.rpartition("/")[2])
     return int(match_[1]) if match_ else None
 
 
 def deletable(listed: Iterable[StoredObject], before: str) -> list[StoredObject]:
-    """Return the objects of coordinators whose names sort before a mark, so that none is of a later
-    term."""
+    """Return objects of coordinators that sort before a mark, so that none is of a later term."""
     return [
         stored
         for stored in listed
@@ -231,8 +228,8 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """Return the server's message, else that of the library without its long second half, of which
-    only what is wrong with a certificate stays."""
+    """Return the server's message, else the first half of the library's, with the fault of a
+    certificate if there is one."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     text = (text.partition("Server returned non-2xx status code: ")[2] or text).rstrip(": ")
     text = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"
@@ -241,8 +238,8 @@ def brief(error: BaseException) -> str:
 
 
 def certificate_fault(text: str) -> str:
-    """Return why the library refuses the certificate of the store, as an error of it tells in the
-    words of its TLS, such as UnknownIssuer; "" for other errors."""
+    """Return why the library refuses the store's certificate, in the words of its TLS, such as
+    UnknownIssuer; "" for other errors. text: of the library's error."""
     found = _CERTIFICATE.search(text)
     return found[1] if found else ""
 
@@ -423,14 +420,13 @@ def _try_signed(objects: Objects) -> None:
 
 
 def _try_copy(objects: Objects) -> None:
-    """Copy an object inside the store, as is done with leaves of an earlier term that a new run
-    begins from."""
+    """Copy an object inside the store, as leaves of an earlier term are when a run needs them."""
     name, copied = (f"trial/{unique_name(0)}.txt" for _ in range(2))
     try:
         objects.put(name, [_TRIAL], len(_TRIAL))
         objects.copy(name, copied)
-        found = objects.find(copied)
-        if found is None or b"".join(objects.read(found)) != _TRIAL:
+        copy = objects.find(copied)
+        if copy is None or b"".join(objects.read(copy)) != _TRIAL:
             raise UnavailableError("the copy has other bytes")
     except StratagemError as error:
         text = f"{objects.url}: the store does not copy an object (CopyObject): {error}"

@@ -14,6 +14,7 @@ from itertools import chain, islice
 from typing import Final, TypeVar
 
 from pydantic import TypeAdapter
+from sqlalchemy import Connection
 
 from stratagem.common.base import ids
 from stratagem.common.base.ids import Party, RunId
@@ -24,6 +25,7 @@ from stratagem.coordinator.core.fact_text import SCHEMA_VERSION, decode, encode,
 from stratagem.coordinator.core.facts import RunResumed
 from stratagem.coordinator.core.run_view import RunView, num_to_recall, recall
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
+from stratagem.coordinator.store import step_history
 from stratagem.coordinator.store.journal import Journal, Record, RunSummary
 from stratagem.coordinator.store.snapshot import Snapshot
 from stratagem.coordinator.store.step_history import HistoryRow, StepSpan, one_row
@@ -36,8 +38,7 @@ _brief: Final = TypeAdapter(EndedRun)
 
 
 def _version() -> str:
-    """Return the version of the program and of the form of summaries: that changes between
-    versions, too."""
+    """Return the version of the program and the form of summaries, which may change in between."""
     shapes = json.dumps([_brief.json_schema(), RunView.model_json_schema()], sort_keys=True)
     return f"{version('stratagem')[:40]} {hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
@@ -57,8 +58,7 @@ class Committed:
     payload: str = ""
     """The fact as JSON, where it was read; empty where it was not."""
     shown_index: int = -1
-    """Its number among the facts of its run that readers get; -1: they do not get it, or nobody
-    has counted."""
+    """Its number among the facts that readers of its run get; -1: none, or not counted."""
 
 
 def committed(record: Record) -> Committed:
@@ -96,11 +96,6 @@ def summary(run: EndedRun, run_view: RunView) -> RunSummary:
     """Return the row of a run at rest."""
     brief = _brief.dump_json(run).decode()
     return RunSummary(run.run_id, VERSION, brief, run_view.model_dump_json())
-
-
-def ended_run(brief: str) -> EndedRun:
-    """Return the part of a summary that stays in memory of a run at rest."""
-    return _brief.validate_json(brief)
 
 
 def view_of(text: str) -> RunView:
@@ -188,7 +183,7 @@ class Recorded:
         """Return the runs that have summaries, and those whose facts have to be read, the cluster
         first: how a run is shown depends on the workers."""
         briefs = await self._in_thread(lambda: self._journal.briefs(VERSION))
-        ended = [ended_run(brief) for brief in briefs.values() if brief is not None]
+        ended = [_brief.validate_json(brief) for brief in briefs.values() if brief is not None]
         others = [run_id for run_id, brief in briefs.items() if brief is None]
         return ended, sorted(others, key=lambda run_id: run_id != CLUSTER)
 
@@ -214,12 +209,12 @@ class Recorded:
 
     async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:
         """Return the views of runs at rest; nothing for one that is not, or not any more."""
-        shown = await self._in_thread(lambda: self._journal.shown(run_ids))
-        return {run_id: view_of(text) for run_id, text in shown.items()}
+        texts = await self._in_thread(lambda: self._journal.shown(run_ids))
+        return {run_id: view_of(text) for run_id, text in texts.items()}
 
     async def history_parties(self, run_id: RunId) -> list[Party]:
         """Return the parties of a run of which there is a step history."""
-        return await self._in_thread(lambda: self._journal.history_parties(run_id))
+        return await self._ask(lambda connection: step_history.parties(connection, run_id))
 
     async def history(
         self, run_id: RunId, party: Party, span: StepSpan, behind: int
@@ -229,31 +224,31 @@ class Recorded:
 
         Commits wait meanwhile, so only a page of it is read at once.
         """
-        return await self._in_thread(
-            lambda: self._journal.history(run_id, party, span, behind, PAGE_SEGMENTS)
+        limit = PAGE_SEGMENTS
+        return await self._ask(
+            lambda connection: step_history.page(connection, run_id, party, span, behind, limit)
         )
 
     async def unmerged_histories(self) -> set[RunId]:
         """Return the runs with a party whose step history has more than one row."""
-        return await self._in_thread(self._journal.unmerged_histories)
+        return await self._ask(step_history.unmerged_runs)
 
     async def merge_history(self, run_id: RunId, *, has_ended: bool) -> None:
-        """Merge the rows of the step history of a run: MERGED_SEGMENTS into one, and all that one
-        can hold of a run that has ended. Commits wait for a read or a write of it, not for the
-        merging itself."""
-        for party in await self._in_thread(
-            lambda: self._journal.full_histories(run_id, MERGED_SEGMENTS)
+        """Merge the rows of a run's step history: MERGED_SEGMENTS into one, and after its end as
+        many as one can hold. Commits wait for reads and writes, not for the merging itself."""
+        for party in await self._ask(
+            lambda connection: step_history.full_parties(connection, run_id, MERGED_SEGMENTS)
         ):
             while await self._merge_singles(run_id, party):
                 pass
         if has_ended:
-            counts = await self._in_thread(lambda: self._journal.history_counts(run_id))
+            counts = await self._ask(lambda connection: step_history.counts(connection, run_id))
             for party, num_rows in counts.items():
                 await self._merge_all(run_id, party, num_rows)
 
     async def _merge_singles(self, run_id: RunId, party: Party) -> bool:
-        rows = await self._in_thread(
-            lambda: self._journal.single_histories(run_id, party, MERGED_SEGMENTS)
+        rows = await self._ask(
+            lambda connection: step_history.single_rows(connection, run_id, party, MERGED_SEGMENTS)
         )
         return len(rows) == MERGED_SEGMENTS and await self._merge(rows)
 
@@ -272,7 +267,7 @@ class Recorded:
             rows = rows[num:]
 
     async def _merge(self, rows: Sequence[HistoryRow]) -> bool:
-        """Return whether these rows are one now."""
+        """Return True if these rows are one now."""
         if len(rows) < 2:
             return False
         into = await asyncio.to_thread(one_row, rows)
@@ -281,8 +276,7 @@ class Recorded:
         return await self._in_thread(lambda: self._journal.merge_histories(self._term, rows, into))
 
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
-        """Return the state with what a command needs of a run at rest, every fact of which is
-        durable."""
+        """Return the state with the facts, all durable, that a command needs of a run at rest."""
         wanted = num_to_recall(state, command)
         if wanted is None:
             return state
@@ -307,6 +301,9 @@ class Recorded:
                 return recall(state, run_id, ((item.entry.fact, item.time_s) for item in facts))
 
         return await self._in_thread(read)
+
+    async def _ask(self, query: Callable[[Connection], T]) -> T:
+        return await self._in_thread(lambda: self._journal.ask(query))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)

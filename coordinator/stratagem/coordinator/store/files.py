@@ -28,7 +28,7 @@ from stratagem.v1 import tensor_pb2
 # ---- Durable files ----
 
 PIECE_BYTES: Final = 1 << 20
-"""How much is read, or sent to the disk, at once. Measured with 40 MB: 35 ms to write and
+"""Bytes that are read, or sent to the disk, at once. Measured with 40 MB: 35 ms to write and
 fsync; sending every 4 pieces to the disk early is worth 13 ms of it."""
 
 _WRITEBACK_BYTES: Final = 4 * PIECE_BYTES
@@ -81,7 +81,7 @@ class DurableFile:
             self._start_writeback()
 
     def resume(self, num_bytes: int, see: Callable[[memoryview], None]) -> None:
-        """Take the first num_bytes as written already, show them, and drop the rest."""
+        """Take the first num_bytes as written, pass them to `see`, and drop the rest."""
         for piece in pieces(self.descriptor, num_bytes):
             see(piece)
         os.ftruncate(self.descriptor, num_bytes)
@@ -108,8 +108,7 @@ class DurableFile:
 
 
 def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryview]:
-    """Yield num_bytes of a file from an offset on, in pieces that share one buffer; fewer if it
-    ends."""
+    """Yield num_bytes of a file from an offset, in pieces that share a buffer; fewer if it ends."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
     left = num_bytes
     while left:
@@ -171,8 +170,7 @@ def space_needed() -> Iterator[None]:
 
 
 class Scratch:
-    """A file of bytes that will become part of a blob, read in another order than they came. Not
-    durable."""
+    """A file of bytes of a future blob, read in another order than they came. Not durable."""
 
     def __init__(self, folder: Path, make_room: MakeRoom = no_room) -> None:
         self._make_room = make_room
@@ -187,9 +185,8 @@ class Scratch:
         """Yield a range of what was written, in pieces that share one buffer."""
         yield from pieces(self._descriptor, num_bytes, offset)
 
-    def kept(self) -> int:
-        """Return the descriptor of what was written, which the caller closes; it has no name any
-        more."""
+    def detach(self) -> int:
+        """Return the descriptor of the file, which has no name any more; the caller closes it."""
         self._temporary.unlink(missing_ok=True)
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
@@ -260,36 +257,35 @@ class Sums:
         view = memoryview(data).cast("B")
         while view:
             if self._data_start is None:
-                taken = self._begin(view)
+                part = self._begin(view)
             elif self.num_bytes < self._data_start:
-                taken = view[: self._data_start - self.num_bytes]
-                self._of_head = extended(self._of_head, taken)
+                part = view[: self._data_start - self.num_bytes]
+                self._of_head = extended(self._of_head, part)
             else:
-                taken = self._add_data(view)
-            self.num_bytes += len(taken)
-            view = view[len(taken) :]
+                part = self._add_data(view)
+            self.num_bytes += len(part)
+            view = view[len(part) :]
 
     def _begin(self, view: memoryview) -> memoryview:
-        taken = view[: _PREFIX_BYTES - len(self._prefix)]
-        self._prefix += bytes(taken)
-        self._of_head = extended(self._of_head, taken)
+        part = view[: _PREFIX_BYTES - len(self._prefix)]
+        self._prefix += bytes(part)
+        self._of_head = extended(self._of_head, part)
         if len(self._prefix) == _PREFIX_BYTES:
             self._data_start = header_size(self._prefix)
-        return taken
+        return part
 
     def _add_data(self, view: memoryview) -> memoryview:
         done = (self.num_bytes - self.head_bytes) % self.piece_bytes
-        taken = view[: self.piece_bytes - done]
+        part = view[: self.piece_bytes - done]
         if done == 0:
-            self._of_chunks.append(crc32c(taken))
+            self._of_chunks.append(crc32c(part))
         else:
-            self._of_chunks[-1] = extended(self._of_chunks[-1], taken)
-        return taken
+            self._of_chunks[-1] = extended(self._of_chunks[-1], part)
+        return part
 
     @property
     def head_bytes(self) -> int:
-        """Return the size of the header before the data: all of a blob that is too short to have
-        data."""
+        """Return the size of the header before the data; of a blob without data, all of it."""
         return self.num_bytes if self._data_start is None else min(self._data_start, self.num_bytes)
 
     @property
@@ -316,7 +312,7 @@ class Content(Protocol):
 
     num_bytes: int
     is_in_leaves: bool
-    """Whether the blob is a state in leaves; its digest is that of the list of them."""
+    """The blob is a state in leaves; its digest is that of their list."""
 
     def read_into(self, view: memoryview, offset: int) -> None: ...
     def source(self, offset: int) -> Iterator[bytes]: ...
@@ -327,9 +323,9 @@ class Content(Protocol):
 class BlobFile(io.RawIOBase):
     """An open blob whose `read` and `read_into` check every byte.
 
-    What differs from its checksum raises UnavailableError: the blob must be opened again, which
-    looks at all of it, and finds a sound copy where there is one. The content goes with its last
-    reader.
+    A byte that differs from its checksum raises UnavailableError: the blob must be opened again,
+    which reads all of it, and finds a sound copy where there is one. The content goes with its
+    last reader.
     """
 
     def __init__(self, content: Content) -> None:
@@ -344,7 +340,7 @@ class BlobFile(io.RawIOBase):
 
     @property
     def is_in_leaves(self) -> bool:
-        """Return whether its digest is that of a list of leaves."""
+        """Return True if its digest is that of a list of leaves."""
         return self._content.is_in_leaves
 
     def readable(self) -> bool:
@@ -384,20 +380,19 @@ class BlobFile(io.RawIOBase):
         self._content.read_into(view, offset)
 
     def source(self) -> FileSource:
-        """The data as a stream's source, also when the file is closed meanwhile. What it gives from
-        the start of a chunk on is left for `check`."""
+        """Return the data as a stream's source, which outlives the closing of the file. Bytes from
+        the start of a chunk on are left for `check`."""
         return self._content.source
 
     @property
     def offer(self) -> Callable[[], tensor_pb2.OpenFile | None]:
-        """Return what offers the data to a process on this machine while the content is alive; it
-        gives None where they are in no one file."""
+        """Return a function that offers the data to a process on this machine while the content is
+        alive, or gives None where they are in no one file."""
         return self._content.offer
 
     @property
     def check(self) -> Callable[[int, bytes], None]:
-        """Return the check of a frame (see `frames`) that carries what the source gave for an
-        offset."""
+        """Return the check of a frame (see `frames`) with the source's bytes from an offset on."""
         return self._content.check
 
 
@@ -409,7 +404,7 @@ class FileContent:
     def __init__(
         self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
     ) -> None:
-        """Take the descriptor over; on_damage is called before a difference is raised."""
+        """Take the descriptor over; on_damage: called before an error about other bytes."""
         weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._digest, self._sums = descriptor, digest, sums
         self._piece_bytes = sums.piece_bytes

@@ -20,7 +20,6 @@ from sqlalchemy import (
     Connection,
     Row,
     ScalarSelect,
-    Select,
     and_,
     bindparam,
     delete,
@@ -33,10 +32,10 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from stratagem.common.base.errors import ConflictError, InvalidInputError
-from stratagem.common.base.ids import Party, RunId
+from stratagem.common.base.ids import RunId
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.store import step_history
-from stratagem.coordinator.store.database import Database
+from stratagem.coordinator.store.database import SCHEME, Database, open_postgres, open_sqlite
 from stratagem.coordinator.store.lead import (
     Candidate,
     Holder,
@@ -47,11 +46,9 @@ from stratagem.coordinator.store.lead import (
     release,
     renew,
 )
-from stratagem.coordinator.store.postgres import SCHEME, open_postgres
 from stratagem.coordinator.store.schema import CLOCK_FLOOR, IDENTITY, event, meta, migrate, summary
 from stratagem.coordinator.store.snapshot import Snapshot, restore
-from stratagem.coordinator.store.sqlite import open_sqlite
-from stratagem.coordinator.store.step_history import HistoryRow, StepSpan
+from stratagem.coordinator.store.step_history import HistoryRow
 
 # ---- Summaries ----
 #
@@ -85,41 +82,6 @@ def put(connection: Connection, summaries: Sequence[RunSummary]) -> None:
         newest = of_run.order_by(event.c.seq.desc()).limit(1).scalar_subquery()
         row = {**asdict(newer), "position": newest}
         connection.execute(insert(summary).values(row))
-
-
-def briefs(connection: Connection, version: str) -> dict[RunId, str | None]:
-    """Return every run that has events, in the order of their first ones; None where no summary
-    holds."""
-    # Looks into the index once per run, however many events it has.
-    name = select(func.min(event.c.run_id).label("run_id")).cte("name", recursive=True)
-    following = select(func.min(event.c.run_id)).where(event.c.run_id > name.c.run_id)
-    name = name.union_all(
-        select(following.correlate(name).scalar_subquery()).where(name.c.run_id.is_not(None))
-    )
-
-    def place(newest: bool) -> ScalarSelect[int]:
-        order = event.c.seq.desc() if newest else event.c.seq
-        of_run = select(event.c.position).where(event.c.run_id == name.c.run_id)
-        return of_run.order_by(order).limit(1).correlate(name).scalar_subquery()
-
-    holds = and_(
-        summary.c.run_id == name.c.run_id,
-        summary.c.position == place(newest=True),
-        summary.c.version == version,
-    )
-    query = (
-        select(name.c.run_id, summary.c.brief)
-        .select_from(name.outerjoin(summary, holds))
-        .where(name.c.run_id.is_not(None))
-        .order_by(place(newest=False))
-    )
-    return {RunId(row.run_id): row.brief for row in connection.execute(query)}
-
-
-def shown(connection: Connection, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
-    """Return the views in the newest summaries of these runs; nothing for a run that has none."""
-    wanted = select(summary.c.run_id, summary.c.shown).where(summary.c.run_id.in_(run_ids))
-    return {RunId(row.run_id): row.shown for row in connection.execute(wanted)}
 
 
 # ---- Journal ----
@@ -336,11 +298,11 @@ class Journal:
             if connection.execute(places).scalar() != len(records):
                 raise ConflictError(f"not all events {first.seq} to {last.seq} are there")
             connection.execute(delete(event).where(of_run, event.c.seq < first.seq))
-            for each in records:  # each may be large, and need not be in memory with all others
-                row = {"new_term": term, "new_kind": each.kind, "new_payload": each.payload}
-                place = {"of_run": each.run_id, "number": each.seq}
+            for record in records:  # each may be large, and need not be in memory with all others
+                row = {"new_term": term, "new_kind": record.kind, "new_payload": record.payload}
+                place = {"of_run": record.run_id, "number": record.seq}
                 connection.execute(
-                    _REPLACED, {**place, **row, "new_schema_version": each.schema_version}
+                    _REPLACED, {**place, **row, "new_schema_version": record.schema_version}
                 )
 
     @contextmanager
@@ -359,11 +321,35 @@ class Journal:
     def briefs(self, version: str) -> dict[RunId, str | None]:
         """Return every run that has events, in the order of their first ones, with the brief of its
         summary of this version, up to its newest event; None: its events have to be read."""
-        return self._read(lambda connection: briefs(connection, version))
+        # Looks into the index once per run, however many events it has.
+        name = select(func.min(event.c.run_id).label("run_id")).cte("name", recursive=True)
+        following = select(func.min(event.c.run_id)).where(event.c.run_id > name.c.run_id)
+        name = name.union_all(
+            select(following.correlate(name).scalar_subquery()).where(name.c.run_id.is_not(None))
+        )
+
+        def place(newest: bool) -> ScalarSelect[int]:
+            order = event.c.seq.desc() if newest else event.c.seq
+            of_run = select(event.c.position).where(event.c.run_id == name.c.run_id)
+            return of_run.order_by(order).limit(1).correlate(name).scalar_subquery()
+
+        holds = and_(
+            summary.c.run_id == name.c.run_id,
+            summary.c.position == place(newest=True),
+            summary.c.version == version,
+        )
+        query = (
+            select(name.c.run_id, summary.c.brief)
+            .select_from(name.outerjoin(summary, holds))
+            .where(name.c.run_id.is_not(None))
+            .order_by(place(newest=False))
+        )
+        return self.ask(lambda c: {RunId(row.run_id): row.brief for row in c.execute(query)})
 
     def shown(self, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
-        """Return the views in the summaries of these runs; nothing for a run that has none."""
-        return self._read(lambda connection: shown(connection, run_ids))
+        """Return the views in the newest summaries of these runs, for those that have one."""
+        wanted = select(summary.c.run_id, summary.c.shown).where(summary.c.run_id.in_(run_ids))
+        return self.ask(lambda c: {RunId(row.run_id): row.shown for row in c.execute(wanted)})
 
     def read(
         self, run_id: RunId, from_seq: int = 0, page_rows: int = _PAGE_ROWS
@@ -394,7 +380,8 @@ class Journal:
             query = query.where(event.c.seq < before_seq)
         if kinds:
             query = query.where(event.c.kind.in_(kinds))
-        return self._page(query.order_by(order).limit(num_rows))
+        query = query.order_by(order).limit(num_rows)
+        return self.ask(lambda connection: list(map(_stored, connection.execute(query))))
 
     def delete_run(self, term: int, run_id: RunId) -> None:
         """Delete all events of a run. The leader's clock does not go back."""
@@ -408,44 +395,9 @@ class Journal:
             connection.execute(delete(summary).where(summary.c.run_id == run_id))
             step_history.forget(connection, run_id)
 
-    def history_parties(self, run_id: RunId) -> list[Party]:
-        """Return the parties of a run of which there is a step history."""
-        return self._read(lambda connection: step_history.parties(connection, run_id))
-
-    def history(
-        self, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
-    ) -> list[HistoryRow]:
-        """Return the step history of a party's segments behind one that have steps of the span, as
-        many as the limit."""
-        return self._read(
-            lambda connection: step_history.page(connection, run_id, party, span, behind, limit)
-        )
-
-    def history_counts(self, run_id: RunId) -> dict[Party, int]:
-        """Return the parties of a run whose step history has more than one row, each with their
-        number."""
-        return self._read(lambda connection: step_history.counts(connection, run_id))
-
-    def unmerged_histories(self) -> set[RunId]:
-        """Return the runs with a party whose step history has more than one row."""
-        return self._read(step_history.unmerged_runs)
-
-    def full_histories(self, run_id: RunId, num_rows: int) -> list[Party]:
-        """Return the parties of a run whose step history ends with so many rows of one segment
-        each."""
-        return self._read(
-            lambda connection: step_history.full_parties(connection, run_id, num_rows)
-        )
-
-    def single_histories(self, run_id: RunId, party: Party, limit: int) -> list[HistoryRow]:
-        """Return the first rows of a party's step history that are of one segment each."""
-        return self._read(
-            lambda connection: step_history.single_rows(connection, run_id, party, limit)
-        )
-
     def merge_histories(self, term: int, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
-        """Replace rows of a party by one that says the same; False: they have changed since they
-        were read. Raises FencedError."""
+        """Replace rows of a party by one with the same content; False: they changed since they were
+        read. Raises FencedError."""
 
         def merge(_is_repeat: bool) -> bool:
             with leading(self._database, term) as connection:
@@ -453,19 +405,17 @@ class Journal:
 
         return self._database.persist(merge)
 
-    def _page(self, query: Select[Any]) -> list[StoredRecord]:
-        return self._read(lambda connection: list(map(_stored, connection.execute(query))))
+    def ask(self, query: Callable[[Connection], T]) -> T:
+        """Return the result of a query (see step_history.py), in a transaction that only reads."""
 
-    def _read(self, ask: Callable[[Connection], T]) -> T:
         def read(_is_repeat: bool) -> T:
             with self._database.read() as connection:
-                return ask(connection)
+                return query(connection)
 
         return self._database.persist(read)
 
     def _conflict(self, records: Sequence[Record]) -> ConflictError:
-        """Return the error that names the record that clashed with the journal, or with the batch
-        itself."""
+        """Return the error that names the record that clashed with the journal or its batch."""
         batch: set[tuple[RunId, str]] = set()
         for record in records:
             if record.idem_key is None:

@@ -82,7 +82,7 @@ def _this_host() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat from the state on; None when there is no such process."""
+    """Return the fields of /proc/<pid>/stat from the state on; None without such a process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -222,7 +222,7 @@ class Candidate:
 
     def _compare_and_take(self, seen: Lease) -> Lead | None:
         """Take the lead if the row is still as seen."""
-        taken = (
+        take = (
             update(lease)
             .where(lease.c.holder == (seen.holder.to_json() if seen.holder else ""))
             .where(lease.c.term == seen.term)
@@ -236,7 +236,7 @@ class Candidate:
         )
         self._asked_for = seen.term + 1
         with self.database.write() as connection:
-            is_ours = connection.execute(taken).rowcount == 1
+            is_ours = connection.execute(take).rowcount == 1
             lead = Lead(seen.term + 1, last_time_s(connection)) if is_ours else None
         self._asked_for = None
         return lead
@@ -272,8 +272,7 @@ def release(database: Database, term: int) -> None:
 
 
 def last_time_s(connection: Connection) -> float:
-    """Return the time from which the leader's clock continues: the newest time of any event, also
-    of a deleted one."""
+    """Return the newest time of all events, even deleted ones: the leader's clock goes on there."""
     newest = select(event.c.time_s).order_by(event.c.position.desc()).limit(1)
     floor = select(meta.c.value).where(meta.c.key == CLOCK_FLOOR)
     return max(

@@ -14,15 +14,14 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
-from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
+from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.leaves import StateFolder, digest_and_upload
 from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c
-from stratagem.coordinator.store.blobs import MissingBlobError, new_bin
+from stratagem.coordinator.store.blobs import Bin, MissingBlobError
 from stratagem.coordinator.store.files import (
     DurableFile,
     make_folder,
@@ -35,23 +34,16 @@ from stratagem.coordinator.store.files import (
 #
 # LeafStore states what any place for the leaves of states guarantees.
 #
-# A leaf is written under the name of an upload, so nothing is overwritten, and there may be equal
-# copies of it. All methods may be called from any thread, and may block on a disk or a network.
+# Each upload writes a leaf under a name of its own, so nothing is overwritten, and there may be
+# equal copies. All methods may be called from any thread, and may block on a disk or a network.
 
 
 class NewLeaf(Protocol):
-    """A leaf whose bytes come to the coordinator: write them, then keep it under its digest, or
-    drop it."""
+    """A leaf whose bytes come to the coordinator: write them, then keep it, or drop it."""
 
     def write(self, data: memoryview) -> None: ...
-    def keep(self, digest: Digest, upload: str) -> None: ...
+    def keep(self, digest: Digest) -> None: ...
     def drop(self) -> None: ...
-
-
-class LeafBytes(Protocol):
-    """An open leaf; every byte is checked when it is read."""
-
-    def read_into(self, view: memoryview, offset: int) -> None: ...
 
 
 class LeafStore(Protocol):
@@ -60,39 +52,37 @@ class LeafStore(Protocol):
     def new(self, upload: str) -> NewLeaf:
         """Begin a leaf of an upload."""
 
-    def open(self, digest: Digest) -> LeafBytes:
-        """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
-        the digest."""
+    def open(self, digest: Digest) -> "OpenLeaf":
+        """Open a sound copy of a leaf. Raises MissingBlobError, or IntegrityError without one."""
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return those of the leaves of kept states that need not be written again: nobody but this
+        """Return the leaves of kept states that need not be written again: nobody but this
         coordinator may delete them."""
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Make all leaves of a state reliable, as a fact will name it; False where one is
-        missing."""
+        """Make all leaves of a state reliable: a fact will name it; False if one is missing."""
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return those of the leaves that an upload is said to have written that are not there with
-        their sizes; the others can be committed from now on."""
+        """Return the leaves, given with their sizes, that an upload has not written with that size;
+        the others can be committed from now on."""
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
-        """Return those of the leaves of a state that are not there."""
+        """Return the leaves of a state that are not there."""
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read what an upload has written of a leaf; True where it has its digest."""
+        """Read a leaf as an upload wrote it; True where it has its digest."""
 
-    def found(self) -> Collection[Any]:
-        """Return what is there, for `collect`."""
+    def all_copies(self) -> Collection[Any]:
+        """Return the stored leaves, for `collect`."""
 
     def collect(
-        self, found: Collection[Any], named: Collection[Digest], under_way: Collection[str]
+        self, copies: Collection[Any], named: Collection[Digest], under_way: Collection[str]
     ) -> None:
-        """Delete those of what was found that neither a list nor a claim needs, and equal copies
-        but for the newest sound one.
+        """Delete copies that neither a list nor a claim needs, and equal ones but for the newest
+        sound one.
 
-        found: before it was known which leaves are `named`, or in use, and which uploads are under
-        way; what has begun since counts, too.
+        copies: those of all leaves, from before `named` and `under_way` were determined; claims
+        since then count, too.
         """
 
 
@@ -150,8 +140,8 @@ _Identity = tuple[int, int, int]  # inode, size, time of change
 
 
 class OpenLeaf:
-    """An open leaf, with a checksum of each of its chunks; the file is closed with its last
-    reader."""
+    """An open leaf, with a checksum of each of its chunks, so that every byte is checked when it is
+    read; the file is closed with its last reader."""
 
     def __init__(self, digest: Digest, descriptor: int, sums: Sequence[int]) -> None:
         weakref.finalize(self, os.close, descriptor)
@@ -160,8 +150,7 @@ class OpenLeaf:
 
     @classmethod
     def of(cls, digest: Digest, descriptor: int, size: int) -> Self | None:
-        """Open a file of so many bytes, taking the descriptor over; None where it has another
-        digest."""
+        """Open a file of `size` bytes, taking the descriptor over; None for another digest."""
         sums = sums_of(digest, descriptor, size)
         if sums is None:
             os.close(descriptor)
@@ -169,8 +158,8 @@ class OpenLeaf:
         return cls(digest, descriptor, sums)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill a view with the bytes from an offset on. Raises UnavailableError where they have
-        changed since the leaf was opened."""
+        """Fill a view with the bytes from an offset on. Raises UnavailableError where they changed
+        since the leaf was opened."""
         done = 0
         while done < len(view):
             number, skipped = divmod(offset + done, CHUNK_BYTES)
@@ -197,17 +186,17 @@ class _NewFile:
     """A leaf that comes to the coordinator, as a file that is not whole yet."""
 
     def __init__(self, folder: StateFolder, upload: str) -> None:
-        self._folder = folder
+        self._folder, self._upload = folder, upload
         self._path = folder.temporary / f"{upload}-{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with space_needed():
             self._file = DurableFile(os.open(self._path, flags, 0o600))
         self.write = self._file.write
 
-    def keep(self, digest: Digest, upload: str) -> None:
+    def keep(self, digest: Digest) -> None:
         self._file.sync()
         self._file.close()
-        path = self._folder.leaves / digest[:2] / f"{digest}-{upload}"
+        path = self._folder.leaf_path(digest, self._upload)
         with space_needed():
             self._path.rename(path)
             sync_folder(path.parent)
@@ -228,10 +217,9 @@ class LeafFiles:
         for number in range(_NUM_FOLDERS):  # workers need not make them durable
             (folder.leaves / f"{number:02x}").mkdir(mode=0o700, exist_ok=True)
         sync_folder(folder.leaves)
-        self._bin = new_bin(folder.leaves / "bins")
+        self._bin = Bin(folder.leaves / "bins", folder.root)
 
     def new(self, upload: str) -> _NewFile:
-        """Begin a leaf of an upload; see LeafStore."""
         return _NewFile(self._folder, upload)
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
@@ -239,11 +227,10 @@ class LeafFiles:
         return leaves
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Return True: what a list names stays; see LeafStore."""
+        """Return True: leaves that a list names stay; see LeafStore."""
         return True
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return what an upload has not written; see LeafStore."""
         return {digest for digest, size in sizes.items() if self._size(digest, upload) != size}
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
@@ -251,8 +238,6 @@ class LeafFiles:
         return [leaf for leaf in leaves if not self._folder.copies(leaf)]
 
     def open(self, digest: Digest) -> OpenLeaf:
-        """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
-        the digest."""
         is_there = False
         for path in self._folder.copies(digest):
             try:
@@ -270,11 +255,10 @@ class LeafFiles:
         raise MissingBlobError(digest)
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read what an upload has written of a leaf; True where it has its digest."""
-        return self._is_sound(self._path(digest, upload), digest)
+        return self._is_sound(self._folder.leaf_path(digest, upload), digest)
 
-    def found(self) -> list[Path]:
-        """Return the files of all leaves, also of those that are not whole yet."""
+    def all_copies(self) -> list[Path]:
+        """Return the files of all leaves, including unfinished ones."""
         return [
             path
             for folder in sorted(self._folder.leaves.iterdir())
@@ -283,34 +267,30 @@ class LeafFiles:
         ]
 
     def collect(
-        self, found: Collection[Path], named: Collection[Digest], under_way: Collection[str]
+        self, copies: Collection[Path], named: Collection[Digest], under_way: Collection[str]
     ) -> None:
-        """Delete the files that nothing needs; see LeafStore."""
-        copies: dict[Digest, list[Path]] = {}
-        for path in sorted(found, reverse=True):  # of a leaf, the newest first
+        by_digest: dict[Digest, list[Path]] = {}
+        for path in sorted(copies, reverse=True):  # of a leaf, the newest first
             if path.parent == self._folder.temporary:
                 if path.name.rpartition("-")[0] not in under_way:
                     path.unlink(missing_ok=True)
                 continue
             digest, upload = digest_and_upload(path.name)
             if upload not in under_way:
-                copies.setdefault(digest, []).append(path)
-        for digest, paths in copies.items():
-            kept = paths[0]
+                by_digest.setdefault(digest, []).append(path)
+        for digest, paths in by_digest.items():
+            spared = paths[0]
             if len(paths) > 1 and digest in named:
-                kept = next((each for each in paths if self._is_sound(each, digest)), kept)
+                spared = next((each for each in paths if self._is_sound(each, digest)), spared)
             for path in paths:
                 with self._claims.lock:
                     is_needed = digest in named or self._claims.is_used(digest)
-                    if not is_needed or path != kept:
+                    if not is_needed or path != spared:
                         self._discard(path)
-
-    def _path(self, digest: Digest, upload: str) -> Path:
-        return self._folder.leaves / digest[:2] / f"{digest}-{upload}"
 
     def _size(self, digest: Digest, upload: str) -> int:
         try:
-            return self._path(digest, upload).stat().st_size
+            return self._folder.leaf_path(digest, upload).stat().st_size
         except OSError:
             return -1
 
@@ -325,25 +305,16 @@ class LeafFiles:
             os.close(descriptor)
 
     def _discard(self, path: Path) -> None:
-        """Move a file into the bin in one step, which fails once the bin is gone."""
-        discarded = self._bin / path.name
-        try:
-            path.rename(discarded)
-        except FileNotFoundError:
-            if not self._bin.is_dir():
-                root = self._folder.root
-                raise StaleError(f"{root} was opened by another coordinator since") from None
-        with suppress(FileNotFoundError):
-            discarded.unlink()
+        self._bin.discard(path)
         self._verified.pop(digest_and_upload(path.name)[0], None)
 
     def _verify(self, digest: Digest, descriptor: int) -> Sequence[int] | None:
         """Return the checksums of a file that has the digest; None where it has another one."""
         status = os.fstat(descriptor)
         identity = status.st_ino, status.st_size, status.st_mtime_ns
-        known = self._verified.get(digest)
-        if known is not None and known[0] == identity:
-            return known[1]
+        verified = self._verified.get(digest)
+        if verified is not None and verified[0] == identity:
+            return verified[1]
         sums = sums_of(digest, descriptor, status.st_size)
         if sums is None:
             return None
@@ -352,8 +323,7 @@ class LeafFiles:
 
 
 def sums_of(digest: Digest, descriptor: int, size: int) -> Sequence[int] | None:
-    """Return the checksum of each chunk of a file that has the digest; None where it has another
-    one."""
+    """Return the checksum of each chunk of a file with the digest; None for another digest."""
     hasher, sums = hashlib.sha256(), array("I")
     for offset in range(0, size, CHUNK_BYTES):
         data = os.pread(descriptor, CHUNK_BYTES, offset)

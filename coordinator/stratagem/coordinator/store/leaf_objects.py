@@ -1,9 +1,9 @@
 """The leaves of states as objects that workers write by signed requests: leaves/<sha256>/<upload>.
 
-As everywhere in a bucket (decision 11) a coordinator deletes only what it or an earlier one has
-written, and relies only on what was written under its own term: for an upload another leaf is not
-there, so workers write it again, and a state that a fact will name is copied inside the store.
-Workers write the objects, so a leaf counts only when its digest has been found right here.
+As everywhere in a bucket (decision 11) a coordinator deletes only objects of its own and of earlier
+terms, and relies only on objects of its own term: workers write other leaves of an upload again,
+and a state that a fact will name is copied inside the store. Workers write the objects, so a leaf
+counts only when its digest has been verified here.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from stratagem.coordinator.store.files import Scratch
 from stratagem.coordinator.store.leaf_files import LeafClaims, OpenLeaf
 
 VALID_FOR: Final = timedelta(minutes=15)
-"""How long a signed request may be made; who comes later asks for another one."""
+"""The time for which a signed request is valid; a later caller asks for another one."""
 _FOLDER: Final = "leaves"
 _SUFFIX: Final = ".leaf"
 _NUM_AT_ONCE: Final = 16
@@ -49,15 +49,16 @@ _log = structlog.get_logger(__name__)
 class _NewObject:
     """A leaf that comes to the coordinator, in a file until it is whole."""
 
-    def __init__(self, store: "LeafObjects", scratch: Scratch) -> None:
-        self._store, self._scratch, self._size = store, scratch, 0
+    def __init__(self, objects: Objects, scratch: Scratch, upload: str) -> None:
+        self._objects, self._scratch, self._upload, self._size = objects, scratch, upload, 0
 
     def write(self, data: memoryview) -> None:
         self._scratch.write(data)
         self._size += len(data)
 
-    def keep(self, digest: Digest, upload: str) -> None:
-        self._store.put(digest, upload, self._scratch, self._size)
+    def keep(self, digest: Digest) -> None:
+        pieces = (bytes(piece) for piece in self._scratch.read(0, self._size))
+        self._objects.put(_name(digest, self._upload), pieces, self._size)
         self._scratch.close()
 
     def drop(self) -> None:
@@ -79,13 +80,7 @@ class LeafObjects:
         self._opening: dict[Digest, threading.Lock] = {}
 
     def new(self, upload: str) -> _NewObject:
-        """Begin a leaf of an upload; see LeafStore."""
-        return _NewObject(self, self._scratch())
-
-    def put(self, digest: Digest, upload: str, scratch: Scratch, size: int) -> None:
-        """Write a leaf that has come to the coordinator."""
-        pieces = (bytes(piece) for piece in scratch.read(0, size))
-        self._objects.put(_name(digest, upload), pieces, size)
+        return _NewObject(self._objects, self._scratch(), upload)
 
     def signed_puts(self, leaves: Sequence[Digest], upload: str) -> Sequence[str]:
         """Return URLs by which these leaves may be written as those of an upload."""
@@ -93,7 +88,7 @@ class LeafObjects:
 
     def signed_gets(self, leaves: Sequence[Digest]) -> Sequence[str]:
         """Return URLs by which these leaves may be read. Raises MissingBlobError."""
-        names = self._each(self._newest, leaves)
+        names = self._map(self._newest, leaves)
         return self._objects.signed("GET", names, VALID_FOR)
 
     def open(self, digest: Digest) -> OpenLeaf:
@@ -105,27 +100,26 @@ class LeafObjects:
             return leaf
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return what was written under this term; see LeafStore."""
+        """Return the leaves that were written under this term; see LeafStore."""
         with self._claims.lock:
             return [leaf for leaf in leaves if leaf in self._own]
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Copy inside the store what only earlier terms have written; see LeafStore."""
+        """Copy leaves of earlier terms inside the store; see LeafStore."""
         lent = [leaf for leaf in dict.fromkeys(leaves) if leaf not in self._own]
         try:
-            self._each(self._copy, lent)
+            self._map(self._copy, lent)
         except (IntegrityError, NotFoundError) as error:
             _log.warning("a state cannot be kept", reason=str(error))
             return False
         return True
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return what an upload has not written; see LeafStore."""
-        found = self._each(lambda leaf: self._objects.find(_name(leaf, upload)), [*sizes])
+        objects = self._map(lambda leaf: self._objects.find(_name(leaf, upload)), [*sizes])
         right = {
-            leaf: each.name
-            for leaf, each in zip(sizes, found, strict=True)
-            if each is not None and each.num_bytes == sizes[leaf]
+            leaf: stored.name
+            for leaf, stored in zip(sizes, objects, strict=True)
+            if stored is not None and stored.num_bytes == sizes[leaf]
         }
         with self._claims.lock:
             self._own.update(right)
@@ -137,47 +131,44 @@ class LeafObjects:
             return [leaf for leaf in leaves if leaf not in self._own]
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read what an upload has written of a leaf; True where it has its digest."""
         found = self._objects.find(_name(digest, upload))
         return found is not None and self._is_sound(digest, found)
 
-    def found(self) -> list[StoredObject]:
+    def all_copies(self) -> list[StoredObject]:
         """Return the objects of all leaves that this coordinator may delete."""
         return deletable(self._objects.list(_FOLDER), mark(self._term))
 
     def collect(
         self,
-        found: Collection[StoredObject],
+        copies: Collection[StoredObject],
         named: Collection[Digest],
         under_way: Collection[str],
     ) -> None:
-        """Delete the objects that nothing needs; see LeafStore."""
-        idle = [each for each in found if _upload_of(each) not in under_way]
+        idle = [stored for stored in copies if _upload_of(stored) not in under_way]
         doomed: list[str] = []
         for digest, group in groupby(sorted(idle, key=lambda each: each.name), key=_digest_of):
-            copies = list(group)
-            kept = self._sound(digest, copies) if digest in named else copies[-1]
+            of_leaf = list(group)
+            spared = self._sound(digest, of_leaf) if digest in named else of_leaf[-1]
             with self._claims.lock:
                 if digest in named or self._claims.is_used(digest):
-                    copies.remove(kept)
-                names = [each.name for each in copies]
+                    of_leaf.remove(spared)
+                names = [stored.name for stored in of_leaf]
                 if self._own.get(digest) in names:
                     del self._own[digest]
-                    if kept.name not in names and term_of(kept.name) == self._term:
-                        self._own[digest] = kept.name
+                    if spared.name not in names and term_of(spared.name) == self._term:
+                        self._own[digest] = spared.name
                 doomed += names
-        # No more is relied on them, and no other object will ever have their names.
+        # Nobody relies on them any more, and no other object will ever have their names.
         for start in range(0, len(doomed), _NUM_DELETED):
             self._objects.delete(doomed[start : start + _NUM_DELETED])
 
     def _sound(self, digest: Digest, copies: Sequence[StoredObject]) -> StoredObject:
-        """Return the newest sound one of the copies; they are read where the store does not say
-        that they are equal."""
+        """Return the newest sound copy; copies that the store calls equal are not read."""
         newest = copies[-1]
         if all(each.tag and (each.tag, each.num_bytes) == _bytes_of(newest) for each in copies):
             return newest
-        found = (each for each in reversed(copies) if self._is_sound(digest, each))
-        return next(found, newest)
+        sound = (each for each in reversed(copies) if self._is_sound(digest, each))
+        return next(sound, newest)
 
     def _is_sound(self, digest: Digest, stored: StoredObject) -> bool:
         hasher = hashlib.sha256()
@@ -188,22 +179,22 @@ class LeafObjects:
             return False
         return hasher.hexdigest() == digest
 
-    def _copies(self, digest: Digest) -> list[StoredObject]:
+    def _copies_of(self, digest: Digest) -> list[StoredObject]:
         """Return the objects of a leaf, the newest last."""
         listed = self._objects.list(f"{_FOLDER}/{digest}")
-        copies = [each for each in listed if term_of(each.name) is not None]
+        copies = [stored for stored in listed if term_of(stored.name) is not None]
         if not copies:
             raise MissingBlobError(digest)
         return copies
 
     def _newest(self, digest: Digest) -> str:
-        return self._own.get(digest) or self._copies(digest)[-1].name
+        return self._own.get(digest) or self._copies_of(digest)[-1].name
 
     def _copy(self, digest: Digest) -> None:
         """Make an object of this term of a sound copy. Raises MissingBlobError."""
         name = _name(digest, unique_name(self._term))
         try:
-            self._objects.copy(self._sound(digest, self._copies(digest)).name, name)
+            self._objects.copy(self._sound(digest, self._copies_of(digest)).name, name)
         except WrongStateError as error:
             text = "a state of an earlier term has to be copied inside the store (CopyObject)"
             raise WrongStateError(f"{text}, which refuses that: {error}") from error
@@ -212,7 +203,7 @@ class LeafObjects:
 
     def _fetched(self, digest: Digest) -> OpenLeaf:
         is_there = False
-        for stored in reversed(self._copies(digest)):
+        for stored in reversed(self._copies_of(digest)):
             scratch = self._scratch()
             try:
                 for piece in self._objects.read(stored):
@@ -224,7 +215,7 @@ class LeafObjects:
                 scratch.close()
                 raise
             is_there = True
-            leaf = OpenLeaf.of(digest, scratch.kept(), stored.num_bytes)
+            leaf = OpenLeaf.of(digest, scratch.detach(), stored.num_bytes)
             if leaf is not None:
                 return leaf
             _log.warning("an object is damaged", name=stored.name)
@@ -244,7 +235,7 @@ class LeafObjects:
         finally:
             self._opening.pop(digest, None)
 
-    def _each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def _map(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
         if len(items) < 2:
             return [call(item) for item in items]
         with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="leaves") as pool:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import structlog
 
@@ -42,11 +42,11 @@ from stratagem.coordinator.store.blobs import (
 from stratagem.coordinator.store.bucket import Objects, unique_name
 from stratagem.coordinator.store.files import BlobFile, Scratch, make_folder
 from stratagem.coordinator.store.leaf_files import (
-    LeafBytes,
     LeafClaims,
     LeafFiles,
     LeafStore,
     NewLeaf,
+    OpenLeaf,
 )
 from stratagem.coordinator.store.leaf_objects import LeafObjects
 from stratagem.coordinator.store.shared_blobs import BlobCache, SharedBlobs
@@ -82,17 +82,17 @@ class DirectUpload:
         self.end()
 
     def end(self) -> None:
-        """Note that nothing is written any more; what no list names is garbage now."""
+        """Note that nothing is written any more; leaves that no list names are garbage now."""
         if not self._is_over:
             self._is_over = True
             self._claims.end(self.name, self.have)
 
     def check(self, leaf: Digest) -> bool:
-        """Read a leaf that this upload has written; True where it has its digest."""
+        """Read a leaf that this upload wrote; True where it has its digest."""
         return self._leaves.check(leaf, self.name)
 
     def lacking(self, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return those of the leaves, given with their sizes, that this upload has not written."""
+        """Return the leaves, given with their sizes, that this upload has not written."""
         return self._leaves.lacking(self.name, sizes)
 
     def commit(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
@@ -110,38 +110,30 @@ class DirectUpload:
 # list. The list is the same as for workers' leaves of that state.
 
 
-class _Hashed:
-    """A leaf that is open, and its SHA-256."""
-
-    def __init__(self, leaf: NewLeaf) -> None:
-        self.leaf, self.sha256, self.size = leaf, hashlib.sha256(), 0
-
-    def write(self, data: memoryview) -> None:
-        self.leaf.write(data)
-        self.sha256.update(data)
-        self.size += len(data)
-
-
 class LeafWriter:
     """One state on its way in: write its data, then commit; or abort."""
 
     def __init__(self, store: LeafStore, manifest: Manifest, upload: DirectUpload) -> None:
         """Take the upload over: it ends with this."""
         self._store, self._manifest, self._upload = store, manifest, upload
-        leaves = leaves_of(manifest)
-        self._stream = LeafStream(leaves)
-        self._open: dict[int, _Hashed] = {}
-        self._digests: list[Digest] = [Digest("")] * len(leaves)
+        self._leaves = leaves_of(manifest)
+        self._stream = LeafStream(self._leaves)
+        self._open: dict[int, tuple[NewLeaf, Any]] = {}
+        """The leaves that are not whole yet, with their SHA-256 so far, by number."""
+        self._digests: list[Digest] = [Digest("")] * len(self._leaves)
 
     def write(self, data: memoryview | bytes) -> None:
         """Append data of the state. Any error aborts it."""
         try:
             for number, piece, is_end in self._stream.deal(data):
                 if number not in self._open:
-                    self._open[number] = _Hashed(self._store.new(self._upload.name))
-                self._open[number].write(piece)
+                    self._open[number] = self._store.new(self._upload.name), hashlib.sha256()
+                leaf, sha256 = self._open[number]
+                leaf.write(piece)
+                sha256.update(piece)
                 if is_end:
-                    self._close(number, self._open.pop(number))
+                    del self._open[number]
+                    self._close(number, leaf, Digest(sha256.hexdigest()))
         except BaseException:
             self.abort()
             raise
@@ -162,25 +154,25 @@ class LeafWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Drop what was begun; leaves that are whole are garbage unless the list names them."""
-        for hashed in self._open.values():
-            hashed.leaf.drop()
+        """Drop unfinished leaves; whole ones are garbage unless the list names them."""
+        for leaf, _ in self._open.values():
+            leaf.drop()
         self._open.clear()
         self._upload.end()
 
-    def _close(self, number: int, hashed: _Hashed) -> None:
-        digest = self._digests[number] = Digest(hashed.sha256.hexdigest())
+    def _close(self, number: int, leaf: NewLeaf, digest: Digest) -> None:
+        self._digests[number] = digest
         if digest in self._upload.have:
-            hashed.leaf.drop()
+            leaf.drop()
             return
-        hashed.leaf.keep(digest, self._upload.name)
-        self._upload.lacking({digest: hashed.size})
+        leaf.keep(digest)
+        self._upload.lacking({digest: self._leaves[number].size})
 
 
 # ---- Store ----
 
 MAX_HAVE: Final = 2**16
-"""Leaves that a worker is told to be there: 2 MiB of digests, in a message of at most 4 MiB."""
+"""Leaves that a worker need not write: 2 MiB of digests, in a message of at most 4 MiB."""
 
 _log = structlog.get_logger(__name__)
 
@@ -194,7 +186,7 @@ class Lists(BlobStore, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where states in leaves are.
+    """The place of states in leaves.
 
     store_id: the name of the folder, which workers see, too; "" for an object store.
     """
@@ -211,8 +203,8 @@ class LeafBlobs:
     def __init__(
         self, whole: BlobStore, place: StatePlace, term: int, *, writes_leaves: bool, limits: Limits
     ) -> None:
-        """whole: of what is one file. writes_leaves: states that come to the coordinator become
-        leaves, too."""
+        """whole: the store of blobs that are one file. writes_leaves: states that come to the
+        coordinator become leaves, too."""
         self._whole, self._term, self.limits = whole, term, limits
         self.writes_leaves = writes_leaves
         self.claims, self.leaves, self.store_id = place.claims, place.leaves, place.store_id
@@ -222,7 +214,7 @@ class LeafBlobs:
 
     @property
     def signs(self) -> LeafObjects | None:
-        """Return what signs requests for leaves; None where workers see a folder of them."""
+        """Return the signer of requests for leaves; None where workers see their folder."""
         return self.leaves if isinstance(self.leaves, LeafObjects) else None
 
     def writer(self, total_bytes: int) -> BlobWriter:
@@ -230,13 +222,12 @@ class LeafBlobs:
         return self._whole.writer(total_bytes)
 
     def state_writer(self, manifest: Manifest, kept: Sequence[Digest]) -> LeafWriter:
-        """Return a writer for the data of a state, which become leaves, but for those that the
-        states have that are kept."""
+        """Return a writer for the data of a state, without the leaves of the kept states."""
         return LeafWriter(self.leaves, manifest, self.upload(kept))
 
     def upload(self, kept: Sequence[Digest]) -> DirectUpload:
-        """Begin an upload, which need not write the leaves of the states that are kept, of so many
-        as have a place in a request, the first ones first; a context in which it is under way."""
+        """Begin an upload, which need not write leaves of the kept states: those of the first ones
+        first, as many as fit into a message. The upload is under way inside its context."""
         name = unique_name(self._term)
         with self.claims.lock:
             leaves: dict[Digest, None] = {}
@@ -249,15 +240,13 @@ class LeafBlobs:
         return DirectUpload(name, have, self.leaves, self.claims, self.write_list)
 
     def write_list(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
-        """Make the list of a state's leaves durable, and return its digest, which names the
-        state."""
+        """Make the list of a state's leaves durable; return its digest, which names the state."""
         content = list_bytes(manifest, leaves)
         writer = self._lists.writer(len(content))
         writer.write(content)
         return writer.commit()
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
         return self._whole.scratch()
 
     def open(self, digest: Digest) -> BlobFile:
@@ -282,41 +271,36 @@ class LeafBlobs:
         return self._lists.exists(digest)
 
     def exists(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store, whole or damaged."""
         return self._lists.exists(digest) or self._whole.exists(digest)
 
     def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store; it then counts as just written."""
         if self._lists.keep(digest):
             leaves = self._leaves_of(digest)
             return leaves is not None and self.leaves.keep(leaves)
         return self._whole.keep(digest)
 
     def settle(self, digest: Digest) -> None:
-        """Note that the event that names the blob is durable; see BlobStore."""
         self._lists.settle(digest)
         self._whole.settle(digest)
 
     def make_room(self) -> bool:
-        """Delete a local copy of a blob; see BlobStore."""
         return self._whole.make_room()
 
     def keep_room(self) -> None:
-        """Delete local copies while the disk has little room; see BlobStore."""
         self._whole.keep_room()
 
     def location(self, digest: Digest) -> str:
-        """Return the path of the blob's file; "" of a state in leaves, which has none."""
+        """Return the path of the blob's file; "" for a state in leaves, which has none."""
         return self._whole.location(digest)
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; then leaves that nothing needs
         any more. See BlobStore."""
         collected = self._whole.collect(live, grace_s) + self._lists.collect(live, grace_s)
-        # In this order: what is written meanwhile is not found; and of each upload that has written
-        # what is found either the list is there by now, or it is one of those under way.
-        found = self.leaves.found()
-        for digest in self._lists.digests():  # read what is new without the lock
+        # In this order: leaves that are written meanwhile are not among the copies; and each upload
+        # that wrote one of them either has its list by now, or is among those under way.
+        copies = self.leaves.all_copies()
+        for digest in self._lists.digests():  # read new lists without the lock
             self._leaves_of(digest)
         with self.claims.lock:
             under_way, used = self.claims.present()
@@ -328,11 +312,11 @@ class LeafBlobs:
                     return collected
                 named.update(leaves)
             self._known = {digest: self._known[digest] for digest in present}
-        self.leaves.collect(found, named, under_way)
+        self.leaves.collect(copies, named, under_way)
         return collected
 
     def _leaves_of(self, digest: Digest) -> tuple[Digest, ...] | None:
-        """Return the leaves of a state; None where there is no list of it that can be read."""
+        """Return the leaves of a state; None where no list of it can be read."""
         if digest not in self._known or not self._lists.exists(digest):
             try:
                 listed = self._list(digest)
@@ -363,18 +347,18 @@ _NUM_OPEN: Final = 4
 
 
 class JoinedState:
-    """The bytes of a state in leaves, which are opened when they are read. Each is verified."""
+    """The bytes of a state in leaves. Each leaf is opened, and verified, when it is read."""
 
     is_in_leaves = True
 
     def __init__(
-        self, digest: Digest, listed: LeafList, open_leaf: Callable[[Digest], LeafBytes]
+        self, digest: Digest, listed: LeafList, open_leaf: Callable[[Digest], OpenLeaf]
     ) -> None:
         self._digest, self._listed, self._open_leaf = digest, listed, open_leaf
         self._places = places_of(leaves_of(listed.manifest))
         self._at = 0
         """The place that was read last: the next one is near."""
-        self._open: dict[int, LeafBytes] = {}
+        self._open: dict[int, OpenLeaf] = {}
         self.num_bytes = len(listed.header) + listed.manifest.total_bytes
 
     def read_into(self, view: memoryview, offset: int) -> None:
@@ -404,7 +388,7 @@ class JoinedState:
         """Return None: it is in no one file."""
 
     def check(self, offset: int, frame: bytes) -> None:
-        """Do nothing: what the source gives has been checked."""
+        """Do nothing: the source's bytes are checked."""
 
     def _seek(self, offset: int) -> None:
         """Find the place of a byte of the data."""
@@ -413,7 +397,7 @@ class JoinedState:
         while offset >= self._places[self._at].offset + self._places[self._at].size:
             self._at += 1
 
-    def _leaf(self, number: int) -> LeafBytes:
+    def _leaf(self, number: int) -> OpenLeaf:
         leaf = self._open.get(number)
         if leaf is None:
             named = self._listed.digests[number]
@@ -450,8 +434,8 @@ def in_folder(root: Path) -> StatePlace:
 
 
 def in_objects(objects: Objects, whole: SharedBlobs, cache_dir: Path, term: int) -> StatePlace:
-    """Return the place below a prefix of a bucket, for the coordinator of a term. whole: what is
-    one object each there; cache_dir: for local copies of lists."""
+    """Return the place below a prefix of a bucket, for the coordinator of a term. whole: the blobs
+    there that are one object each; cache_dir: for local copies of lists."""
     cache = BlobCache(cache_dir, _LIST_CACHE_BYTES)
     lists = SharedBlobs(objects, cache, term, folder=LISTS, suffix=LIST_SUFFIX)
     claims = LeafClaims()

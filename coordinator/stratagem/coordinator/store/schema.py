@@ -42,7 +42,7 @@ _stamp: Final = Table(
     Column("version_num", String(32), nullable=False),
     PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
-"""As Alembic makes it."""
+"""The table of the revision, equal to Alembic's."""
 
 
 def migrate(database: Database) -> None:
@@ -66,8 +66,7 @@ def _bring_up_to_date(database: Database) -> None:
 
 
 def _revision(connection: Connection) -> str:
-    """Return the revision that the journal is stamped with; FIRST for one of 0.1.0, "" for none at
-    all."""
+    """Return the journal's revision; FIRST for one of 0.1.0, "" where there is no journal."""
     tables = inspect(connection).get_table_names()
     if "alembic_version" in tables:
         return str(connection.execute(select(_stamp.c.version_num)).scalar() or "")
@@ -97,8 +96,8 @@ def _upgrade(connection: Connection, present: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(FOLDER))
     config.attributes["connection"] = connection
-    known = [revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()]
-    if present not in known:
+    revisions = [each.revision for each in ScriptDirectory.from_config(config).walk_revisions()]
+    if present not in revisions:
         raise ConflictError(
             f"the journal has revision {present!r}, written by a newer version; "
             f"this one knows {FIRST} to {REVISION}"

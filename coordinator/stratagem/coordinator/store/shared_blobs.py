@@ -80,7 +80,6 @@ class BlobCache:
         return self._copies.writer(total_bytes, adopt)
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
         return self._copies.scratch()
 
     def open(self, digest: Digest) -> BlobFile | None:
@@ -100,8 +99,7 @@ class BlobCache:
         return file
 
     def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
-        """Return the verified copy of an open file that may soon be evicted; takes the descriptor
-        over."""
+        """Return the verified copy of an open file, taking the descriptor over."""
         return self._copies.opened(digest, descriptor, sums)
 
     def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
@@ -151,15 +149,13 @@ class BlobCache:
 
 
 def default_limit_bytes(folder: Path) -> int:
-    """Return the default size of the cache: 32 GiB, or half of the file system where that is
-    less."""
+    """Return the default size of the cache: 32 GiB, or half of a smaller file system."""
     disk = os.statvfs(folder)
     return min(MAX_BYTES, disk.f_blocks * disk.f_frsize // 2)
 
 
 def reserve_bytes(folder: Path) -> int:
-    """Return the bytes that copies leave free: 1 GiB, or a twentieth of the file system where that
-    is less."""
+    """Return the bytes that copies leave free: 1 GiB, or a twentieth of a small file system."""
     disk = os.statvfs(folder)
     return min(MAX_RESERVE_BYTES, disk.f_blocks * disk.f_frsize // 20)
 
@@ -201,12 +197,10 @@ class SharedBlobs:
         self._fetches: dict[Digest, threading.Lock] = {}
 
     def writer(self, total_bytes: int) -> BlobWriter:
-        """Return a writer for a blob of exactly total_bytes; it goes to the object store at the
-        end."""
+        """Return a writer for a blob of exactly total_bytes, which is uploaded at the end."""
         return self._cache.writer(total_bytes, self._adopt)
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
         return self._cache.scratch()
 
     def open(self, digest: Digest) -> BlobFile:
@@ -225,7 +219,6 @@ class SharedBlobs:
             self._fetches.pop(digest, None)
 
     def exists(self, digest: Digest) -> bool:
-        """Return True when the blob is in the object store."""
         return bool(self._copies_of(digest))
 
     def keep(self, digest: Digest) -> bool:
@@ -246,20 +239,16 @@ class SharedBlobs:
         return ""
 
     def settle(self, digest: Digest) -> None:
-        """Note that the event that names the blob is durable; see BlobStore."""
         with self._lock:
             self._claims.settle(digest)
 
     def make_room(self) -> bool:
-        """Drop a local copy; see BlobStore."""
         return self._cache.make_room()
 
     def keep_room(self) -> None:
-        """Drop local copies while the disk has little room."""
         self._cache.keep_room()
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
-        """Delete the blobs that are not in `live`, and return them; see BlobStore."""
         if not self._collecting.acquire(blocking=False):  # the next one will do
             return []
         try:

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from sqlalchemy import Connection, Table, delete, func, insert, select, text, update
 
 from stratagem.common.base.errors import ConflictError, IntegrityError
-from stratagem.coordinator.store.database import Database
+from stratagem.coordinator.store.database import Database, open_sqlite
 from stratagem.coordinator.store.schema import (
     IDENTITY,
     event,
@@ -25,7 +25,6 @@ from stratagem.coordinator.store.schema import (
     migrate,
     summary,
 )
-from stratagem.coordinator.store.sqlite import open_sqlite
 
 TERMS_AHEAD: Final = 1_000_000
 """Added to the term of what is restored: workers, and objects in a bucket, have seen terms that
@@ -36,7 +35,7 @@ _COPIED: Final = (event, summary, history, meta)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What tells a snapshot's file from others."""
+    """The term and the identity of a snapshot's file."""
 
     term: int
     """The term that led at its moment."""
@@ -45,15 +44,15 @@ class Known:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read it. Raises IntegrityError for another file, or a damaged one."""
+        """Read them from a file. Raises IntegrityError for one that is damaged or no journal."""
         file = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         try:
             (sound,) = file.execute("PRAGMA integrity_check(1)").fetchone()
             if sound != "ok":
                 raise IntegrityError(f"{path} is damaged: {sound}")
             (term,) = file.execute("SELECT term FROM lease").fetchone()
-            found = file.execute("SELECT value FROM meta WHERE key = ?", (IDENTITY,)).fetchone()
-            return cls(term, found[0] if found else "")
+            identity = file.execute("SELECT value FROM meta WHERE key = ?", (IDENTITY,)).fetchone()
+            return cls(term, identity[0] if identity else "")
         except sqlite3.DatabaseError as error:
             raise IntegrityError(f"{path} is no journal, or a damaged one: {error}") from error
         finally:
@@ -141,10 +140,10 @@ def restore(path: Path, target: Database) -> int:
     try:
         migrate(file)
         with file.read() as source:
-            known: int = source.execute(select(lease.c.term)).scalar_one()
+            term: int = source.execute(select(lease.c.term)).scalar_one()
             with target.write() as connection:
-                copy(source, connection, known + TERMS_AHEAD)
-        return known + TERMS_AHEAD
+                copy(source, connection, term + TERMS_AHEAD)
+        return term + TERMS_AHEAD
     finally:
         file.close()
 

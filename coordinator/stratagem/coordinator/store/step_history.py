@@ -58,7 +58,7 @@ from stratagem.coordinator.store.schema import history
 Ends = tuple[tuple[int, int], ...]
 """(segment, its last step), in order."""
 _MAX_HEAD_BYTES = MAX_SERIES * (MAX_NAME * 6 + 32)
-"""Of the names and numbers beside the rows; a character may be written as six."""
+"""The size of the names and numbers beside the rows; a character may be written as six."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,11 @@ class HistoryRow:
     to_step: int
     rows: bytes
     ends: Ends = ()
-    """Of all segments in it, where it holds those of several."""
+    """The ends of all segments in it, if they are several."""
 
     @property
     def all_ends(self) -> Ends:
-        """Of all segments in it."""
+        """Return the ends of all segments in it."""
         return self.ends or ((self.segment, self.to_step),)
 
 
@@ -88,8 +88,8 @@ def behind(columns: Columns, step: int) -> Columns:
 
 
 def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
-    """Return one row that says what these of a party say, which follow each other; None where one
-    cannot hold them. Of a party of which only the newest segment is kept, that is its row."""
+    """Return one row with the content of consecutive rows of a party; None where one cannot hold
+    it. For a party of which only the newest segment is kept, that is the last row."""
     if is_of_newest_segment(rows[-1].party):
         return rows[-1]
     pieces: dict[Series, list[Columns]] = {}
@@ -107,18 +107,18 @@ def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
 
 
 def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
-    """Return what of a row belongs to segments up to this one; None where nothing does."""
+    """Return the part of a row that belongs to segments up to this one; None without any."""
     ends = tuple(end for end in row.all_ends if end[0] <= segment)
     if len(ends) == len(row.all_ends):
         return row
     if not ends:
         return None
     last, step = ends[-1]
-    kept: Mapping[Series, Columns] = {
+    parts: Mapping[Series, Columns] = {
         series: part_of(columns, 0, int(np.searchsorted(columns.step, step, "right")))
         for series, columns in unpack(row.rows).items()
     }
-    packed = pack({series: columns for series, columns in kept.items() if len(columns)})
+    packed = pack({series: columns for series, columns in parts.items() if len(columns)})
     return replace(row, segment=last, to_step=step, rows=packed, ends=ends if len(ends) > 1 else ())
 
 
@@ -148,22 +148,22 @@ def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
 
 
 def _put_behind(connection: Connection, row: HistoryRow) -> bool:
-    """Write the row of a segment unless its party has one of it or of a later one; return whether
-    it was written.
+    """Write the row of a segment unless its party has a row of it or of a later one; return True
+    if it was written.
 
     The statement goes to the driver as it was compiled once: what SQLAlchemy does around each one
     takes several times as long as the database, in a transaction that commits wait for.
     """
     statement = _new(connection.dialect)
-    given: tuple[Any, ...] | dict[str, Any] = statement.values_of(row)
+    values: tuple[Any, ...] | dict[str, Any] = statement.values_of(row)
     if not statement.is_positional:
-        given = dict(zip(statement.names, given, strict=True))
-    return bool(connection.exec_driver_sql(statement.text, given).rowcount)
+        values = dict(zip(statement.names, values, strict=True))
+    return bool(connection.exec_driver_sql(statement.text, values).rowcount)
 
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """A statement as the driver takes it, and what fills it of a row."""
+    """A statement in the driver's form, and the function that gives its values of a row."""
 
     text: str
     names: tuple[str, ...]
@@ -180,10 +180,10 @@ def _new(dialect: Dialect) -> _Statement:
 
 
 def _replace(connection: Connection, row: HistoryRow) -> None:
-    """Write a row of a segment that is done again, or before one that will be."""
+    """Write a row of a segment that was repeated, or that precedes one with a row."""
     query = select(history).where(*_of(row.run_id, row.party), history.c.segment >= row.segment)
-    found = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
-    covers = [each for each in found if each.all_ends[0][0] <= row.segment]
+    rows = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
+    covers = [each for each in rows if each.all_ends[0][0] <= row.segment]
     for stored in covers:
         if not stored.ends and stored.rows != row.rows and _exact(stored) != _exact(row):
             ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
@@ -193,7 +193,7 @@ def _replace(connection: Connection, row: HistoryRow) -> None:
 
 
 def cut(connection: Connection, run_id: RunId, segment: int) -> None:
-    """Delete what the parties of a run have recorded behind a segment, to which it returns."""
+    """Delete the history of a run's parties behind a segment, to which it returns."""
     query = select(history).where(history.c.run_id == run_id, history.c.segment > segment)
     for row in connection.execute(query).all():
         _cut(connection, _row(row), segment)
@@ -201,9 +201,9 @@ def cut(connection: Connection, run_id: RunId, segment: int) -> None:
 
 def _cut(connection: Connection, row: HistoryRow, segment: int) -> None:
     _delete(connection, row)
-    kept = cut_to(row, segment)
-    if kept is not None:
-        connection.execute(insert(history).values(_values(kept)))
+    left = cut_to(row, segment)
+    if left is not None:
+        connection.execute(insert(history).values(_values(left)))
 
 
 def parties(connection: Connection, run_id: RunId) -> list[Party]:
@@ -223,8 +223,7 @@ class StepSpan:
 def page(
     connection: Connection, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
 ) -> list[HistoryRow]:
-    """Return rows of a party with steps of the span, behind a segment, in order, as many as the
-    limit."""
+    """Return the first rows of a party behind a segment with steps of the span, limit of them."""
     its = history.c
     rows = select(history).where(*_of(run_id, party), its.segment > behind)
     rows = rows.where(its.to_step > _number(span.from_step) * its.stride)
@@ -236,13 +235,13 @@ def page(
 def counts(connection: Connection, run_id: RunId) -> dict[Party, int]:
     """Return the parties of a run that have more than one row, each with the number of its rows.
 
-    The key alone is read: behind the values of the steps a row has what it is of, and a database
-    reads them all to get there.
+    The key alone is read: other columns stand behind the values of the steps, which a database
+    would read to get there.
     """
     its = history.c
     query = select(its.party, func.count()).where(its.run_id == run_id).group_by(its.party)
-    found = connection.execute(query.having(func.count() > 1).order_by(its.party))
-    return {Party(party): num_rows for party, num_rows in found}
+    counted = connection.execute(query.having(func.count() > 1).order_by(its.party))
+    return {Party(party): num_rows for party, num_rows in counted}
 
 
 def unmerged_runs(connection: Connection) -> set[RunId]:
@@ -254,8 +253,8 @@ def unmerged_runs(connection: Connection) -> set[RunId]:
 def full_parties(connection: Connection, run_id: RunId, num_rows: int) -> list[Party]:
     """Return the parties of a run that have so many rows of one segment each behind all others.
 
-    Of a party one row at most is read, however many it has. A party that another coordinator has
-    merged in between may be among them.
+    At most one row of a party is read, however many it has. The result may contain a party that
+    another coordinator has merged in between.
     """
     its = history.c
     parties = [p for p, num in counts(connection, run_id).items() if num >= num_rows]
@@ -279,8 +278,8 @@ def single_rows(
 
 
 def merge(connection: Connection, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
-    """Replace rows of a party by one that says the same; return False where they have changed
-    since they were read, and nothing is done."""
+    """Replace rows of a party by one with the same content; return False, with nothing done, where
+    they changed since they were read."""
     first, last = rows[0].segment, rows[-1].segment
     its = history.c
     between = (*_of(into.run_id, into.party), its.segment >= first, its.segment <= last)

@@ -75,8 +75,7 @@ def widen(dtype: str, raw: Raw, out: Wide) -> None:
 
 
 def narrow(dtype: str, values: Wide, out: Raw) -> None:
-    """Write the elements nearest to finite values to `out`, ties to even. What is not finite stays
-    so."""
+    """Write the elements nearest to the values to `out`, ties to even; infinities and NaN stay."""
     if dtype in _NATIVE:
         with np.errstate(over="ignore"):  # beyond the range of the type is infinite, as in torch
             np.copyto(out, values, casting="same_kind")
@@ -111,8 +110,7 @@ def _to_float8(dtype: str, values: Wide) -> NDArray[np.uint8]:
 
 @cache
 def _middles(dtype: str) -> Wide:
-    """Return the value half-way between each finite magnitude and the next, in order of the
-    codes."""
+    """Return the middle between each finite magnitude and the next, in order of the codes."""
     magnitudes = _values_of_codes(dtype)[: _MAX_FINITE[dtype] + 1]
     middles: Wide = (magnitudes[:-1] + magnitudes[1:]) / 2
     middles.flags.writeable = False  # all callers share it
@@ -149,8 +147,7 @@ MAX_PIECES_BEHIND: Final = 2
 
 
 class Offload:
-    """A sink that passes data to another one in a thread; keep_up and finish raise the errors of
-    that one."""
+    """A sink that passes data to another one in a thread; keep_up and finish raise its errors."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -197,8 +194,7 @@ class Offload:
         self._check()
 
     async def close(self) -> None:
-        """Finish the piece that is being written and drop the others; the sink is free
-        afterwards."""
+        """Finish the piece being written and drop the others; the sink is free afterwards."""
         self._pieces.clear()
         if self._worker is not None:
             await asyncio.wait((self._worker,))

@@ -9,7 +9,6 @@ and a server optimizer takes the mean from here in float64.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,13 +24,7 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.files import header_bytes
-from stratagem.common.tensors.manifest import (
-    Manifest,
-    Purpose,
-    TensorSpec,
-    build_manifest,
-    dtype_named,
-)
+from stratagem.common.tensors.manifest import Manifest, TensorSpec, dtype_named
 from stratagem.common.tensors.stream import CHUNK_BYTES, piece_bytes
 from stratagem.coordinator.store.blobs import BlobStore, BlobWriter
 from stratagem.coordinator.updates.finite_result import LATE, MEAN, FiniteResult, Rule
@@ -42,7 +35,9 @@ from stratagem.coordinator.updates.reading import (
     UpdateDecoding,
     WholeSource,
     averaged_names,
+    is_trained,
     open_state,
+    read_integers,
 )
 from stratagem.coordinator.updates.server_optimizer import GlobalAverage, ServerStep
 from stratagem.coordinator.updates.upload import SpoolEntry
@@ -64,41 +59,33 @@ class Rebasing:
     """The rebasing of one fold's late updates; states are read at the offsets of its windows."""
 
     def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
-        """Open the states; bases: the base state of each late update, by its place among the
-        updates."""
+        """Open the states; bases: the base state of each late update, by place among all."""
         with ExitStack() as files:
             opened = {
                 digest: open_state(files, store, digest) for digest in {state, *bases.values()}
             }
             self._files = files.pop_all()
-        manifest, self._state = opened[state]
-        self._averaged = averaged_names(manifest)
+        self._state = opened[state][1]
         self._bases = {index: opened[digest][1] for index, digest in bases.items()}
 
     def is_late(self, index: int) -> bool:
         return index in self._bases
 
-    def is_rebased(self, spec: TensorSpec) -> bool:
-        """Return True for parameters that are trained."""
-        return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
-
-    def apply(
-        self, index: int, dtype: str, offset: int, values: Wide, *, is_rebased: bool = True
-    ) -> None:
-        """Rebase one window of an update in place; offset: of the window in the state. is_rebased:
+    def apply(self, index: int, dtype: str, offset: int, values: Wide, *, is_trained: bool) -> None:
+        """Rebase one window of an update in place; offset: of the window in the state. is_trained:
         see above; other floating numbers only lose what was not finite in their base."""
         if index not in self._bases:
             return
-        if not is_rebased:
+        if not is_trained:
             lost = ~np.isfinite(values)  # it was accepted because it has the bits of its base
         else:
             before = self._bases[index].read(dtype, offset, values.size)
             lost = ~np.isfinite(before)
             values -= before
-        if not is_rebased and not lost.any():
+        if not is_trained and not lost.any():
             return
         state = self._state.read(dtype, offset, values.size)
-        if is_rebased:
+        if is_trained:
             values += state
         np.copyto(values, state, where=lost)
 
@@ -109,8 +96,8 @@ class Rebasing:
 # ---- Fold ----
 
 WINDOW_ELEMENTS: Final = CHUNK_BYTES // 8
-"""Of large states. Measured with two updates of 40 MB of float32, arithmetic alone: 24 ms with
-2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20, where the sums fall out of the cache."""
+"""The window of large states. Measured with two updates of 40 MB of float32, arithmetic alone: 24
+ms with 2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20, where the sums leave the cache."""
 
 _MAX_NAMES_LOGGED: Final = 8
 
@@ -122,7 +109,7 @@ class FoldStoppedError(StratagemError):
 
 
 MOST_SAMPLES: Final = "the one with most samples"
-"""Whose integers are taken where clients differ, for people."""
+"""The client whose integers are taken where clients differ, for people."""
 
 
 class Combination(Protocol):
@@ -134,17 +121,16 @@ class Combination(Protocol):
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with what becomes of the floating elements from that byte on; `raw` is used on
-        the way."""
+        """Fill `out` with the result for floating elements from that byte on; `raw` is scratch."""
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with what becomes of integers or bools; return, where updates differ, what was
-        taken, for people: "the middle"; else ""."""
+        """Fill `out` with the result for integers or bools; return, where updates differ, the
+        origin of it, for people: "the middle"; else ""."""
 
 
 class Folded(NamedTuple):
-    """What a fold has written: the next state, the slots of a server optimizer, and the average
-    over rounds, empty where there is none."""
+    """The blobs of a fold: the next state, the slots of a server optimizer, and the average over
+    rounds, empty where there is none."""
 
     state: Digest
     slots: tuple[Digest, ...]
@@ -160,12 +146,9 @@ class _Window:
     """Name of the tensor, where the window has just one: in integers and bools."""
     offset: int
     size_bytes: int
-    is_optimized: bool
-    """A server optimizer makes the result of the mean."""
-    is_averaged: bool
-    """The average over rounds is that of its elements."""
-    is_rebased: bool
-    """Late updates count by their change to their own base state."""
+    is_trained: bool
+    """A server optimizer makes the result of the mean, the average over rounds is that of its
+    elements, and late updates count by their change to their own base state."""
 
 
 def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every caller wants)
@@ -191,8 +174,8 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
 
     `entries` and their `weights` (samples; fewer for late ones, of which `rebasing` has the bases)
     stand in client order. `decoding` reads coded ones; without it all must have the layout of the
-    model. `combination` takes the place of the mean, and has weights of its own; `rule` says for
-    people what it is. `base` is the state that the round began from. Raises DivergedError where a
+    model. `combination` takes the place of the mean, and has weights of its own; `rule` names it
+    for people. `base` is the state that the round began from. Raises DivergedError where a
     number is not finite that was so in `base`, IntegrityError when the disk has damaged an update,
     FoldStoppedError, UnavailableError when the disk is full; `out` is aborted then.
     """
@@ -212,7 +195,8 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
             written: list[Future[None]] = []
-            windows = _windows(manifest, num_elements, server, average, rebasing)
+            is_plain = server is None and average is None and rebasing is None
+            windows = _windows(manifest, num_elements, is_plain=is_plain)
             for index, window in enumerate(windows):
                 if should_stop():
                     raise FoldStoppedError("the fold was stopped")
@@ -222,7 +206,7 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
                 written.append(pool.submit(out.write, result.view(np.uint8).data))
                 if average is not None:
                     place = window.dtype, window.offset
-                    average.take(*place, result, is_averaged=window.is_averaged)
+                    average.take(*place, result, is_trained=window.is_trained)
                 failpoint("coordinator.fold.after_window")
             for future in written:
                 future.result()
@@ -272,33 +256,25 @@ def _check_arguments(
             )
 
 
-def _windows(
-    manifest: Manifest,
-    num_elements: int,
-    server: ServerStep | None,
-    average: GlobalAverage | None,
-    rebasing: Rebasing | None,
-) -> Iterator[_Window]:
-    """Yield all data in order, cut where the type or treatment changes, and else into windows."""
+def _windows(manifest: Manifest, num_elements: int, *, is_plain: bool) -> Iterator[_Window]:
+    """Yield all data in order, cut where the type or treatment changes, and else into windows.
+    is_plain: all floating tensors are treated alike."""
+    averaged = averaged_names(manifest)
 
-    def kind(spec: TensorSpec) -> tuple[str, str, bool, bool, bool]:
+    def kind(spec: TensorSpec) -> tuple[str, str, bool]:
         name = "" if dtype_named(spec.dtype).is_floating else spec.name
-        is_optimized = server is not None and server.is_optimized(spec)
-        is_averaged = average is not None and average.is_averaged(spec)
-        is_rebased = rebasing is not None and rebasing.is_rebased(spec)
-        return spec.dtype, name, is_optimized, is_averaged, is_rebased
+        return spec.dtype, name, not is_plain and is_trained(spec, averaged)
 
-    for (dtype, name, *treatment), group in groupby(manifest.stored(), kind):
+    for (dtype, name, is_special), group in groupby(manifest.stored(), kind):
         specs = list(group)
         end = specs[-1].offset + specs[-1].size_bytes
         step = num_elements * dtype_named(dtype).item_bytes
         for offset in range(specs[0].offset, end, step):
-            yield _Window(dtype, name, offset, min(step, end - offset), *treatment)
+            yield _Window(dtype, name, offset, min(step, end - offset), is_special)
 
 
 class _Folder:
-    """The state of one fold: buffers, readers, and the names of tensors that clients do not agree
-    on."""
+    """The state of one fold: buffers, readers, and names of tensors in which clients differ."""
 
     def __init__(
         self,
@@ -325,7 +301,7 @@ class _Folder:
         self._sum = np.empty(num_elements, np.float64)
         self._term = np.empty(num_elements, np.float64)
         self._disputed: dict[str, str] = {}
-        """What was taken, by name of the integer tensors in which clients differ."""
+        """The origin of the result, by name of the integer tensors in which clients differ."""
 
     def fold(self, window: _Window, slot: int) -> Raw:
         """Return the elements of the window, in the buffer of that slot."""
@@ -335,19 +311,23 @@ class _Folder:
         if dtype_named(window.dtype).is_floating:
             self._mean(window, raw, result)
         elif self.combination is None:
-            self._choose(window, raw, result)
-        elif taken := self.combination.integers(self._sources, window.dtype, window.offset, result):
-            self._disputed[window.name] = taken
+            place = self._largest, window.offset
+            if read_integers(self._sources, *place, result, self._voters):
+                self._disputed[window.name] = MOST_SAMPLES
+        elif origin := self.combination.integers(
+            self._sources, window.dtype, window.offset, result
+        ):
+            self._disputed[window.name] = origin
         return result
 
     def finish(self) -> None:
-        """Check that all bytes that were read are those that were accepted; log disputes."""
+        """Check that all bytes read are those that were accepted; log disputes."""
         for source in self._sources:
             source.check()
         if self._disputed:
-            names, taken = list(self._disputed), next(iter(self._disputed.values()))
+            names, origin = list(self._disputed), next(iter(self._disputed.values()))
             _log.warning(
-                f"integer tensors differ between clients: taken from {taken}",
+                f"integer tensors differ between clients: taken from {origin}",
                 num_tensors=len(names),
                 tensors=names[:_MAX_NAMES_LOGGED],
             )
@@ -359,13 +339,12 @@ class _Folder:
                 self._add(window, raw, total)
             else:
                 self.combination.floats(self._sources, window.dtype, window.offset, raw, total)
-            if window.is_optimized:
-                assert self._server is not None
+            if window.is_trained and self._server is not None:
                 self._server.apply(window.dtype, window.offset, total)
             narrow(window.dtype, total, result)
         assert self.finite is not None
-        rule = LATE if window.is_rebased else None
-        if window.is_optimized and self._server is not None:
+        rule = LATE if window.is_trained and self._rebasing is not None else None
+        if window.is_trained and self._server is not None:
             rule = self._server.rule
         self.finite.check(window.dtype, window.offset, result, rule=rule)
 
@@ -376,190 +355,9 @@ class _Folder:
             target = term if index else total
             widen(window.dtype, raw, target)
             if self._rebasing is not None:
-                place, is_rebased = (window.dtype, window.offset), window.is_rebased
-                self._rebasing.apply(index, *place, target, is_rebased=is_rebased)
+                place, is_special = (window.dtype, window.offset), window.is_trained
+                self._rebasing.apply(index, *place, target, is_trained=is_special)
             target *= self._factors[index]
             if index:
                 total += term
         total /= self._divisor
-
-    def _choose(self, window: _Window, raw: Raw, result: Raw) -> None:
-        self._sources[self._largest].read(window.offset, result)
-        for index, source in enumerate(self._sources):
-            if index != self._largest:
-                source.read(window.offset, raw)
-                if index in self._voters and not np.array_equal(raw, result):
-                    self._disputed[window.name] = MOST_SAMPLES
-
-
-# ---- Regional mean ----
-#
-# The weighted mean can be a sum of regions: in each the updates in client order, then the regions
-# in order of name, in float64, divided and rounded once. Each region's sum depends on its own
-# updates alone, so it is the same wherever it is computed.
-
-
-class RegionalMean:
-    """The combination of a fold in regions; memory is two windows, whatever their number."""
-
-    def __init__(self, regions: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
-        """regions: places of the updates of each; weights: samples of each update.
-
-        A single update is multiplied and divided as well: its region does not know it is alone.
-        """
-        assert sorted(place for region in regions for place in region) == list(range(len(weights)))
-        self.window_elements = WINDOW_ELEMENTS
-        self._regions, self._factors = regions, [float(weight) for weight in weights]
-        self._divisor = math.fsum(weights)
-        self._largest = max(range(len(weights)), key=lambda place: (weights[place], -place))
-
-    def floats(
-        self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
-    ) -> None:
-        """Fill `out` with the mean of the elements from that byte on, and `raw` with those of the
-        last update that was read."""
-        sum_of_region, term = np.empty(out.size), np.empty(out.size)
-        for number, region in enumerate(self._regions):
-            parts = [(sources[place], self._factors[place]) for place in region]
-            add_up(parts, dtype, offset, raw, sum_of_region if number else out, term)
-            if number:
-                out += sum_of_region
-        out /= self._divisor
-
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of the update of most samples, the first of equals;
-        return so where updates differ."""
-        sources[self._largest].read(offset, out)
-        other, differ = np.empty(out.size, storage(dtype)), False
-        for place, source in enumerate(sources):
-            if place != self._largest:
-                source.read(offset, other)
-                differ |= not np.array_equal(other, out)
-        return MOST_SAMPLES if differ else ""
-
-
-def add_up(
-    parts: Sequence[tuple[Source, float]], dtype: str, offset: int, raw: Raw, out: Wide, term: Wide
-) -> None:
-    """Fill `out` with the sum of the elements of updates times their weights, in the order given;
-    `raw` and `term` are used on the way."""
-    for index, (source, weight) in enumerate(parts):
-        target = term if index else out
-        source.read(offset, raw)
-        widen(dtype, raw, target)
-        target *= weight
-        if index:
-            out += term
-
-
-# ---- Sums of regions ----
-#
-# A region that is a federation of its own sends a sum, which enters the mean of the regions.
-#
-# A sum has the layout of the model with all floating tensors in float64: s = sum n_k w_k over the
-# region's clients in their order. Integers and bools are those of its client with most rows, the
-# first of equals. The mean is the same as that of RegionalMean over the same tree, to the bit.
-
-SUM_DTYPE = "float64"
-
-
-def sums_manifest(model: Manifest) -> Manifest:
-    """Return the layout of a region's sum."""
-    named = [(spec.name, _dtype_of_sum(spec), spec.shape) for spec in model.tensors]
-    aliases = {spec.name: spec.alias_of for spec in model.tensors if spec.alias_of is not None}
-    return build_manifest(named, Purpose.UPDATE, aliases=aliases)
-
-
-def _dtype_of_sum(spec: TensorSpec) -> str:
-    return SUM_DTYPE if dtype_named(spec.dtype).is_floating else spec.dtype
-
-
-def write_sum(
-    entries: Sequence[SpoolEntry],
-    weights: Sequence[float],
-    model: Manifest,
-    write: Callable[[memoryview], None],
-    should_stop: Callable[[], bool] = lambda: False,
-) -> None:
-    """Write the data of the sum of updates, which stand in client order, window by window.
-
-    Raises IntegrityError when the disk has damaged an update, FoldStoppedError.
-    """
-    sources = [WholeSource(entry) for entry in entries]
-    parts = list(zip(sources, weights, strict=True))
-    largest = max(range(len(weights)), key=lambda place: (weights[place], -place))
-    for spec in model.stored():
-        item_bytes = dtype_named(spec.dtype).item_bytes
-        end = spec.offset + spec.size_bytes
-        for offset in range(spec.offset, end, WINDOW_ELEMENTS * item_bytes):
-            if should_stop():
-                raise FoldStoppedError("the sum of the region was stopped")
-            num = min(WINDOW_ELEMENTS, (end - offset) // item_bytes)
-            raw = np.empty(num, storage(spec.dtype))
-            if dtype_named(spec.dtype).is_floating:
-                total = np.empty(num)
-                with np.errstate(over="ignore", invalid="ignore"):  # the spool looks for it
-                    add_up(parts, spec.dtype, offset, raw, total, np.empty(num))
-            else:
-                total = raw
-                for place, source in enumerate(sources):
-                    source.read(offset, raw)
-                    total = raw.copy() if place == largest else total
-            write(total.view(np.uint8).data)
-    for source in sources:
-        source.check()
-
-
-class MeanOfSums:
-    """The combination of a fold over the sums of regions, in their order."""
-
-    def __init__(
-        self,
-        sums: Sequence[SpoolEntry],
-        num_samples: Sequence[float],
-        model: Manifest,
-        integers_of: int,
-    ) -> None:
-        """num_samples: of all clients in each sum; integers_of: the place of the sum of which the
-        integers are."""
-        self.window_elements = WINDOW_ELEMENTS
-        self._sources = [WholeSource(entry) for entry in sums]
-        self._divisor, self._integers_of = math.fsum(num_samples), integers_of
-        stored = zip(model.stored(), sums_manifest(model).stored(), strict=True)
-        self._places = [(own, other) for own, other in stored if own.size_bytes]
-        self._offsets = [own.offset for own, _ in self._places]
-        self._end = sum(other.size_bytes for _, other in self._places)
-
-    def floats(
-        self, _sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
-    ) -> None:
-        """Fill `out` with the mean of the elements from that byte of the model on."""
-        place, part = self._place(offset), np.empty(out.size)
-        for number, source in enumerate(self._sources):
-            source.read(place, part if number else out)
-            if number:
-                out += part
-        out /= self._divisor
-        self._check_at(place + out.nbytes)
-
-    def integers(self, _sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of one sum; return so where sums differ."""
-        place, differ = self._place(offset), False
-        found = [np.empty(out.size, storage(dtype)) for _ in self._sources]
-        for source, values in zip(self._sources, found, strict=True):
-            source.read(place, values)
-            differ |= not np.array_equal(values, found[0])
-        out[:] = found[self._integers_of]
-        self._check_at(place + out.nbytes)
-        return MOST_SAMPLES if differ else ""
-
-    def _place(self, offset: int) -> int:
-        own, other = self._places[bisect_right(self._offsets, offset) - 1]
-        items = (offset - own.offset) // dtype_named(own.dtype).item_bytes
-        return other.offset + items * dtype_named(other.dtype).item_bytes
-
-    def _check_at(self, end: int) -> None:
-        """Check the sums once they have been read to their end."""
-        if end == self._end:
-            for source in self._sources:
-                source.check()

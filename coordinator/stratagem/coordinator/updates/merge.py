@@ -46,8 +46,7 @@ class MergeStoppedError(StratagemError):
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """The part of a state that one worker holds: the manifest of its tensors, and their bytes in
-    that order."""
+    """The part of a state that one worker holds: its manifest, and the bytes in that order."""
 
     manifest: Manifest
     data: Scratch
@@ -155,7 +154,7 @@ def write_merged(
 
 _MODEL = "model/"
 Sources = Mapping[str, Sequence[tuple[int, TensorSpec]]]
-"""By tensor of the whole: in which part, and where there, its bytes are, in order."""
+"""The places of the bytes of each tensor of the whole: in which part, and where there, in order."""
 
 
 class WholeState(NamedTuple):
@@ -166,7 +165,7 @@ class WholeState(NamedTuple):
 
 
 def are_sliced(parts: Sequence[Manifest]) -> bool:
-    """Return whether the members hold slices of tensors."""
+    """Return True if the members hold slices of tensors."""
     return any(
         _name_of(spec) is not None or _parameter_of(spec) is not None
         for part in parts
@@ -233,19 +232,19 @@ def _model(
     plain: Mapping[str, tuple[int, TensorSpec]],
     parameters: Mapping[str, list[tuple[ParameterSlice, int, TensorSpec]]],
 ) -> list[TensorSpec]:
-    """Describe the tensors of the model in order: parameters of which each member has a slice have
-    their places, and what one member has stands between them."""
+    """Describe the tensors of the model in order: sliced parameters have their places, and tensors
+    that one member has whole stand between them."""
     placed: dict[int, TensorSpec] = {}
-    for whole, found in parameters.items():
-        found.sort(key=lambda each: each[0])
-        name, _, spec = found[0]
+    for whole, slices in parameters.items():
+        slices.sort(key=lambda each: each[0])
+        name, _, spec = slices[0]
         if (
             whole in plain
             or name.place in placed
-            or {(e.place, e.shape) for e, *_ in found} != {(name.place, name.shape)}
+            or {(e.place, e.shape) for e, *_ in slices} != {(name.place, name.shape)}
         ):
             raise ContradictionError(f"the slices of {whole!r} contradict other tensors")
-        _check_slices(whole, [(e.first, spec) for e, _, spec in found], name.shape)
+        _check_slices(whole, [(e.first, spec) for e, _, spec in slices], name.shape)
         tied = None if spec.alias_of is None else parameter_slice(spec.alias_of)
         alias_of = None if tied is None else tied.whole
         placed[name.place] = TensorSpec(whole, spec.dtype, name.shape, 0, 0, alias_of=alias_of)
@@ -333,8 +332,7 @@ class _Placed(NamedTuple):
 def pieced_leaves(
     whole: Manifest, sources: Mapping[str, Sequence[tuple[int, TensorSpec]]]
 ) -> list[PiecedLeaf]:
-    """Return the leaves of a state. sources: of each tensor, in which parts its bytes are, in
-    order."""
+    """Return the leaves of a state. sources: the parts with each tensor's bytes, in order."""
     placed: list[_Placed] = []
     for target in whole.stored():
         at = target.offset
@@ -343,13 +341,13 @@ def pieced_leaves(
                 placed.append(_Placed(at, PartPiece(part, spec.offset, spec.size_bytes)))
                 at += spec.size_bytes
     starts = [each.start for each in placed]
-    found = []
+    pieced = []
     for leaf in leaves_of(whole):
         pieces: list[PartPiece] = []
         for offset, size in leaf.ranges:
             _add_range(pieces, placed, bisect_right(starts, offset) - 1, offset, size)
-        found.append(tuple(pieces))
-    return found
+        pieced.append(tuple(pieces))
+    return pieced
 
 
 def _add_range(
@@ -358,41 +356,41 @@ def _add_range(
     while size:
         start, piece = placed[at]
         begin = offset - start
-        taken = min(size, piece.size - begin)
+        num_bytes = min(size, piece.size - begin)
         part, first = piece.part, piece.offset + begin
         last = pieces[-1] if pieces else None
         if last is not None and (last.part, last.offset + last.size) == (part, first):
-            pieces[-1] = last._replace(size=last.size + taken)
+            pieces[-1] = last._replace(size=last.size + num_bytes)
         else:
-            pieces.append(PartPiece(part, first, taken))
-        offset, size, at = offset + taken, size - taken, at + 1
+            pieces.append(PartPiece(part, first, num_bytes))
+        offset, size, at = offset + num_bytes, size - num_bytes, at + 1
 
 
 def shared_out(
-    leaves: Mapping[int, PiecedLeaf], held: Sequence[Collection[int]]
+    leaves: Mapping[int, PiecedLeaf], parts_of: Sequence[Collection[int]]
 ) -> list[list[int]]:
-    """Return by writer the numbers of the leaves that it writes: about as many bytes for each, and
-    of those that it holds as many as that allows.
+    """Return the numbers of the leaves that each writer writes: about as many bytes for each, and
+    as many of its own as that allows.
 
-    held: by writer, the parts that it holds.
+    parts_of: the parts that each writer holds.
     """
     sizes = {number: sum(piece.size for piece in leaf) for number, leaf in leaves.items()}
-    quota = sum(sizes.values()) / len(held)
-    loads, shares = [0] * len(held), [list[int]() for _ in held]
+    quota = sum(sizes.values()) / len(parts_of)
+    loads, shares = [0] * len(parts_of), [list[int]() for _ in parts_of]
     for number, leaf in leaves.items():
         by_part: dict[int, int] = {}
         for piece in leaf:
             by_part[piece.part] = by_part.get(piece.part, 0) + piece.size
-        own = [sum(by_part.get(part, 0) for part in parts) for parts in held]
-        places = [_place(loads[n], sizes[number], quota, own[n]) for n in range(len(held))]
+        here = [sum(by_part.get(part, 0) for part in parts) for parts in parts_of]
+        places = [_place(loads[n], sizes[number], quota, here[n]) for n in range(len(loads))]
         writer = places.index(min(places))
         shares[writer].append(number)
         loads[writer] += sizes[number]
     return shares
 
 
-def _place(load: int, size: int, quota: float, own: int) -> tuple[bool, int, int]:
-    """Order writers for a leaf, the best one first: of those that have room for most of it the one
+def _place(load: int, size: int, quota: float, here: int) -> tuple[bool, int, int]:
+    """Order writers for a leaf, the best one first: among those with room for most of it the one
     that holds the most, else the one with the least to write."""
     is_full = load + size / 2 > quota
-    return is_full, load if is_full else -own, load
+    return is_full, load if is_full else -here, load

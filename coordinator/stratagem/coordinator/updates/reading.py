@@ -23,7 +23,13 @@ from stratagem.common.compression.codec import Decode, Read
 from stratagem.common.compression.table import PAYLOAD, are_forwarded, sum_messages, update_codec
 from stratagem.common.job import JobSpec, exchanged_codec
 from stratagem.common.tensors.files import header_of, parse_header
-from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
+from stratagem.common.tensors.manifest import (
+    Manifest,
+    Purpose,
+    TensorSpec,
+    build_manifest,
+    dtype_named,
+)
 from stratagem.common.tensors.stream import CHUNK_BYTES, crc32c
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.store.blobs import BlobStore
@@ -50,7 +56,7 @@ class Source(Protocol):
         """Fill the array with the elements from that byte of the model's data on."""
 
     def check(self) -> None:
-        """Check that what was read, which must be all, is what was accepted."""
+        """Check that the bytes read, which must be all, are those that were accepted."""
 
 
 class WholeSource:
@@ -68,6 +74,25 @@ class WholeSource:
     def check(self) -> None:
         if self._crc32c != self._entry.crc32c:
             raise damaged(self._entry, "its checksum is another")
+
+
+def read_integers(
+    sources: Sequence[Source],
+    chosen: int,
+    offset: int,
+    out: Raw,
+    compared: Collection[int] | None = None,
+) -> bool:
+    """Fill `out` with the integers or bools of one update, from that byte of the model's data on.
+    Every update is read; return whether one that is compared, each unless given, has others."""
+    sources[chosen].read(offset, out)
+    other, differ = np.empty_like(out), False
+    for place, source in enumerate(sources):
+        if place != chosen:
+            source.read(offset, other)
+            is_compared = compared is None or place in compared
+            differ |= is_compared and not np.array_equal(other, out)
+    return differ
 
 
 class CheckedData:
@@ -90,8 +115,7 @@ class CheckedData:
             raise damaged(entry, "its checksum is another")
 
     def read(self, offset: int, num: int, dtype: str) -> Raw:
-        """Return elements of the data from a byte on. Raises IntegrityError where they have
-        changed."""
+        """Return elements of the data from a byte on. Raises IntegrityError if they changed."""
         end = offset + num * np.dtype(dtype).itemsize
         first, skipped = divmod(offset, _BLOCK_BYTES)
         last = -(-end // _BLOCK_BYTES)
@@ -147,8 +171,7 @@ class CodedLayout:
     the payload. Owns what must be right before anything is decoded."""
 
     def __init__(self, job: JobSpec, numerics: int, expected: Manifest, sent: Manifest) -> None:
-        """expected: manifest of the model. Raises UpdateRejectedError where `sent` cannot be that
-        of a coded update."""
+        """expected: manifest of the model. Raises UpdateRejectedError for an impossible `sent`."""
         self.stored = expected.stored()
         self._ends = [spec.offset + spec.size_bytes for spec in self.stored]
         self.given = {tensor.name: tensor for tensor in sent.tensors}
@@ -158,7 +181,7 @@ class CodedLayout:
         self.payload = self.given[PAYLOAD]
         self.codec, names = update_codec(job, self.coded, numerics)
         self.places = {name: place for place, name in enumerate(names)}
-        """Of the coded tensors in the payload, in its order."""
+        """The places of the coded tensors in the payload, in its order."""
         if self.payload.size_bytes != self.codec.payload_bytes:
             came, wanted = self.payload.size_bytes, self.codec.payload_bytes
             raise UpdateRejectedError(
@@ -187,8 +210,7 @@ class CodedLayout:
         return decoder
 
     def _check_given(self) -> None:
-        """Check that tensors that are not coded are as in the model, and that coded ones are
-        float32."""
+        """Check that uncoded tensors are as in the model, and that coded ones are float32."""
         wanted = {spec.name: spec for spec in self.stored}
         for name, have in self.given.items():
             want = wanted.get(name)
@@ -263,14 +285,14 @@ class UpdateDecoding:
     def layout(self, sent: Manifest) -> CodedLayout:
         """Return the layout of coded updates of that manifest: one value, as clients are many.
         Raises UpdateRejectedError where it cannot be one."""
-        known = self._layouts.get(sent.tensors)
-        if known is None:
-            known = CodedLayout(self.job, self._numerics, self.expected, sent)
-            self._layouts[sent.tensors] = known
-        return known
+        layout = self._layouts.get(sent.tensors)
+        if layout is None:
+            layout = CodedLayout(self.job, self._numerics, self.expected, sent)
+            self._layouts[sent.tensors] = layout
+        return layout
 
     def source(self, place: int, entry: SpoolEntry) -> Source:
-        """Return the source of an accepted update, by its place among all. Raises IntegrityError
+        """Return the source of an accepted update; place: of it among all. Raises IntegrityError
         where its file is damaged."""
         if not entry.is_coded:
             return WholeSource(entry)
@@ -308,18 +330,18 @@ class UpdateDecoding:
         base = self._bases[place]
         if base not in self._states:
             self._states[base] = open_state(self._files, self._blobs, base)[1]
-        kept = self._newest.get(base)
-        if kept is None or (kept[0], kept[1].size) != (offset, num_bytes):
-            kept = offset, self._states[base].read_raw("uint8", offset, num_bytes)
-            self._newest[base] = kept
-        return kept[1]
+        newest = self._newest.get(base)
+        if newest is None or (newest[0], newest[1].size) != (offset, num_bytes):
+            newest = offset, self._states[base].read_raw("uint8", offset, num_bytes)
+            self._newest[base] = newest
+        return newest[1]
 
     def known(self, spec: TensorSpec, offset: int, num_bytes: int) -> ByteArray | None:
         """Return bytes of a tensor of the state that the only update began from, from this place in
         it on; None for another tensor."""
-        for own in self.expected.stored():
-            if (own.name, own.dtype, own.size_bytes) == (spec.name, spec.dtype, spec.size_bytes):
-                return self.before(0, own.offset + offset, num_bytes)
+        for ours in self.expected.stored():
+            if (ours.name, ours.dtype, ours.size_bytes) == (spec.name, spec.dtype, spec.size_bytes):
+                return self.before(0, ours.offset + offset, num_bytes)
         return None
 
     def close(self) -> None:
@@ -351,6 +373,12 @@ AVERAGED_KEY: Final = "averaged"
 def averaged_names(manifest: Manifest) -> Collection[str]:
     """Return the tensors of a state that are averaged under every server optimizer."""
     return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
+
+
+def is_trained(spec: TensorSpec, averaged: Collection[str]) -> bool:
+    """Return whether the tensor is a parameter that is trained; other floating tensors, buffers and
+    frozen parameters, are averaged."""
+    return dtype_named(spec.dtype).is_floating and spec.name not in averaged
 
 
 def open_state(
@@ -397,7 +425,7 @@ class Reply:
     vectors: tuple[memoryview, ...]
 
     async def windows(self) -> AsyncGenerator[bytes, None]:
-        """All bytes, in pieces."""
+        """Yield all bytes, in pieces."""
         for vector in self.vectors:
             for start in range(0, len(vector), CHUNK_BYTES):
                 yield bytes(vector[start : start + CHUNK_BYTES])

@@ -80,14 +80,14 @@ def squared_lengths(
 
 
 def squared_distances(products: Matrix) -> Matrix:
-    """Return the squared distance of each update to each, of the inner products of their changes;
-    infinite from those that are beyond the range of float64."""
+    """Return the squared distances between updates, from the inner products of their changes;
+    infinite for those beyond the range of float64."""
     lengths = np.diag(products)
     with np.errstate(over="ignore", invalid="ignore"):
-        found = lengths[:, None] + lengths[None, :] - 2 * products
-    found = np.where(np.isnan(found), np.inf, np.maximum(found, 0.0))
-    np.fill_diagonal(found, 0.0)
-    return found
+        distances = lengths[:, None] + lengths[None, :] - 2 * products
+    distances = np.where(np.isnan(distances), np.inf, np.maximum(distances, 0.0))
+    np.fill_diagonal(distances, 0.0)
+    return distances
 
 
 def _blocks(
@@ -127,8 +127,8 @@ def _blocks(
 
 @cache
 def _limit_to_one_thread() -> None:
-    """Several threads add in an order that depends on how many there are. Never lifted: nothing
-    else here uses the library, and two folds at once would lift it for each other."""
+    """Limit linear algebra to one thread: the order of several depends on their number. Never
+    lifted: nothing else here uses the library, and two folds would lift it for each other."""
     threadpool_limits(limits=1, user_api="blas")
 
 
@@ -149,26 +149,26 @@ _SHORTEST: Final = 1e-12
 
 
 def geometric_weights(products: Matrix, iterations: int) -> tuple[Wide, Wide]:
-    """Return the weights after so many iterations, of inner products, and the distances to the last
+    """Return the weights after some iterations, from inner products, and the distances to the last
     iterate. An update that is infinitely far from most others has weight 0."""
     to_others = _median_distances(products)
     is_near = np.isfinite(to_others)
     if not is_near.any():
         raise DivergedError("the distances between most updates are beyond the range of float64")
-    mine = _inverse(to_others[is_near])
+    weights = _inverse(to_others[is_near])
     among_near = products[np.ix_(is_near, is_near)]
     # Seen from the update in the midst of the others: what they have in common cancels out before
     # it costs digits.
-    midst = int(np.argmax(mine))
+    midst = int(np.argmax(weights))
     row = among_near[midst]
     among_near = among_near - row[:, None] - row[None, :] + row[midst]
-    away = _distances_to(among_near, mine)
+    away = _distances_to(among_near, weights)
     for _ in range(iterations):
-        mine = _inverse(away)
-        away = _distances_to(among_near, mine)
-    found, lengths = np.zeros(len(products)), np.full(len(products), np.inf)
-    found[is_near], lengths[is_near] = mine, away
-    return found, lengths
+        weights = _inverse(away)
+        away = _distances_to(among_near, weights)
+    all_weights, lengths = np.zeros(len(products)), np.full(len(products), np.inf)
+    all_weights[is_near], lengths[is_near] = weights, away
+    return all_weights, lengths
 
 
 def _median_distances(products: Matrix) -> Wide:
@@ -182,9 +182,9 @@ def _inverse(lengths: Wide) -> Wide:
     return np.asarray(inverse / np.add.reduce(inverse))
 
 
-def _distances_to(products: Matrix, mine: Wide) -> Wide:
-    with_mine = np.add.reduce(products * mine, axis=1)
-    squared = np.diag(products) - 2 * with_mine + np.add.reduce(with_mine * mine)
+def _distances_to(products: Matrix, weights: Wide) -> Wide:
+    with_iterate = np.add.reduce(products * weights, axis=1)
+    squared = np.diag(products) - 2 * with_iterate + np.add.reduce(with_iterate * weights)
     away: Wide = np.sqrt(np.maximum(squared, 0.0))
     return away
 
@@ -248,8 +248,7 @@ def lower_median(rows: list[Raw]) -> Raw:
 
 
 def trimmed_mean(num_trimmed: int) -> Statistic:
-    """Return the mean of what is left of the values when so many are left out at each end, added
-    from the smallest on."""
+    """Return the mean of the values without num_trimmed at each end, added from the smallest on."""
 
     def statistic(rows: list[Raw]) -> Wide:
         end = len(rows) - num_trimmed
@@ -260,8 +259,8 @@ def trimmed_mean(num_trimmed: int) -> Statistic:
 
 
 def mean_around_median(num_left_out: int) -> Statistic:
-    """Return the mean of the values that are nearest to the median, without so many others; of two
-    that are equally near the larger one is left out first."""
+    """Return the mean of the values nearest to the median, without num_left_out others; of two that
+    are equally near the larger one is left out first."""
 
     def statistic(rows: list[Raw]) -> Wide:
         num_kept = len(rows) - num_left_out
@@ -314,8 +313,20 @@ def window_of(num_updates: int) -> int:
     return min(_MAX_WINDOW, max(COLUMNS, _ELEMENTS_IN_MEMORY // num_updates))
 
 
+def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+    """Fill `out` with middle values; return so where updates differ; see Combination."""
+    rows = [np.empty(out.size, storage(dtype)) for _ in sources]
+    for source, row in zip(sources, rows, strict=True):
+        source.read(offset, row)
+    differ = any(not np.array_equal(row, rows[0]) for row in rows[1:])
+    out[:] = lower_median(rows) if differ else rows[0]
+    return "the middle" if differ else ""
+
+
 class StatisticOfRows:
     """A statistic of each floating element."""
+
+    integers = staticmethod(_middle_integers)
 
     def __init__(self, num_updates: int, statistic: Statistic) -> None:
         self.window_elements = window_of(num_updates)
@@ -324,8 +335,6 @@ class StatisticOfRows:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the statistic of the elements from that byte on, and `raw` with
-        those of the last update."""
         rows = np.empty((len(sources), out.size), np.float32 if dtype in _NARROW else np.float64)
         for source, row in zip(sources, rows, strict=True):
             source.read(offset, raw)
@@ -335,17 +344,15 @@ class StatisticOfRows:
             part = slice(start, start + COLUMNS)
             out[part] = self._statistic([row[part] for row in rows])
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with middle values; return so where updates differ."""
-        return _middle_integers(sources, dtype, offset, out)
-
 
 class WeightedSum:
-    """The sum of updates by their weights, divided by that of the weights; of shortened updates,
-    what is missing of each is that of the state that they began from."""
+    """The weighted sum of updates, divided by the sum of the weights; the missing part of shortened
+    updates comes from the state that they began from."""
+
+    integers = staticmethod(_middle_integers)
 
     def __init__(self, weights: Sequence[float], base: StateReader | None = None) -> None:
-        """weights: of updates, in client order; with `base` the share that is left of each."""
+        """weights: of updates, in client order; with `base` the remaining share of each."""
         self.window_elements = window_of(len(weights))
         self._weights, self._base = weights, base
         self._divisor = fsum(weights) if base is None else float(len(weights))
@@ -354,8 +361,6 @@ class WeightedSum:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the sum over the elements from that byte on, and `raw` with those of
-        the last update."""
         term = np.empty(out.size)
         out[:] = -0.0  # which adds nothing, not even a sign
         for source, weight in zip(sources, self._weights, strict=True):
@@ -368,19 +373,6 @@ class WeightedSum:
             out += self._of_base * self._base.read(dtype, offset, out.size)
         out /= self._divisor
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with middle values; return so where updates differ."""
-        return _middle_integers(sources, dtype, offset, out)
-
-
-def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-    rows = [np.empty(out.size, storage(dtype)) for _ in sources]
-    for source, row in zip(sources, rows, strict=True):
-        source.read(offset, row)
-    differ = any(not np.array_equal(row, rows[0]) for row in rows[1:])
-    out[:] = lower_median(rows) if differ else rows[0]
-    return "the middle" if differ else ""
-
 
 # ---- Rules ----
 #
@@ -388,7 +380,7 @@ def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Ra
 
 
 def places_read(rule: RobustRule, num_updates: int, weights: Sequence[float]) -> list[int]:
-    """Return the places of the updates that the fold reads: without those that count nothing."""
+    """Return the places of the updates that the fold reads: all but those of weight 0."""
     if not weights or isinstance(rule, NormBound):
         return list(range(num_updates))
     return [place for place, weight in enumerate(weights) if weight]
@@ -397,7 +389,7 @@ def places_read(rule: RobustRule, num_updates: int, weights: Sequence[float]) ->
 def combination(
     rule: RobustRule, weights: Sequence[float], base: StateReader
 ) -> StatisticOfRows | WeightedSum:
-    """Return what combines the updates that are read; weights: theirs, in client order."""
+    """Return the combination of the updates that are read; weights: theirs, in client order."""
     num = len(weights)
     match rule:
         case Median():
@@ -440,17 +432,16 @@ class Comparator(NamedTuple):
 @lru_cache(64)
 def network(num_rows: int, wanted: frozenset[int]) -> tuple[Comparator, ...]:
     """Return the comparators after which the wanted rows, counted from the smallest, are right."""
-    kept, needed = [], set(wanted)
+    comparators, needed = [], set(wanted)
     for first, second in reversed(list(_merge_exchange(num_rows))):
         if first in needed or second in needed:
-            kept.append(Comparator(first, second, first in needed, second in needed))
+            comparators.append(Comparator(first, second, first in needed, second in needed))
             needed |= {first, second}
-    return tuple(reversed(kept))
+    return tuple(reversed(comparators))
 
 
 def sort_columns(rows: list[Raw], comparators: Sequence[Comparator]) -> None:
-    """Sort the columns of rows of equal length and type; the rows are overwritten, and replaced in
-    the list."""
+    """Sort the columns of rows of equal length and type; rows are overwritten and exchanged."""
     if not comparators:
         return
     spare = np.empty_like(rows[0])
@@ -483,19 +474,19 @@ def _merge_exchange(num_rows: int) -> Iterator[tuple[int, int]]:
 
 # ---- Verdict ----
 #
-# A verdict says what each update of a round counts, and why. It is made once and kept, so a fold
-# that is repeated on any machine combines the same updates.
+# A verdict gives the weight of each update of a round, and the reason. It is made once and kept, so
+# a fold that is repeated on any machine combines the same updates.
 
 _LARGEST: Final = float(np.finfo(np.float64).max)
 
 
 class Verdict(NamedTuple):
-    """For each update, in client order."""
+    """The weights of updates and the reasons for them, in client order."""
 
     weights: tuple[float, ...]
-    """What it counts: 0 where it is left out; of a norm bound the share that is left of it."""
+    """The weight of each, 0 if it is left out; under a norm bound its remaining share."""
     scores: tuple[float, ...]
-    """What that follows from: a score of Krum, a distance, or a length."""
+    """The reason of each weight: a score of Krum, a distance, or a length."""
 
 
 def judge(

@@ -23,7 +23,6 @@ from stratagem.common.tensors.manifest import (
     NUM_AVERAGED_KEY,
     Manifest,
     Purpose,
-    TensorSpec,
     build_manifest,
     dtype_named,
 )
@@ -38,7 +37,12 @@ from stratagem.coordinator.updates.floats import (
     storage,
     widen,
 )
-from stratagem.coordinator.updates.reading import StateReader, averaged_names, open_state
+from stratagem.coordinator.updates.reading import (
+    StateReader,
+    averaged_names,
+    is_trained,
+    open_state,
+)
 
 # ---- Optimizers ----
 
@@ -131,8 +135,7 @@ def slot_dtype(dtype: str) -> str:
 
 
 class ServerStep:
-    """The step from x toward the mean. Must be applied to all windows of all optimized tensors, in
-    order."""
+    """The step from x toward the mean, applied to all windows of trained parameters in order."""
 
     def __init__(
         self,
@@ -150,14 +153,9 @@ class ServerStep:
             manifest, self._x = open_state(files, store, base)
             self._slots = [open_state(files, store, digest)[1] for digest in slots]
             self._files = files.pop_all()
-        self._averaged, self._finite = averaged_names(manifest), FiniteResult(manifest, rule)
+        self._finite = FiniteResult(manifest, rule)
         self._slot_offset = 0
         self._writers = self._open_writers(store, manifest, metadata)
-
-    def is_optimized(self, spec: TensorSpec) -> bool:
-        """Return True for parameters that are trained; buffers and frozen parameters are
-        averaged."""
-        return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
 
     def apply(self, dtype: str, offset: int, mean: Wide) -> None:
         """Replace the mean of one window by the next x; offset: of the window in the state. Raises
@@ -171,12 +169,12 @@ class ServerStep:
         after, change = self._optimizer.step(before, delta)
         np.add(x, change, out=mean)
         for values, writer in zip(after, self._writers, strict=True):
-            kept = np.empty(values.size, storage(kept_as))
-            narrow(kept_as, values, kept)
-            if not is_finite(kept_as, kept):
-                place = int(np.argmin(finite_elements(kept_as, kept)))
+            rounded = np.empty(values.size, storage(kept_as))
+            narrow(kept_as, values, rounded)
+            if not is_finite(kept_as, rounded):
+                place = int(np.argmin(finite_elements(kept_as, rounded)))
                 self._finite.refuse(dtype, offset, place, kept_as=kept_as)
-            writer.write(kept.view(np.uint8).data)
+            writer.write(rounded.view(np.uint8).data)
         self._slot_offset += mean.size * dtype_named(kept_as).item_bytes
 
     def commit(self) -> tuple[Digest, ...]:
@@ -198,7 +196,8 @@ class ServerStep:
     def _open_writers(
         self, store: BlobStore, manifest: Manifest, metadata: dict[str, str]
     ) -> list[BlobWriter]:
-        optimized = [spec for spec in manifest.stored() if self.is_optimized(spec)]
+        averaged = averaged_names(manifest)
+        optimized = [spec for spec in manifest.stored() if is_trained(spec, averaged)]
         layout = build_manifest(
             [(spec.name, slot_dtype(spec.dtype), spec.shape) for spec in optimized], Purpose.STATE
         )
@@ -240,22 +239,18 @@ class GlobalAverage:
                 earlier, self._before = open_state(self._files, store, before)
                 num_averaged = int(earlier.metadata[NUM_AVERAGED_KEY])
             num_averaged += weight != _UNCHANGED
-            self._untouched = averaged_names(manifest)
             metadata = {**manifest.metadata, NUM_AVERAGED_KEY: str(num_averaged)}
             header = header_bytes(replace(manifest, metadata=metadata))
             self._writer = store.writer(len(header) + manifest.total_bytes)
             self._writer.write(header)
             self._files = self._files.pop_all()
 
-    def is_averaged(self, spec: TensorSpec) -> bool:
-        """Return True for parameters that are trained."""
-        return dtype_named(spec.dtype).is_floating and spec.name not in self._untouched
-
-    def take(self, dtype: str, offset: int, values: Raw, *, is_averaged: bool) -> None:
-        """Take in one window of the next state; offset: of the window in it. Raises DivergedError
-        for an average that is not finite where the state is."""
+    def take(self, dtype: str, offset: int, values: Raw, *, is_trained: bool) -> None:
+        """Take in one window of the next state, of trained parameters or of what the average has
+        unchanged; offset: of the window in it. Raises DivergedError for an average that is not
+        finite where the state is."""
         result = values
-        if self._before is not None and is_averaged:
+        if self._before is not None and is_trained:
             result = self._before.read_raw(dtype, offset, values.size)
             if self._weight != _UNCHANGED:
                 result = _between(dtype, result, values, self._weight)

@@ -70,15 +70,14 @@ _ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
 
 @dataclass(frozen=True, slots=True)
 class SpoolRun:
-    """One submission of a run, since its last return to an earlier commit; updates belong to
-    one."""
+    """A submission of a run since its last return to an earlier commit; updates belong to one."""
 
     run_id: RunId
     submission: str = ""
     """See RunSubmitted."""
     num_returns: int = 0
-    """How often the run has gone back to an earlier commit: its rounds are repeated then, perhaps
-    from other states, and what was accepted for them before does not count."""
+    """The number of returns of the run to an earlier commit: its rounds are repeated then, perhaps
+    from other states, and updates that were accepted for them before do not count."""
 
     @classmethod
     def of(cls, run: RunRecord | EndedRun) -> Self:
@@ -88,8 +87,7 @@ class SpoolRun:
 
     @property
     def folder(self) -> str:
-        """Return the run's folder, with all parties and returns. Raises InvalidInputError for what
-        is no name."""
+        """Return the run's folder, with all parties and returns. Raises InvalidInputError."""
         name = check_run_id(self.run_id)
         if not self.submission:
             return name
@@ -106,8 +104,7 @@ class SpoolRun:
         return PurePosixPath(self.folder, ".".join((root, *segments)), str(int(round_num)))
 
     def is_over(self, party_folder: str) -> bool:
-        """Return True if the contents of a party's folder were accepted before the run last went
-        back."""
+        """Return True if a party's folder is from before the run last went back."""
         match_ = _ROOT.fullmatch(party_folder)
         return match_ is not None and int(match_[1] or 0) < self.num_returns
 
@@ -166,8 +163,7 @@ class SharedSpool:
             self._objects.put(name, own_pieces(file.fileno(), num_bytes), num_bytes)
 
     def find(self, round_folder: str) -> dict[int, list[SharedUpdate]]:
-        """Return the updates of a round by client; of each client, those of the newest term
-        last."""
+        """Return the updates of a round by client, each client's newest term last."""
         clients: dict[int, list[SharedUpdate]] = {}
         for entry in self._objects.list(f"{_FOLDER}/{round_folder}"):
             *_, client, name = entry.name.split("/")
@@ -202,14 +198,14 @@ class SharedSpool:
         return replace(manifest, purpose=Purpose.UPDATE), data()
 
     def delete(self, folder: str, is_meant: Callable[[str], bool] = lambda _name: True) -> None:
-        """Delete what was written below a folder, by this coordinator and earlier ones; is_meant is
-        asked about each name, <run>/<party>/..."""
+        """Delete the objects of this coordinator and earlier ones below a folder whose names,
+        <run>/<party>/..., is_meant accepts."""
         listed = self._objects.list(f"{_FOLDER}/{folder}")
         meant = [stored for stored in listed if is_meant(stored.name.partition("/")[2])]
         self._delete(meant, mark(self._term))
 
     def clean(self, kept: Collection[str]) -> None:
-        """Delete what earlier coordinators have written below other folders of runs than these."""
+        """Delete objects of earlier coordinators below other folders of runs than the kept ones."""
         listed = self._objects.list(_FOLDER)
         others = [stored for stored in listed if stored.name.split("/")[1] not in kept]
         self._delete(others, beginning(self._term))
@@ -344,7 +340,7 @@ class Spool:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes of the quota that are used by updates that are here or announced."""
+        """Return the bytes of the quota that present and announced updates use."""
         with self._lock:
             return sum(self._used.values())
 
@@ -380,15 +376,15 @@ class Spool:
         self._delete_shared(run.folder, lambda _name: True)
 
     def delete_returned(self, run: SpoolRun) -> None:
-        """Delete what was accepted before the run last went back; what came since then stays."""
+        """Delete updates that were accepted before the run last went back; later ones stay."""
         self._delete_returned_here(run)
         self._delete_shared(run.folder, lambda name: run.is_over(name.split("/")[1]))
 
     def clean(self, kept: Iterable[SpoolRun]) -> None:
-        """Delete what crashes have left of all runs but these.
+        """Delete leftovers of crashes of all runs but the kept ones.
 
-        `kept` was read from the journal after this was made: a run that it lacks is over, also
-        where a later coordinator has the same folder, for what that has begun was not found.
+        `kept` was read from the journal after this spool was opened, so a run that it lacks is
+        over. Folders that a later coordinator has begun since were not found then, and stay.
         """
         kept = list(kept)
         folders = {run.folder for run in kept}
@@ -480,8 +476,7 @@ class Spool:
             self._of_client.get(_client_of(path), set()).discard(path)
 
     def _delete_shared(self, folder: str, is_meant: Callable[[str], bool]) -> None:
-        """Delete what is stored below a folder in an object store; is_meant is asked about names in
-        there."""
+        """Delete objects below a folder of the object store whose names is_meant accepts."""
         if self._shared is not None:
             self._shared.delete(folder, is_meant)
             below = [other for other in self._of_others if Path(other).is_relative_to(folder)]

@@ -53,12 +53,12 @@ class UpdateRejectedError(StratagemError):
         super().__init__(reason)
 
 
-def check_layout(given: Manifest, expected: Manifest) -> None:
+def check_layout(announced: Manifest, expected: Manifest) -> None:
     """Check names, shapes, types and order against the run's; the error gives the first difference.
 
     May be called before the first byte is pulled: the layout is in the manifest.
     """
-    ours, theirs = expected.stored(), given.stored()
+    ours, theirs = expected.stored(), announced.stored()
     for index, (want, have) in enumerate(zip(ours, theirs, strict=False)):
         if have.name != want.name:
             raise UpdateRejectedError(
@@ -78,7 +78,7 @@ def check_layout(given: Manifest, expected: Manifest) -> None:
         raise UpdateRejectedError(
             Cause.LAYOUT, f"{len(theirs)} tensors, expected {len(ours)}: {name!r} {problem}"
         )
-    if _aliases(given) != _aliases(expected):
+    if _aliases(announced) != _aliases(expected):
         raise UpdateRejectedError(
             Cause.LAYOUT, "other tensors share their storage than in the run's model"
         )
@@ -108,9 +108,9 @@ def check_finite(spec: TensorSpec, values: Raw, before: Raw | None = None) -> No
 
 
 class DataCheck:
-    """The running check of a manifest's data, which it sees in order, in pieces of any size, once.
+    """The running check of a manifest's data, which come in order, in pieces of any size, once.
 
-    before: asked where values are not finite.
+    before: called where values are not finite.
     """
 
     def __init__(self, manifest: Manifest, before: Before | None = None) -> None:
@@ -197,9 +197,9 @@ class SpoolEntry:
     def write(self, path: Path) -> None:
         """Replace the file durably, in one rename."""
         facts = asdict(self) | {"path": self.path.name}
-        given = {key: fact for key, fact in facts.items() if fact is not None}
+        present = {key: fact for key, fact in facts.items() if fact is not None}
         with whole_file(path, mode=0o600) as file:
-            file.write(json.dumps(given).encode())
+            file.write(json.dumps(present).encode())
             failpoint("coordinator.spool.before_rename")
         sync_folder(path.parent)
         failpoint("coordinator.spool.after_rename")
@@ -227,8 +227,7 @@ class UpdateUpload:
 
 
 class SpoolWriter:
-    """The writer of one upload, for one thread at a time. After an error it can be reopened to
-    continue."""
+    """The writer of one upload, for one thread at a time. It can be reopened after an error."""
 
     def __init__(
         self,
@@ -254,8 +253,7 @@ class SpoolWriter:
 
     @property
     def offset(self) -> int:
-        """Return the next byte of the data that is wanted; when just opened, all before it is
-        durable."""
+        """Return the next byte of the data to write; when just opened, earlier ones are durable."""
         return self._check.num_bytes
 
     @property
@@ -285,7 +283,7 @@ class SpoolWriter:
                     Cause.SIZE, f"more than the announced {total_bytes} bytes"
                 )
             self._file.write(view)
-            self._check.see(view)  # afterwards: of what it has seen, all is in the file
+            self._check.see(view)  # afterwards: all that it has seen is in the file
         except UpdateRejectedError:
             self.discard()
             raise
@@ -293,7 +291,7 @@ class SpoolWriter:
             self._note_progress()
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Append what is new of a piece that begins at `offset`: a sender may start too early.
+        """Append the new bytes of a piece that begins at `offset`: a sender may start too early.
 
         Raises IntegrityError when it starts too late.
         """
@@ -352,10 +350,9 @@ class SpoolWriter:
         return entry
 
     def close(self) -> None:
-        """Stop for now, and keep what is here; no error after a commit, a discard or an earlier
-        close."""
+        """Stop for now, and keep the files; no error after a commit, a discard or a close."""
         if self.is_open:
-            with suppress(StratagemError):  # what cannot be noted is sent again
+            with suppress(StratagemError):  # bytes that cannot be noted are sent again
                 self._note_progress()
             self._file.close()
 
@@ -446,8 +443,7 @@ def update_digest(crc32c: int) -> Digest:
 
 
 def noted_offset(path: Path, source: str) -> int:
-    """Return where the upload of a source into a data file would probably continue; 0 when nothing
-    is noted."""
+    """Return where an upload of a source would probably continue; 0 when nothing is noted."""
     try:
         note = json.loads(path.with_suffix(_NOTE).read_text())
         return int(note["offset"]) if note["source"] == source else 0
@@ -462,8 +458,7 @@ def remove_files(path: Path) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock a file: the lock keeps two writers, of this coordinator or a fenced one, out of
-    it."""
+    """Open and lock a file, against a second writer of this coordinator or a fenced one."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

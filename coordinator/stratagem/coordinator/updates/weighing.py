@@ -1,7 +1,8 @@
-"""Weigh the changes of clients otherwise than by rows: SCAFFOLD, q-FedAvg and FedNova, window by
-window.
+"""Combine updates otherwise than by their mean over rows, window by window: SCAFFOLD, q-FedAvg,
+FedNova, and means of regions.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,10 +12,25 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stratagem.common.tensors.manifest import CONTROL, Manifest, TensorSpec, dtype_named
+from stratagem.common.tensors.manifest import (
+    CONTROL,
+    Manifest,
+    Purpose,
+    TensorSpec,
+    build_manifest,
+    dtype_named,
+)
 from stratagem.coordinator.updates.floats import Raw, Wide, storage, widen
-from stratagem.coordinator.updates.reading import Source, StateReader, averaged_names
+from stratagem.coordinator.updates.fold import MOST_SAMPLES, WINDOW_ELEMENTS, FoldStoppedError
+from stratagem.coordinator.updates.reading import (
+    Source,
+    StateReader,
+    WholeSource,
+    averaged_names,
+    read_integers,
+)
 from stratagem.coordinator.updates.robust import Verdict, squared_lengths
+from stratagem.coordinator.updates.upload import SpoolEntry
 
 # ---- SCAFFOLD ----
 #
@@ -30,8 +46,7 @@ _WINDOW_ELEMENTS: Final = 1 << 18
 
 
 class ControlledMean:
-    """The combination of a fold whose clients were corrected; memory is some windows, whatever the
-    number of updates."""
+    """The combination of a fold whose clients were corrected; memory is some windows."""
 
     def __init__(
         self,
@@ -52,8 +67,6 @@ class ControlledMean:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the next state from that byte on, and `raw` with the elements of the
-        last update."""
         term = np.empty(out.size)
         out[:] = -0.0  # which adds nothing, not even a sign
         for source in sources:
@@ -71,12 +84,7 @@ class ControlledMean:
                 out[part] = before + out[part] / self._num_clients
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of one update; no other is asked."""
-        kept = np.empty(out.size, storage(dtype))
-        for place, source in enumerate(sources):
-            source.read(offset, kept)
-            if place == self._largest:
-                out[:] = kept
+        read_integers(sources, self._largest, offset, out)
         return ""
 
 
@@ -99,13 +107,13 @@ _LARGEST: Final = float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """What makes changes count by losses in one round."""
+    """The weighing of changes by losses in one round."""
 
     q: float
     lr: float
     """Learning rate of the clients; L is its inverse."""
     losses: Sequence[float]
-    """Of each client before it trained, in client order; at least 0."""
+    """The loss of each client before it trained, in client order; at least 0."""
 
     def verdict(
         self,
@@ -114,8 +122,8 @@ class Fairness:
         base: StateReader,
         should_stop: Callable[[], None],
     ) -> Verdict:
-        """Return what each change of `base` counts, and its length; each update is read once. Of
-        trained parameters only: a loss has no gradient in buffers."""
+        """Return the weight and the length of each change of `base`; each update is read once. Only
+        trained parameters count: a loss has no gradient in buffers."""
         averaged = averaged_names(manifest)
         squares = squared_lengths(
             sources, manifest, base, should_stop, lambda spec: spec.name not in averaged
@@ -127,7 +135,7 @@ class Fairness:
 def fair_shares(
     losses: Sequence[float], squared_lengths: Sequence[float], q: float, lr: float
 ) -> list[float]:
-    """Return what each change counts; all together count at most 1.
+    """Return the weight of each change; their sum is at most 1.
 
     losses: of each client before it trained, at least 0. squared_lengths: of the changes.
     """
@@ -157,8 +165,8 @@ def fair_shares(
 
 
 def nova_factors(rows: Sequence[float], lengths: Sequence[float]) -> list[float]:
-    """Return what each change counts. lengths: ‖a‖₁ of each client; one that took no step says
-    nothing of where to go, and is left out."""
+    """Return the weight of each change. lengths: ‖a‖₁ of each client; one that took no step gives
+    no direction, and is left out."""
     counted = [num if length else 0.0 for num, length in zip(rows, lengths, strict=True)]
     num_rows = fsum(counted)
     if not num_rows:
@@ -172,8 +180,8 @@ def nova_factors(rows: Sequence[float], lengths: Sequence[float]) -> list[float]
 def length_of_steps(num_steps: int, momentum: float = 0.0, pull: float = 0.0) -> float:
     """Return ‖a‖₁; pull: lr · μ of FedProx, which has no momentum."""
     if momentum:
-        kept = momentum * (1.0 - _power(momentum, num_steps)) / (1.0 - momentum)
-        return (num_steps - kept) / (1.0 - momentum)
+        lag = momentum * (1.0 - _power(momentum, num_steps)) / (1.0 - momentum)
+        return (num_steps - lag) / (1.0 - momentum)
     if pull:
         return (1.0 - _power(1.0 - pull, num_steps)) / pull
     return float(num_steps)
@@ -195,17 +203,17 @@ def _power(base: float, exponent: int) -> float:
 # If the elements of a window are not all treated alike, the window is cut into pieces that are.
 
 Run = tuple[int, int, bool]
-"""First byte, the byte after the last, and whether what is there is special."""
+"""The first byte, the byte after the last, and whether this range is special."""
 
 
 def runs_of(manifest: Manifest, is_special: Callable[[TensorSpec], bool]) -> list[Run]:
     """Return the data as ranges of bytes of neighbours that are all special, or all not."""
-    found = []
+    runs = []
     for kind, group in groupby(manifest.stored(), is_special):
         specs = list(group)
         end = specs[-1].offset + specs[-1].size_bytes
-        found.append((specs[0].offset, end, kind))
-    return found
+        runs.append((specs[0].offset, end, kind))
+    return runs
 
 
 def pieces(
@@ -213,13 +221,13 @@ def pieces(
 ) -> list[tuple[slice, bool]]:
     """Return the pieces of a window, and which are special. offset: of its first byte."""
     item_bytes = dtype_named(dtype).item_bytes
-    end, found = offset + num_elements * item_bytes, []
+    end, parts = offset + num_elements * item_bytes, []
     for start, stop, kind in runs:
         first, last = max(start, offset), min(stop, end)
         if first < last:
             piece = slice((first - offset) // item_bytes, (last - offset) // item_bytes)
-            found.append((piece, kind))
-    return found
+            parts.append((piece, kind))
+    return parts
 
 
 # ---- Scaled changes ----
@@ -234,12 +242,12 @@ def pieces(
 
 
 class Shares(NamedTuple):
-    """What each update counts, in client order."""
+    """The weights of updates, in client order."""
 
     factors: Sequence[float]
-    """Of the changes of trained parameters."""
+    """The weights of the changes of trained parameters."""
     means: Sequence[float]
-    """Of buffers and frozen parameters, whose sum is divided by `divisor`."""
+    """The weights of buffers and frozen parameters, whose sum is divided by `divisor`."""
     divisor: float
     largest: int
     """The place of the update of which integers and bools are taken."""
@@ -258,8 +266,6 @@ class ScaledChanges:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the next state from that byte on, and `raw` with the elements of the
-        last update."""
         base, term = self._base.read(dtype, offset, out.size), np.empty(out.size)
         is_fixed = ~np.isfinite(base)  # what is infinite stays so: its change is no number
         parts = pieces(self._runs, dtype, offset, out.size)
@@ -283,10 +289,163 @@ class ScaledChanges:
                 out[part] /= self._shares.divisor
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of one update; no other is asked."""
-        kept = np.empty(out.size, storage(dtype))
-        for place, source in enumerate(sources):
-            source.read(offset, kept)
-            if place == self._shares.largest:
-                out[:] = kept
+        read_integers(sources, self._shares.largest, offset, out)
         return ""
+
+
+# ---- Regional mean ----
+#
+# The weighted mean can be a sum of regions: in each the updates in client order, then the regions
+# in order of name, in float64, divided and rounded once. Each region's sum depends on its own
+# updates alone, so it is the same wherever it is computed.
+
+
+class RegionalMean:
+    """The combination of a fold in regions; memory is two windows, whatever their number."""
+
+    def __init__(self, regions: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
+        """regions: places of the updates of each; weights: samples of each update.
+
+        A single update is multiplied and divided as well: its region does not know it is alone.
+        """
+        assert sorted(place for region in regions for place in region) == list(range(len(weights)))
+        self.window_elements = WINDOW_ELEMENTS
+        self._regions, self._factors = regions, [float(weight) for weight in weights]
+        self._divisor = fsum(weights)
+        self._largest = max(range(len(weights)), key=lambda place: (weights[place], -place))
+
+    def floats(
+        self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
+    ) -> None:
+        sum_of_region, term = np.empty(out.size), np.empty(out.size)
+        for number, region in enumerate(self._regions):
+            parts = [(sources[place], self._factors[place]) for place in region]
+            add_up(parts, dtype, offset, raw, sum_of_region if number else out, term)
+            if number:
+                out += sum_of_region
+        out /= self._divisor
+
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        return MOST_SAMPLES if read_integers(sources, self._largest, offset, out) else ""
+
+
+def add_up(
+    parts: Sequence[tuple[Source, float]], dtype: str, offset: int, raw: Raw, out: Wide, term: Wide
+) -> None:
+    """Fill `out` with the sum of the elements of updates times their weights, in the order given;
+    `raw` and `term` are used on the way."""
+    for index, (source, weight) in enumerate(parts):
+        target = term if index else out
+        source.read(offset, raw)
+        widen(dtype, raw, target)
+        target *= weight
+        if index:
+            out += term
+
+
+# ---- Sums of regions ----
+#
+# A region that is a federation of its own sends a sum, which enters the mean of the regions.
+#
+# A sum has the layout of the model with all floating tensors in float64: s = sum n_k w_k over the
+# region's clients in their order. Integers and bools are those of its client with most rows, the
+# first of equals. The mean is the same as that of RegionalMean over the same tree, to the bit.
+
+SUM_DTYPE = "float64"
+
+
+def sums_manifest(model: Manifest) -> Manifest:
+    """Return the layout of a region's sum."""
+    named = [(spec.name, _dtype_of_sum(spec), spec.shape) for spec in model.tensors]
+    aliases = {spec.name: spec.alias_of for spec in model.tensors if spec.alias_of is not None}
+    return build_manifest(named, Purpose.UPDATE, aliases=aliases)
+
+
+def _dtype_of_sum(spec: TensorSpec) -> str:
+    return SUM_DTYPE if dtype_named(spec.dtype).is_floating else spec.dtype
+
+
+def write_sum(
+    entries: Sequence[SpoolEntry],
+    weights: Sequence[float],
+    model: Manifest,
+    write: Callable[[memoryview], None],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Write the data of the sum of updates, which stand in client order, window by window.
+
+    Raises IntegrityError when the disk has damaged an update, FoldStoppedError.
+    """
+    sources = [WholeSource(entry) for entry in entries]
+    parts = list(zip(sources, weights, strict=True))
+    largest = max(range(len(weights)), key=lambda place: (weights[place], -place))
+    for spec in model.stored():
+        item_bytes = dtype_named(spec.dtype).item_bytes
+        end = spec.offset + spec.size_bytes
+        for offset in range(spec.offset, end, WINDOW_ELEMENTS * item_bytes):
+            if should_stop():
+                raise FoldStoppedError("the sum of the region was stopped")
+            num = min(WINDOW_ELEMENTS, (end - offset) // item_bytes)
+            raw = np.empty(num, storage(spec.dtype))
+            if dtype_named(spec.dtype).is_floating:
+                total = np.empty(num)
+                with np.errstate(over="ignore", invalid="ignore"):  # the spool looks for it
+                    add_up(parts, spec.dtype, offset, raw, total, np.empty(num))
+            else:
+                total = raw
+                read_integers(sources, largest, offset, raw)
+            write(total.view(np.uint8).data)
+    for source in sources:
+        source.check()
+
+
+class MeanOfSums:
+    """The combination of a fold over the sums of regions, in their order."""
+
+    def __init__(
+        self,
+        sums: Sequence[SpoolEntry],
+        num_samples: Sequence[float],
+        model: Manifest,
+        integers_of: int,
+    ) -> None:
+        """num_samples: of each sum's clients; integers_of: the place of the sum with integers."""
+        self.window_elements = WINDOW_ELEMENTS
+        self._sources = [WholeSource(entry) for entry in sums]
+        self._divisor, self._integers_of = fsum(num_samples), integers_of
+        stored = zip(model.stored(), sums_manifest(model).stored(), strict=True)
+        self._places = [(spec, other) for spec, other in stored if spec.size_bytes]
+        self._offsets = [spec.offset for spec, _ in self._places]
+        self._end = sum(other.size_bytes for _, other in self._places)
+
+    def floats(
+        self, _sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
+    ) -> None:
+        place, part = self._place(offset), np.empty(out.size)
+        for number, source in enumerate(self._sources):
+            source.read(place, part if number else out)
+            if number:
+                out += part
+        out /= self._divisor
+        self._check_at(place + out.nbytes)
+
+    def integers(self, _sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        place, differ = self._place(offset), False
+        integers = [np.empty(out.size, storage(dtype)) for _ in self._sources]
+        for source, values in zip(self._sources, integers, strict=True):
+            source.read(place, values)
+            differ |= not np.array_equal(values, integers[0])
+        out[:] = integers[self._integers_of]
+        self._check_at(place + out.nbytes)
+        return MOST_SAMPLES if differ else ""
+
+    def _place(self, offset: int) -> int:
+        spec, other = self._places[bisect_right(self._offsets, offset) - 1]
+        items = (offset - spec.offset) // dtype_named(spec.dtype).item_bytes
+        return other.offset + items * dtype_named(other.dtype).item_bytes
+
+    def _check_at(self, end: int) -> None:
+        """Check the sums once they have been read to their end."""
+        if end == self._end:
+            for source in self._sources:
+                source.check()

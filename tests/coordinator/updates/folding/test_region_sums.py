@@ -16,13 +16,15 @@ from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.updates import fold
 from stratagem.coordinator.updates.fold import (
     FoldStoppedError,
+)
+from stratagem.coordinator.updates.reading import WholeSource
+from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError
+from stratagem.coordinator.updates.weighing import (
     MeanOfSums,
     RegionalMean,
     sums_manifest,
     write_sum,
 )
-from stratagem.coordinator.updates.reading import WholeSource
-from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError
 from tests.coordinator.updates.fold_round import Round
 from tests.coordinator.updates.updates import (
     MIXED,

@@ -54,8 +54,8 @@ class DirectStates:
     _reads: dict[tuple[str, str], asyncio.Task[bool]] = field(default_factory=dict)
 
     async def read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
-        """Read a state into the blobs of a run; False where it must come another way. Those who
-        want the same one at once share the reading."""
+        """Read a state into the blobs of a run; False where it must come another way. Concurrent
+        callers for the same one share the reading."""
         key = (run_id, digest)
         task = self._reads.get(key)
         if task is None:
@@ -67,14 +67,11 @@ class DirectStates:
     async def _read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
         upload = None
         try:
-            listed = await asyncio.to_thread(self._listed, digest)
+            listed = await asyncio.to_thread(self.folder.read_list, Digest(digest), self.limits)
             if listed is None:
                 return False
-            upload = blobs.open_upload(run_id, digest, listed.manifest, term)
-            if upload.writer.received:  # what a stream has left of it
-                blobs.forget(run_id, upload)
-                upload = blobs.open_upload(run_id, digest, listed.manifest, term)
-            await asyncio.to_thread(self._fill(upload, listed))
+            upload = _fresh_upload(blobs, run_id, digest, listed, term)
+            await asyncio.to_thread(lambda: upload.fill(self.folder.read_state(listed)))
             blobs.commit(run_id, upload)
         except ConflictError:  # it is coming
             return False
@@ -88,11 +85,16 @@ class DirectStates:
                 upload.is_open = False
         return True
 
-    def _listed(self, digest: str) -> LeafList | None:
-        return self.folder.read_list(Digest(digest), self.limits)
 
-    def _fill(self, upload: BlobUpload, listed: LeafList) -> Callable[[], None]:
-        return lambda: upload.fill(self.folder.read_state(listed))
+def _fresh_upload(
+    blobs: ReceivedBlobs, run_id: str, digest: str, listed: LeafList, term: int
+) -> BlobUpload:
+    """Begin a blob anew, without what a stream has left of it."""
+    upload = blobs.open_upload(run_id, digest, listed.manifest, term)
+    if upload.writer.received:
+        blobs.forget(run_id, upload)
+        upload = blobs.open_upload(run_id, digest, listed.manifest, term)
+    return upload
 
 
 # ---- Signed requests ----
@@ -104,7 +106,7 @@ class DirectStates:
 MAX_ASKED: Final = 64
 """Leaves in one message: their URLs have at most half a megabyte."""
 
-R = TypeVar("R", pb.PutLeavesResponse, pb.FetchStateResponse)
+R = TypeVar("R", pb.WriteLeavesResponse, pb.FetchStateResponse)
 
 
 class SignedStream(Generic[R]):
@@ -128,8 +130,7 @@ class SignedStream(Generic[R]):
         self._changed.set()
 
     async def url(self, number: int, digest: bytes = b"") -> str:
-        """Ask for the signed request of a leaf, and wait for it. Raises UnavailableError when it
-        does not come."""
+        """Ask for the signed request of a leaf; return its URL. Raises UnavailableError."""
         if self._is_over:
             raise UnavailableError("the coordinator signs nothing more")
         self._asked.append(pb.AskedLeaf(number=number, digest=digest))
@@ -146,7 +147,7 @@ class SignedStream(Generic[R]):
             self._waiting.pop(number, None)
 
     async def responses(self, work: Coroutine[Any, Any, None]) -> AsyncGenerator[R, None]:
-        """Yield what is said and asked while the work is done; raise what it raises."""
+        """Yield responses and requests for URLs while the work is done; raise its error."""
         reading, working = asyncio.create_task(self._read()), asyncio.create_task(work)
         for task in (reading, working):
             task.add_done_callback(lambda _: self._changed.set())
@@ -209,8 +210,7 @@ async def received_list(
     limits: Limits,
     idle_timeout_s: float,
 ) -> LeafList:
-    """Return the list of a state, which follows the header. Raises IntegrityError where it has
-    another digest."""
+    """Return the list that follows the header. Raises IntegrityError if its digest is another."""
     most = len(MAGIC) + MAX_HEADER_BYTES
     most += 32 * (limits.max_total_bytes // LEAF_BYTES + limits.max_tensors + 1)
     if header.list_bytes > most:
@@ -238,11 +238,8 @@ async def fetch_state(
 ) -> None:
     """Read a state into the blobs of a run, and say when it is there."""
     run_id, digest, term = header.run_id, header.digest, header.fence.term
-    upload = blobs.open_upload(run_id, digest, listed.manifest, term)
+    upload = _fresh_upload(blobs, run_id, digest, listed, term)
     try:
-        if upload.writer.received:  # what a stream has left of it
-            blobs.forget(run_id, upload)
-            upload = blobs.open_upload(run_id, digest, listed.manifest, term)
         await _Fetched(stream, objects, listed).fill(upload)
         blobs.commit(run_id, upload)
     except BaseException:

@@ -57,12 +57,12 @@ from stratagem.worker.service.diagnosis import diagnosis
 from stratagem.worker.service.sessions import Session, Sessions
 from stratagem.worker.session.context import Host
 from stratagem.worker.session.leaves import (
-    check_folder,
-    check_request,
-    hasher_of,
-    put_leaves,
+    FolderSink,
+    LeafSink,
+    ObjectSink,
+    check_header,
     sent_pieces,
-    written_leaves,
+    write_leaves,
 )
 from stratagem.worker.session.states import Frozen, SentState, without_same
 
@@ -215,31 +215,21 @@ class WorkerServicer(WorkerServiceServicer):
         return await asyncio.to_thread(copy_of, sent.buffers)
 
     async def WriteLeaves(
-        self, request: pb.WriteLeavesRequest, context: Context
+        self, request_iterator: AsyncIterator[pb.WriteLeavesRequest], context: Context
     ) -> AsyncIterator[pb.WriteLeavesResponse]:
-        check_request(request)
-        session = await self._session(request.fence, request.session)
-        states = self._host.states
-        folder = check_folder(None if states is None else states.folder, request.store_id)
-        with session.states.reading(request.snapshot) as state:
-            proof, hasher = self._host.hub.proof, hasher_of(session.leaves, state, request)
-            messages = written_leaves(folder, state, request, proof, hasher)
-            async with aclosing(messages):
-                async for message in messages:
-                    yield message
-
-    async def PutLeaves(
-        self, request_iterator: AsyncIterator[pb.PutLeavesRequest], context: Context
-    ) -> AsyncIterator[pb.PutLeavesResponse]:
-        idle_timeout_s = self._limits.idle_timeout_s
+        idle_timeout_s, states = self._limits.idle_timeout_s, self._host.states
         header = (await receive_header(request_iterator, idle_timeout_s)).header
-        check_request(header)
+        check_header(header)
         session = await self._session(header.fence, header.session)
-        objects = self._host.signed_objects()
-        stream = SignedStream(request_iterator, pb.PutLeavesResponse, idle_timeout_s)
+        stream = SignedStream(request_iterator, pb.WriteLeavesResponse, idle_timeout_s)
+        sink: LeafSink
+        if header.store_id:
+            sink = FolderSink(None if states is None else states.folder, header)
+        else:
+            sink = ObjectSink(stream, self._host.signed_objects())
         with session.states.reading(header.snapshot) as state:
-            proof, hasher = self._host.hub.proof, hasher_of(session.leaves, state, header)
-            work = put_leaves(stream, objects, state, header, proof, hasher)
+            proof = self._host.hub.proof
+            work = write_leaves(stream, sink, state, header, proof, session.leaves)
             async with aclosing(stream.responses(work)) as responses:
                 async for response in responses:
                     yield response

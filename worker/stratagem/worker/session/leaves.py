@@ -1,18 +1,18 @@
-"""Join and write the leaves of a state of which this worker holds a part.
+"""Write leaves of a state that this worker holds, whole or in part, to the store.
 
-A request says of which pieces each leaf is made, and who has them. Other members send their pieces
-into memory of the leaf's own. The request names a snapshot, and bytes of another one are refused.
-Lives on the event loop.
+Of a part, a call says of which pieces each leaf is made, and who has them. Other members send
+their pieces into memory of the leaf's own. The call names a snapshot, and bytes of another one are
+refused. Lives on the event loop.
 """
 
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Final, Self, TypeVar
+from typing import Final, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import structlog
@@ -47,24 +47,24 @@ from stratagem.worker.session.states import Frozen, KnownLeaves, LeafHasher, Sen
 # ---- Leaves joined from pieces ----
 
 _RETRY: Final = Retry(max_attempts=2)
-"""Who does not answer may be gone: the coordinator finds another way sooner than a long wait."""
+"""A silent member may be gone: the coordinator finds another way sooner than a long wait ends."""
 
 
-def check_leaves(request: pb.WriteLeavesRequest) -> None:
-    """Refuse leaves that are larger than any, and pieces of nobody."""
-    for leaf in request.leaves:
+def check_leaves(header: pb.WriteLeavesHeader) -> None:
+    """Refuse leaves beyond the greatest size, and pieces without a holder."""
+    for leaf in header.leaves:
         size = sum(piece.size for piece in leaf.pieces)
         if size > LEAF_BYTES:
             text = f"leaf {leaf.number} has {size} bytes; allowed are up to {LEAF_BYTES}"
             raise InvalidInputError.at("leaves", text)
         for piece in leaf.pieces:
-            if piece.holder >= len(request.holders):
-                text = f"piece of holder {piece.holder}; there are {len(request.holders)}"
+            if piece.holder >= len(header.holders):
+                text = f"piece of holder {piece.holder}; there are {len(header.holders)}"
                 raise InvalidInputError.at("leaves", text)
 
 
 def sent_pieces(state: Frozen, pieces: pb.SnapshotPieces) -> SentState:
-    """Return what is sent where some ranges of a snapshot are asked for."""
+    """Return some ranges of a snapshot, ready to be sent."""
     buffers = state.named(pieces.name).buffers
     views = ByteReader(buffers).all_views((each.offset, each.size) for each in pieces.ranges)
     return SentState(pieces_manifest(sum(map(len, views))), views)
@@ -73,8 +73,8 @@ def sent_pieces(state: Frozen, pieces: pb.SnapshotPieces) -> SentState:
 class LeafPieces:
     """Gathers the pieces of leaves; a context in which connections to other members are open."""
 
-    def __init__(self, state: Frozen, request: pb.WriteLeavesRequest, proof: Proof) -> None:
-        self._state, self._request, self._proof = state, request, proof
+    def __init__(self, state: Frozen, header: pb.WriteLeavesHeader, proof: Proof) -> None:
+        self._state, self._header, self._proof = state, header, proof
         self._open = AsyncExitStack()
         self._stubs: dict[str, WorkerServiceStub] = {}
 
@@ -85,21 +85,20 @@ class LeafPieces:
         await self._open.aclose()
 
     async def gather(self, leaf: pb.JoinedLeaf) -> list[memoryview]:
-        """Return the bytes of a leaf, in order. Raises UnavailableError where they cannot be had
-        from who has them."""
+        """Return the bytes of a leaf, in order. Raises UnavailableError without a holder's."""
         by_holder: dict[int, list[pb.LeafPiece]] = {}
         for piece in leaf.pieces:
             by_holder.setdefault(piece.holder, []).append(piece)
         views = {n: await self._views(n, pieces) for n, pieces in by_holder.items()}
         failpoint("worker.leaf.joined")
-        given = {number: iter(each) for number, each in views.items()}
-        return [view for piece in leaf.pieces for view in next(given[piece.holder])]
+        iterators = {number: iter(each) for number, each in views.items()}
+        return [view for piece in leaf.pieces for view in next(iterators[piece.holder])]
 
     async def _views(
         self, number: int, pieces: Sequence[pb.LeafPiece]
     ) -> Sequence[Sequence[memoryview]]:
         """Return the bytes of each of the pieces that one holder has."""
-        holder = self._request.holders[number]
+        holder = self._header.holders[number]
         if not holder.address:
             reader = ByteReader(self._state.named(holder.name).buffers)
             return [list(reader.views(piece.offset, piece.size)) for piece in pieces]
@@ -122,9 +121,9 @@ class LeafPieces:
 
         ranges = [pb.ByteRange(offset=each.offset, size=each.size) for each in pieces]
         request = pb.GetStateRequest(
-            fence=self._request.fence,
-            session=self._request.session,
-            snapshot=self._request.snapshot,
+            fence=self._header.fence,
+            session=self._header.session,
+            snapshot=self._header.snapshot,
             pieces=pb.SnapshotPieces(name=holder.name, ranges=ranges),
         )
         stub = await self._stub(holder.address)
@@ -148,197 +147,163 @@ class LeafPieces:
         return stub
 
 
-# ---- Leaves written to the folder of states ----
+# ---- Written leaves ----
 #
-# Several leaves are written at once, beside the training.
+# A leaf is hashed first, as its name contains its digest, and then a sink writes it. Several
+# leaves are on their way at once, beside the training. Pieces on this worker are written from the
+# memory of the snapshot.
 
 NUM_FILES_AT_ONCE: Final = 2
-"""Leaves that are hashed and written at once: one on its way to the disk, one in the processor."""
-_UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
-DueLeaf = tuple[int, Callable[[], Awaitable[list[memoryview]]]]
-"""The number of a leaf, and what gathers its bytes."""
-
-
-TakeDigest = Callable[[int, Sequence[memoryview]], bytes]
-
-
-def check_request(request: pb.WriteLeavesRequest) -> None:
-    """Refuse a share that is none, and a name that no file may have."""
-    if not _UPLOAD.fullmatch(request.upload):
-        text = f"{request.upload[:80]!r} is not TERM-TOKEN, 10 digits and 16 of 0-9, a-f"
-        raise InvalidInputError.at("upload", text)
-    if request.leaves or request.describe:
-        check_leaves(request)
-    elif request.rank >= request.num_ranks:
-        text = f"{request.rank} is not below num_ranks, {request.num_ranks}"
-        raise InvalidInputError.at("rank", text)
-
-
-def check_folder(folder: StateFolder | None, store_id: str) -> StateFolder:
-    """Return the folder of states. Raises NotFoundError where this worker does not see the one
-    that is meant."""
-    if folder is None:
-        raise NotFoundError("this worker has no --state-folder")
-    if not store_id or folder.store_id() != store_id:
-        raise NotFoundError(f"{folder.root} is not the coordinator's folder of states")
-    return folder
-
-
-async def written_leaves(
-    folder: StateFolder,
-    state: Frozen,
-    request: pb.WriteLeavesRequest,
-    proof: Proof = PLAINTEXT,
-    hasher: LeafHasher | None = None,
-) -> AsyncGenerator[pb.WriteLeavesResponse, None]:
-    """Write the leaves that a request asks for; yield the manifest, then each when it is durable.
-
-    proof: shown to members that have pieces of them. hasher: of leaves of the whole state. When
-    this ends, however it ends, nothing reads the state any more.
-    """
-    yield pb.WriteLeavesResponse(manifest=to_proto(state.manifest), name=state.name)
-    if request.describe:
-        if state.mirror is not None:
-            told = to_proto(state.mirror.manifest)
-            yield pb.WriteLeavesResponse(manifest=told, name=state.mirror.name, of_mirror=True)
-        return
-    writer = _Writer(folder, request, digest_by(hasher))
-    async with LeafPieces(state, request, proof) as pieces:
-        due = due_leaves(pieces, state, request)
-        waiting: deque[asyncio.Task[pb.WrittenLeaf]] = deque()
-        try:
-            while due or waiting:
-                while due and len(waiting) < NUM_FILES_AT_ONCE:
-                    waiting.append(asyncio.create_task(writer.write(*due.popleft())))
-                leaf = await asyncio.shield(waiting[0])
-                waiting.popleft()
-                failpoint("worker.leaf.untold")
-                yield pb.WriteLeavesResponse(leaf=leaf)
-        finally:
-            for task in waiting:  # what is in a thread goes on, and is waited for
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def hasher_of(
-    known: KnownLeaves, state: Frozen, request: pb.WriteLeavesRequest
-) -> LeafHasher | None:
-    """Return what hashes the leaves of a request; None where it is about none of the state alone:
-    what several parts make is no snapshot here."""
-    return None if request.leaves or request.describe else known.hasher(state)
-
-
-def digest_by(hasher: LeafHasher | None) -> TakeDigest:
-    """Return what takes the digest of a leaf, by its number and its pieces."""
-    return hasher.digest if hasher is not None else lambda _, pieces: hashed(pieces)
-
-
-def due_leaves(pieces: LeafPieces, state: Frozen, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
-    """Return the leaves that a request asks for."""
-    return _joined(pieces, request) if request.leaves else _share(state, request)
-
-
-def _share(state: Frozen, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
-    """Return the leaves of a state that is here as a whole."""
-    leaves = leaves_of(state.manifest)
-    numbers = range(request.rank, len(leaves), request.num_ranks)
-
-    async def gather(number: int) -> list[memoryview]:
-        return list(pieces_of(leaves[number], state.manifest, state.buffers))
-
-    return deque((number, partial(gather, number)) for number in numbers)
-
-
-def _joined(pieces: LeafPieces, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
-    """Return the leaves of a state of which a part is here."""
-    return deque((leaf.number, partial(pieces.gather, leaf)) for leaf in request.leaves)
-
-
-class _Writer:
-    def __init__(
-        self, folder: StateFolder, request: pb.WriteLeavesRequest, digest: TakeDigest
-    ) -> None:
-        self._folder, self._upload, self._digest = folder, request.upload, digest
-        self._have = {Digest(digest.hex()) for digest in request.have}
-
-    async def write(
-        self, number: int, gather: Callable[[], Awaitable[list[memoryview]]]
-    ) -> pb.WrittenLeaf:
-        """Gather the bytes of a leaf and write it. Once it has begun to write it ends that, too,
-        when it is cancelled: the memory of a snapshot must not be used again before."""
-        pieces = await gather()
-        writing = asyncio.ensure_future(asyncio.to_thread(self._write, number, pieces))
-        try:
-            return await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait((writing,))
-            raise
-
-    def _write(self, number: int, pieces: Sequence[memoryview]) -> pb.WrittenLeaf:
-        """Write one leaf, unless the folder has it."""
-        sha256 = self._digest(number, pieces)
-        digest = Digest(sha256.hex())
-        is_new = digest not in self._have
-        if is_new:
-            self._folder.write_leaf(digest, self._upload, pieces, _written)
-            self._have.add(digest)  # of equal leaves one is enough
-        return pb.WrittenLeaf(number=number, digest=sha256, written=is_new)
-
-
-def _written() -> None:
-    failpoint("worker.leaf.unnamed")
-
-
-# ---- Leaves sent to an object store by signed requests ----
-#
-# The name of a leaf contains its digest. So each leaf is hashed first, then its request is asked
-# for, and then it is sent, several at once. Pieces on this worker are sent from the memory of the
-# snapshot.
-
+"""Leaves at once on their way to a folder: one to the disk, one in the processor."""
 NUM_OBJECTS_AT_ONCE: Final = 8
-"""Leaves that are hashed or sent at once: one connection alone gets a fraction of what an object
-store can do."""
-NUM_JOINED: Final = 2
-"""Leaves of which other members have pieces: these are in memory of their own."""
+"""Leaves at once on their way to an object store: one connection alone is far slower than it."""
+_NUM_JOINED: Final = 2
+"""Leaves at once of which other members have pieces: these are in memory of their own."""
 _NUM_HASHED: Final = 2
-"""Of these, leaves that are hashed: the processor trains meanwhile."""
+"""Leaves that are hashed at once: the processor trains meanwhile."""
 NUM_ATTEMPTS: Final = 3
+_UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
 
 T = TypeVar("T")
+Gather = Callable[[], Awaitable[list[memoryview]]]
+"""Gathers the bytes of a leaf."""
 
 log = structlog.get_logger()
 
 
-async def put_leaves(
-    stream: SignedStream[pb.PutLeavesResponse],
-    objects: SignedObjects,
-    state: Frozen,
-    request: pb.WriteLeavesRequest,
-    proof: Proof = PLAINTEXT,
-    hasher: LeafHasher | None = None,
-) -> None:
-    """Write the leaves that a request asks for; say the manifest, then each when it is there.
+def check_header(header: pb.WriteLeavesHeader) -> None:
+    """Refuse an impossible share, and an upload whose name no file may have."""
+    if not _UPLOAD.fullmatch(header.upload):
+        text = f"{header.upload[:80]!r} is not TERM-TOKEN, 10 digits and 16 of 0-9, a-f"
+        raise InvalidInputError.at("upload", text)
+    if header.leaves or header.describe:
+        check_leaves(header)
+    elif header.rank >= header.num_ranks:
+        text = f"{header.rank} is not below num_ranks, {header.num_ranks}"
+        raise InvalidInputError.at("rank", text)
 
-    proof: shown to members that have pieces of them. hasher: of leaves of the whole state. When
+
+class HashedLeaf(NamedTuple):
+    """A leaf by its number and its digest, and its bytes."""
+
+    number: int
+    digest: Digest
+    pieces: list[memoryview]
+
+
+class LeafThreads:
+    """The threads of one call that hash and write leaves; a context, behind which none of them
+    reads the state any more."""
+
+    def __init__(self, num: int) -> None:
+        self.num, self.is_over = num, False
+        self._pool = ThreadPoolExecutor(num, thread_name_prefix="leaves")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_over = True
+        await asyncio.shield(asyncio.to_thread(self._pool.shutdown))
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Return the result of a call, which goes on to its end where the caller is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+
+class LeafSink(Protocol):
+    """A place of leaves, for one call."""
+
+    threads: LeafThreads
+
+    async def write(self, leaf: HashedLeaf) -> None:
+        """Return when the leaf is durable."""
+
+
+class FolderSink:
+    """Writes leaves to the folder of states."""
+
+    def __init__(self, folder: StateFolder | None, header: pb.WriteLeavesHeader) -> None:
+        """Check the folder. Raises NotFoundError unless it is the one that the header means."""
+        if folder is None:
+            raise NotFoundError("this worker has no --state-folder")
+        if folder.store_id() != header.store_id:
+            raise NotFoundError(f"{folder.root} is not the coordinator's folder of states")
+        self._folder, self._upload = folder, header.upload
+        self.threads = LeafThreads(NUM_FILES_AT_ONCE)
+
+    async def write(self, leaf: HashedLeaf) -> None:
+        file = leaf.digest, self._upload, leaf.pieces
+        write = self._folder.write_leaf
+        await self.threads.run(lambda: write(*file, lambda: failpoint("worker.leaf.unnamed")))
+        failpoint("worker.leaf.untold")
+
+
+class ObjectSink:
+    """Sends leaves to an object store, each by a signed request that it asks for."""
+
+    def __init__(
+        self, stream: SignedStream[pb.WriteLeavesResponse], objects: SignedObjects
+    ) -> None:
+        self._stream, self._objects = stream, objects
+        self.threads = LeafThreads(NUM_OBJECTS_AT_ONCE)
+
+    async def write(self, leaf: HashedLeaf) -> None:
+        """Send a leaf, with a new request where one failed: its time may have been over."""
+        backoff = Backoff(0.2, 2.0)
+        for left in reversed(range(NUM_ATTEMPTS)):
+            url = await self._stream.url(leaf.number, bytes.fromhex(leaf.digest))
+            try:
+                await self.threads.run(partial(self._send, url, leaf.pieces))
+                break
+            except UnavailableError as error:
+                if not left:
+                    raise
+                log.info("a leaf is sent again", leaf=leaf.digest, reason=str(error))
+            await backoff.pause()
+        failpoint("worker.leaf.stored")
+
+    def _send(self, url: str, pieces: list[memoryview]) -> None:
+        self._objects.put(
+            url,
+            pieces,
+            sum(map(len, pieces)),
+            on_half=lambda: failpoint("worker.leaf.half_sent"),
+            is_cancelled=lambda: self.threads.is_over,
+        )
+
+
+async def write_leaves(
+    stream: SignedStream[pb.WriteLeavesResponse],
+    sink: LeafSink,
+    state: Frozen,
+    header: pb.WriteLeavesHeader,
+    proof: Proof = PLAINTEXT,
+    known: KnownLeaves | None = None,
+) -> None:
+    """Write the leaves that a header asks for; say the manifest, then each leaf when it is durable.
+
+    proof: for members that have pieces of them. known: the digests of the session's leaves. When
     this ends, however it ends, nothing reads the state any more.
     """
-    stream.say(pb.PutLeavesResponse(manifest=to_proto(state.manifest), name=state.name))
-    if request.describe:
+    manifest = to_proto(state.manifest)
+    stream.say(pb.WriteLeavesResponse(manifest=manifest, name=state.name))
+    if header.describe:
         if state.mirror is not None:
-            told = to_proto(state.mirror.manifest)
-            mirror = pb.PutLeavesResponse(manifest=told, name=state.mirror.name, of_mirror=True)
-            stream.say(mirror)
+            manifest, name = to_proto(state.mirror.manifest), state.mirror.name
+            stream.say(pb.WriteLeavesResponse(manifest=manifest, name=name, of_mirror=True))
         return
-    have = {Digest(digest.hex()) for digest in request.have}
-    share = _Share(stream, objects, have, digest_by(hasher))
-    async with LeafPieces(state, request, proof) as pieces:
-        due = due_leaves(pieces, state, request)
+    # What several parts make is no snapshot here, so nothing is known of its leaves.
+    hasher = None if known is None or header.leaves else known.hasher(state)
+    writer = _Writer(stream, sink, header, hasher)
+    async with LeafPieces(state, header, proof) as pieces, sink.threads:
+        due = _due_leaves(pieces, state, header)
 
         async def write() -> None:
             while due:
-                await share.write(*due.popleft())
+                await writer.write(*due.popleft())
 
-        most = NUM_JOINED if request.leaves else NUM_OBJECTS_AT_ONCE
+        most = _NUM_JOINED if header.leaves else sink.threads.num
         writing = [asyncio.create_task(write()) for _ in range(min(most, len(due)))]
         try:
             await asyncio.gather(*writing)
@@ -346,62 +311,47 @@ async def put_leaves(
             for task in writing:
                 task.cancel()
             await asyncio.gather(*writing, return_exceptions=True)
-            await share.close()
 
 
-class _Share:
+def _due_leaves(
+    pieces: LeafPieces, state: Frozen, header: pb.WriteLeavesHeader
+) -> deque[tuple[int, Gather]]:
+    """Return the leaves that a header asks for: of pieces, or a share of the whole state."""
+    if header.leaves:
+        return deque((leaf.number, partial(pieces.gather, leaf)) for leaf in header.leaves)
+    leaves = leaves_of(state.manifest)
+
+    async def gather(number: int) -> list[memoryview]:
+        return list(pieces_of(leaves[number], state.manifest, state.buffers))
+
+    numbers = range(header.rank, len(leaves), header.num_ranks)
+    return deque((number, partial(gather, number)) for number in numbers)
+
+
+class _Writer:
     def __init__(
         self,
-        stream: SignedStream[pb.PutLeavesResponse],
-        objects: SignedObjects,
-        have: set[Digest],
-        digest: TakeDigest,
+        stream: SignedStream[pb.WriteLeavesResponse],
+        sink: LeafSink,
+        header: pb.WriteLeavesHeader,
+        hasher: LeafHasher | None,
     ) -> None:
-        self._stream, self._objects, self._have, self._digest = stream, objects, have, digest
-        self._threads = ThreadPoolExecutor(NUM_OBJECTS_AT_ONCE, thread_name_prefix="leaves")
+        self._stream, self._sink, self._hasher = stream, sink, hasher
+        self._have = {Digest(digest.hex()) for digest in header.have}
         self._hashing = asyncio.Semaphore(_NUM_HASHED)
-        self._is_over = False
 
-    async def write(self, number: int, gather: Callable[[], Awaitable[list[memoryview]]]) -> None:
+    async def write(self, number: int, gather: Gather) -> None:
         """Gather the bytes of a leaf, write it, unless the store has it, and say so."""
         pieces = await gather()
         async with self._hashing:
-            sha256 = await self._in_thread(partial(self._digest, number, pieces))
+            sha256 = await self._sink.threads.run(partial(self._hash, number, pieces))
         digest = Digest(sha256.hex())
         is_new = digest not in self._have
         if is_new:
-            await self._put(number, pieces, sha256)
+            await self._sink.write(HashedLeaf(number, digest, pieces))
             self._have.add(digest)  # of equal leaves one is enough
-        failpoint("worker.leaf.stored")
         written = pb.WrittenLeaf(number=number, digest=sha256, written=is_new)
-        self._stream.say(pb.PutLeavesResponse(leaf=written))
+        self._stream.say(pb.WriteLeavesResponse(leaf=written))
 
-    async def close(self) -> None:
-        """Return when no thread reads the state any more."""
-        self._is_over = True
-        await asyncio.shield(asyncio.to_thread(self._threads.shutdown))
-
-    async def _put(self, number: int, pieces: list[memoryview], sha256: bytes) -> None:
-        """Send a leaf; what was refused or broke off is asked for again: its time may be over."""
-        backoff = Backoff(0.2, 2.0)
-        for left in reversed(range(NUM_ATTEMPTS)):
-            url = await self._stream.url(number, sha256)
-            try:
-                await self._in_thread(partial(self._send, url, pieces))
-                return
-            except UnavailableError as error:
-                if not left:
-                    raise
-                log.info("a leaf is sent again", leaf=sha256.hex(), reason=str(error))
-            await backoff.pause()
-
-    def _send(self, url: str, pieces: list[memoryview]) -> None:
-        size = sum(map(len, pieces))
-        self._objects.put(url, pieces, size, _half_sent, lambda: self._is_over)
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-
-def _half_sent() -> None:
-    failpoint("worker.leaf.half_sent")
+    def _hash(self, number: int, pieces: Sequence[memoryview]) -> bytes:
+        return hashed(pieces) if self._hasher is None else self._hasher.digest(number, pieces)
