@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from stratagem.client.course.views import ENDS, EventLike, ended_by, party_of
+from stratagem.client.course.views import ENDS, Event, ended_by, party_of
 
 # ---- Members ----
 
@@ -34,7 +34,7 @@ class MemberInterval:
     """Of a process that died: how many steps it had applied, if that is known."""
 
 
-def members(events: Iterable[EventLike]) -> tuple[MemberInterval, ...]:
+def members(events: Iterable[Event]) -> tuple[MemberInterval, ...]:
     """Return the intervals of membership of all parties of a run, in order of their beginning.
 
     An interval goes on where the next membership has the same process.
@@ -63,7 +63,7 @@ class MembersFolding:
         )
         return tuple(sorted(found, key=lambda each: (each.began_s, each.party, each.rank)))
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         match event.kind:
             case "ProcessDied":
@@ -80,15 +80,13 @@ class MembersFolding:
                 for party in list(self._open):
                     self._end(party, list(self._open[party]), event, event.sentence)
 
-    def _end(
-        self, party: str, keys: Iterable[tuple[str, str]], event: EventLike, reason: str
-    ) -> None:
+    def _end(self, party: str, keys: Iterable[tuple[str, str]], event: Event, reason: str) -> None:
         for key in keys:
             interval = self._open[party].pop(key)
             self._ended.append(_ended(interval, event.time_s, reason, self._died))
 
 
-def _of_membership(event: EventLike) -> dict[tuple[str, str], MemberInterval]:
+def _of_membership(event: Event) -> dict[tuple[str, str], MemberInterval]:
     party = party_of(event)
     return {
         (each["worker_id"], each["incarnation"]): MemberInterval(
@@ -191,14 +189,14 @@ class OutagesFolding:
 
     def __init__(self) -> None:
         self.outages: deque[Outage] = deque(maxlen=MAX_OUTAGES)
-        self._before: EventLike | None = None
+        self._before: Event | None = None
 
-    def fold(self, event: EventLike) -> Outage | None:
+    def fold(self, event: Event) -> Outage | None:
         """Take the next event of the run; return the outage before it, if there was one."""
         before, self._before = self._before, event
         if before is None or before.kind in ENDS:
             return None  # a run that rests misses nobody
-        led_from_s, led_to_s = (getattr(each, "leader_s", 0.0) for each in (before, event))
+        led_from_s, led_to_s = before.leader_s, event.leader_s
         if not led_from_s or not led_to_s:
             return None  # a coordinator of an older version does not tell
         away_s = (event.time_s - before.time_s) - max(led_to_s - led_from_s, 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from stratagem.client.course.views import EventLike, RunLike, number, party_of
+from stratagem.client.course.views import Event, RunStatus, number, party_of
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.text import values_text
 from stratagem.common.job import JobSpec, member_job
@@ -159,7 +159,7 @@ class Population:
         return score < other if self.mode == "min" else score > other
 
 
-def population(events: Iterable[EventLike], job: Mapping[str, Any]) -> Population:
+def population(events: Iterable[Event], job: Mapping[str, Any]) -> Population:
     """Return the generations of a population; none for a run that is no population.
 
     job: of the run, as its status has it: it names the metric.
@@ -192,7 +192,7 @@ class PopulationFolding:
         generations = (_generation(number, self) for number in range(1, begun + 1))
         return replace(self.whole, generations=tuple(generations))
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         fact = event.payload
         if event.kind == "SegmentCommitted":
@@ -281,7 +281,7 @@ def _generation(number: int, folding: PopulationFolding) -> Generation:
     return Generation(number, in_order, closed.get("best"), closed.get("step", 0))
 
 
-def winner_text(run: RunLike) -> str:
+def winner_text(run: RunStatus) -> str:
     """Return the winner of a population, as "member 3, optimizer.lr 0.031, score 0.94".
 
     "" for a run that is none, and before there is a winner.

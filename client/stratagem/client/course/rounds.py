@@ -20,14 +20,14 @@ from stratagem.client.course.client_sums import (
     in_order,
     mean_loss,
 )
-from stratagem.client.course.views import EventLike, number, numbers, party_of, undone_from
+from stratagem.client.course.views import Event, number, numbers, party_of, undone_from
 
 # ---- Clients ----
 #
 # Clients are followed over all rounds of the run.
 
 
-def clients(events: Iterable[EventLike], party: str = "") -> tuple[FederatedClient, ...]:
+def clients(events: Iterable[Event], party: str = "") -> tuple[FederatedClient, ...]:
     """Return the clients of a federation, in order; empty for other runs."""
     folding, roster, benches = RoundsFolding(party), dict[int, Home](), dict[int, int]()
     for event in events:
@@ -43,13 +43,13 @@ Home = tuple[str, tuple[str, ...]]
 """The worker that a client lives on, and its tags."""
 
 
-def homes(event: EventLike) -> dict[int, Home]:
+def homes(event: Event) -> dict[int, Home]:
     """Return the clients that a fact of ROSTER_KINDS names."""
     listed = event.payload["clients"]
     return {each["client"]: (each["worker_id"], tuple(each.get("tags", ()))) for each in listed}
 
 
-def fold_benches(benches: dict[int, int], event: EventLike, party: str) -> None:
+def fold_benches(benches: dict[int, int], event: Event, party: str) -> None:
     """Take the next event into the first round in which a benched client may take part, by client.
     Who goes back to an earlier commit forgets benches."""
     if undone_from(event) is not None:
@@ -147,7 +147,7 @@ class Round:
         return tuple(client for client in self.clients if client.state is state)
 
 
-def rounds(events: Iterable[EventLike], party: str = "") -> tuple[Round, ...]:
+def rounds(events: Iterable[Event], party: str = "") -> tuple[Round, ...]:
     """Return the rounds of a federation, the one of this path, in order; empty for other runs.
 
     What a resumption from an earlier commit has undone is left out.
@@ -260,7 +260,7 @@ class RoundsFolding:
             self._own[at], self._stale[at] = own, stale
             self._changed.add(at)
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         last = undone_from(event)
         if last is not None:
@@ -279,7 +279,7 @@ class RoundsFolding:
             why = {"state": ClientState.EXCUSED, "reason": str(fact["reason"])}
             self._change({"round_num": self.number}, left.client, **why)
 
-    def _take(self, event: EventLike, fact: Mapping[str, Any]) -> None:
+    def _take(self, event: Event, fact: Mapping[str, Any]) -> None:
         match event.kind:
             case "ClientsSelected":
                 self._select(event)
@@ -324,7 +324,7 @@ class RoundsFolding:
         if count < self._num_packed:
             self._num_packed, self._are_sums_due = count, True
 
-    def _select(self, event: EventLike) -> None:
+    def _select(self, event: Event) -> None:
         fact = event.payload
         begun = Round(
             number=fact["round_num"],
@@ -373,7 +373,7 @@ class RoundsFolding:
         self._put(at, own, stale)
         self._are_sums_due |= at < self._num_packed
 
-    def _close(self, event: EventLike) -> None:
+    def _close(self, event: Event) -> None:
         fact = event.payload
         at = self._place(fact["round_num"])
         if at is None:  # its begin was not seen
@@ -424,10 +424,10 @@ _KINDS: Final = frozenset((
 ))  # fmt: skip
 
 
-def _deadline(event: EventLike) -> float | None:
+def _deadline(event: Event) -> float | None:
     """Return how long after its selection a round closes, if it has a deadline and a coordinator of
     this version tells the time by the same clock."""
-    deadline_s, leader_s = event.payload.get("deadline_s"), getattr(event, "leader_s", 0.0)
+    deadline_s, leader_s = event.payload.get("deadline_s"), event.leader_s
     return deadline_s - leader_s if deadline_s is not None and leader_s else None
 
 

@@ -7,15 +7,13 @@ coordinator.proto.
 import json
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
-import numpy as np
 from google.protobuf.message import Message
-from numpy.typing import NDArray
 
 from stratagem.v1 import coordinator_pb2 as pb
 
@@ -391,68 +389,6 @@ def _read(kind: type[T], *messages: Message, **own: Any) -> T:
     return kind(**own)
 
 
-# ---- Protocols ----
-#
-# The functions of the course read only these attributes of events and runs; the SDK's values have
-# them, and more.
-
-
-class EventLike(Protocol):
-    """Something that has happened to a run; see Event of the SDK."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def time_s(self) -> float: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def sentence(self) -> str: ...
-    @property
-    def payload(self) -> Mapping[str, Any]: ...
-
-
-class CommitLike(Protocol):
-    """A state in the coordinator's store; see Commit of the SDK."""
-
-    @property
-    def segment(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def is_best(self) -> bool: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def member(self) -> int | None: ...
-    @property
-    def hyperparameters(self) -> Mapping[str, Any]: ...
-
-
-class RunLike(Protocol):
-    """The status of a run; see RunStatus of the SDK."""
-
-    @property
-    def commits(self) -> Sequence[CommitLike]: ...
-    @property
-    def job(self) -> Mapping[str, Any]: ...
-
-
-class SeriesLike(Protocol):
-    """Values of one series over the steps of a run; see StepSeries of the SDK."""
-
-    @property
-    def step(self) -> NDArray[np.int64]: ...
-    @property
-    def last(self) -> NDArray[np.float64]: ...
-    @property
-    def min(self) -> NDArray[np.float64]: ...
-    @property
-    def max(self) -> NDArray[np.float64]: ...
-    @property
-    def provisional(self) -> NDArray[np.bool_]: ...
-
-
 # ---- Payloads ----
 #
 # Values are read from the payloads of events: numbers that JSON has no form for, metrics,
@@ -476,12 +412,12 @@ def numbers(values: Any) -> dict[str, float]:
     return {str(name): number(value) for name, value in found.items()}
 
 
-def party_of(event: EventLike) -> str:
+def party_of(event: Event) -> str:
     """Return the path of the party that the event is about; "" for the root."""
     return str(event.payload.get("party") or "")
 
 
-def undone_from(event: EventLike) -> int | None:
+def undone_from(event: Event) -> int | None:
     """Return the segment behind which this event undoes all that has happened, if it does."""
     if event.kind != "RunResumed":
         return None

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stratagem.client.course.views import SeriesLike
 from stratagem.client.pictures.axes import short, size_text
 from stratagem.client.pictures.svg import NumberTable
 from stratagem.common.history import Columns, joined
@@ -278,7 +277,7 @@ class MeasuredStep:
         return numbers == set(range(max(numbers, default=-1) + 1))
 
 
-def measured_step(history: Mapping[str, SeriesLike], num_stages: int) -> MeasuredStep | None:
+def measured_step(history: Mapping[str, StepSeries], num_stages: int) -> MeasuredStep | None:
     """Return the newest step whose work was measured by all stages; None where none was."""
     found = [_values(history, stage) for stage in range(num_stages)]
     step = max((step for step, _ in found), default=0)
@@ -299,7 +298,7 @@ def measured_step(history: Mapping[str, SeriesLike], num_stages: int) -> Measure
     return MeasuredStep(step, dict(sorted(lanes.items())), actions, error_s)
 
 
-def _values(history: Mapping[str, SeriesLike], stage: int) -> tuple[int, dict[str, float]]:
+def _values(history: Mapping[str, StepSeries], stage: int) -> tuple[int, dict[str, float]]:
     """Return the newest step that a stage has told, and its values by series."""
     begin = f"{party_of_stage(stage)}:"
     its = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from stratagem.client.course.members import Outage
-from stratagem.client.course.views import EventLike, party_of
+from stratagem.client.course.views import Event, party_of
 from stratagem.client.pictures.lanes import AWAY, Span
 from stratagem.client.pictures.svg import natural
 
@@ -54,7 +54,7 @@ class TimeMarks:
         """By lane and kind, in order of first mention."""
         self._parties: set[str] = set()
 
-    def fold(self, event: EventLike, began_s: float) -> None:
+    def fold(self, event: Event, began_s: float) -> None:
         """Take the next event of the run, which began at a time."""
         at = event.time_s - began_s
         if event.kind in ("SegmentFinished", "UpdateReceived"):

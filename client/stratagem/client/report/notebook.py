@@ -7,13 +7,14 @@ nobody has trusted yet.
 import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from stratagem.client.course.population import winner_text
+from stratagem.client.course.views import RunStatus
 from stratagem.client.pictures.axes import duration, short, size_text
 from stratagem.client.pictures.svg import NumberTable, escaped
 from stratagem.client.report.panels import curve_panels
-from stratagem.client.report.run import ReportedRun, StatusLike, progress_text, time_text
+from stratagem.client.report.run import ReportedRun, progress_text, time_text
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.base.errors import WrongStateError
 from stratagem.common.job.fields import without_spreads
@@ -97,7 +98,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 1]}…"
 
 
-def _metrics(run: StatusLike) -> str:
+def _metrics(run: RunStatus) -> str:
     """Return a few metrics: the one that decides first, then evaluations, then the training's."""
     evaluation = run.job.get("evaluation") or {}
     chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
@@ -108,7 +109,7 @@ def _metrics(run: StatusLike) -> str:
     return ", ".join(f"{name} {short(run.metrics[name])}" for name in names[:_MAX_METRICS])
 
 
-def header_html(status: StatusLike) -> str:
+def header_html(status: RunStatus) -> str:
     """Return a run in a few lines."""
     metrics = ", ".join(
         f"{name} {value:.4g}" for name, value in sorted(without_spreads(status.metrics).items())
@@ -129,10 +130,6 @@ def run_html(run: ReportedRun) -> str:
     panels = [*curve_panels(run)[:1], *strategy_panels(run)[:2]]
     pictures = "".join(f"<div>{panel.draw(WIDTH).to_html()}</div>" for panel in panels)
     return f"<div>{header_html(run.status)}</div>{pictures}"
-
-
-class _Handle(Protocol):
-    def update(self, shown: object) -> None: ...
 
 
 def _display() -> Any:
@@ -158,7 +155,7 @@ def follow(changes: Iterable[object], render: Callable[[], str]) -> None:
     second, and a last time at the end. An interrupt ends the showing alone."""
     display = _display()
     make: Callable[[str], object] = display.HTML
-    handle: _Handle = display.display(make(render()), display_id=True)
+    handle = display.display(make(render()), display_id=True)
     shown_s = time.monotonic()
     try:
         for _ in changes:

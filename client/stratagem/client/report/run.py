@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import reduce
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -18,14 +18,14 @@ from stratagem.client.course.members import MembersFolding, OutagesFolding, fail
 from stratagem.client.course.population import PopulationFolding
 from stratagem.client.course.rounds import Home, Round, RoundsFolding, fold_benches, homes, of_sums
 from stratagem.client.course.views import (
-    EventLike,
-    RunLike,
-    SeriesLike,
+    Event,
+    RunStatus,
     number,
     numbers,
     party_of,
     undone_from,
 )
+from stratagem.client.history.step_history import StepSeries
 from stratagem.client.pictures.curves import Line
 from stratagem.client.report.marks import TimeMarks
 from stratagem.common.history import Columns
@@ -90,13 +90,13 @@ class PartyCourse:
         """Return the seconds that updates of the clients of a federation have taken."""
         return self._rounds.times
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         self._lines.fold(event)
         self._rounds.fold(event)
         fold_benches(self._benches, event, self._party)
 
-    def fold_own(self, event: EventLike) -> None:
+    def fold_own(self, event: Event) -> None:
         """Take the next event that is about this party."""
         match event.kind:
             case "RosterFormed" | "ClientsJoined":
@@ -138,13 +138,13 @@ class RunCourse:
         """Of a strategy that is not one of the built-in ones, the newest ones."""
 
     @classmethod
-    def of(cls, events: Iterable[EventLike], job: Mapping[str, Any]) -> Self:
+    def of(cls, events: Iterable[Event], job: Mapping[str, Any]) -> Self:
         """Return the course of a run with these events."""
         course = cls(job)
         course.take(events)
         return course
 
-    def take(self, events: Iterable[EventLike]) -> None:
+    def take(self, events: Iterable[Event]) -> None:
         """Read on, with the events that follow those that were read."""
         for event in events:
             self._fold(event)
@@ -154,7 +154,7 @@ class RunCourse:
         """Return what has happened in the party that is the whole run."""
         return self.parties[""]
 
-    def _fold(self, event: EventLike) -> None:
+    def _fold(self, event: Event) -> None:
         self.num_events += 1
         self.began_s = event.time_s if self.began_s is None else self.began_s
         self.newest_s = event.time_s
@@ -187,77 +187,23 @@ class RunCourse:
 # A report needs the status of a run and its events.
 
 
-class ErrorLike(Protocol):
-    """An exception of the user's code; see UserError of the SDK."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-    @property
-    def traceback(self) -> str: ...
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def activity(self) -> str: ...
-
-
-class StatusLike(RunLike, Protocol):
-    """The status of a run with all that a report shows; see RunStatus of the SDK."""
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def segment(self) -> int: ...
-    @property
-    def num_segments(self) -> int: ...
-    @property
-    def event_index(self) -> int: ...
-    @property
-    def submitted_at_s(self) -> float: ...
-    @property
-    def submitted_by(self) -> str: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def worker_ids(self) -> Sequence[str]: ...
-    @property
-    def engine(self) -> str: ...
-    @property
-    def reproducible(self) -> bool: ...
-    @property
-    def error(self) -> ErrorLike | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
     """A run as it is shown."""
 
-    status: StatusLike
+    status: RunStatus
     course: RunCourse
-    history: Mapping[str, SeriesLike] = field(default_factory=dict)
+    history: Mapping[str, StepSeries] = field(default_factory=dict)
     """Of its steps, by series; without it curves have a value for each segment."""
-    events: Sequence[EventLike] = ()
+    events: Sequence[Event] = ()
     """All of them, for a report; pictures need none."""
 
     @classmethod
     def of(
         cls,
-        status: StatusLike,
-        events: Sequence[EventLike],
-        history: Mapping[str, SeriesLike] | None = None,
+        status: RunStatus,
+        events: Sequence[Event],
+        history: Mapping[str, StepSeries] | None = None,
     ) -> Self:
         """Return a run with these events."""
         return cls(status, RunCourse.of(events, status.job), history or {}, events)
@@ -292,12 +238,12 @@ _UNITS: Final[Mapping[str, str]] = {
 """That a run counts, by the type of its strategy; others count steps."""
 
 
-def committed_step(status: StatusLike) -> int:
+def committed_step(status: RunStatus) -> int:
     """Return how many steps the newest commit of a run has."""
     return max((each.step for each in status.commits if each.member is None), default=0)
 
 
-def progress_text(status: StatusLike) -> str:
+def progress_text(status: RunStatus) -> str:
     """Return how far a run is, as "12 of 30 rounds"; "" where it is not known."""
     unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
     if status.phase == "FAILED" and unit == "steps":
@@ -382,7 +328,7 @@ class LinesFolding:
             name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name
         }
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         last = undone_from(event)
         if last is not None:
@@ -419,7 +365,7 @@ def num_nodes(job: Mapping[str, Any]) -> int:
 
 
 def with_history(
-    lines: Mapping[str, Line], history: Mapping[str, SeriesLike], nodes: int = 0
+    lines: Mapping[str, Line], history: Mapping[str, StepSeries], nodes: int = 0
 ) -> dict[str, Line]:
     """Return the lines with every step of those series of the party itself that were recorded.
 
@@ -441,7 +387,7 @@ def with_history(
     return found
 
 
-def mean_line(name: str, of_each: Sequence[SeriesLike]) -> Line | None:
+def mean_line(name: str, of_each: Sequence[StepSeries]) -> Line | None:
     """Return the plain mean of series at the steps that all of them have, with a band from the
     least to the greatest value of any; None where there are none."""
     if not of_each:
@@ -461,7 +407,7 @@ def mean_line(name: str, of_each: Sequence[SeriesLike]) -> Line | None:
     return Line(name, common.tolist(), means, least, greatest, provisional_from=until)
 
 
-def recorded_line(name: str, series: SeriesLike) -> Line:
+def recorded_line(name: str, series: StepSeries) -> Line:
     """Return a recorded series as a line of this name."""
     certain = series.step[~series.provisional]
     values = (series.step, series.last, series.min, series.max)

@@ -8,8 +8,7 @@ from typing import Any, Final
 from stratagem.client.course.client_sums import ClientState
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
-from stratagem.client.course.views import SeriesLike
-from stratagem.client.history.step_history import History, MeasuredStep, measured_step
+from stratagem.client.history.step_history import History, MeasuredStep, StepSeries, measured_step
 from stratagem.client.pictures.axes import duration
 from stratagem.client.pictures.curves import Line, curve
 from stratagem.client.pictures.federation import ClientCell, RoundBar, client_grid, histogram
@@ -309,7 +308,7 @@ def _of_parts(
     yield Panel(*named, draw, " ".join(filter(None, (note, first))), logarithmic)
 
 
-def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, SeriesLike]]:
+def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, StepSeries]]:
     """Return a series of each part that has it, by its name."""
     return [
         (f"{kind} {number}", series)
