@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.launch.ray import ray_script
+from stratagem.client.launch.scripts import ray_script
 from stratagem.client.launch.workers import WorkerLaunch, launch_of
 from stratagem.common.base.ids import RunId
 from tests.client.cli.command_line import invoke

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.launch.slurm import slurm_script
+from stratagem.client.launch.scripts import slurm_script
 from stratagem.client.launch.workers import WorkerLaunch, launch_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId

@@ -7,36 +7,33 @@ run on another coordinator goes on.
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from stratagem.client.cli.queries import client_of, connected
 from stratagem.client.cli.shared import (
     DATA_DIR,
-    CoordinatorOption,
+    AccessOptions,
     DataDirOption,
     Detail,
+    DetailOptions,
     Format,
     FormatOption,
     LocalOption,
     LogToOption,
-    QuietOption,
     RunArgument,
     RunDisplay,
     TagOption,
     ThreadsOption,
-    VerboseOption,
+    View,
     WebOption,
     complain,
-    doing,
     make_console,
     print_items,
     print_line,
-    reporting,
     show,
     tag_arguments,
 )
@@ -44,7 +41,6 @@ from stratagem.client.course.views import Event
 from stratagem.client.dashboard.start import page_beside
 from stratagem.client.local.cluster import LocalCluster, LocalRun, threads_each
 from stratagem.client.sdk.blocking import Client, RunHandle
-from stratagem.client.sdk.client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sinks.outlet import LogOutlets, sinks_of
 from stratagem.client.sinks.sink import Sink
@@ -56,7 +52,6 @@ from stratagem.common.base.ids import check_run_id, new_run_id
 from stratagem.common.base.text import counted
 from stratagem.common.job import entry_points, load_job, with_fields
 from stratagem.common.process.cpu_threads import ThreadChoice
-from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
 """A worker of a local cluster that was killed is back in a few seconds."""
@@ -95,9 +90,9 @@ RunIdOption = Annotated[
 
 def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     job_path: JobArgument,
+    *,
     local: LocalOption = None,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     overrides: SetOption = None,
     detach: DetachOption = False,
     output: OutputOption = None,
@@ -108,8 +103,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     tag: TagOption = None,
     threads: ThreadsOption = None,
     log_to: LogToOption = None,
-    verbose: VerboseOption = False,
-    quiet: QuietOption = False,
+    detail: DetailOptions,
     web: WebOption = False,
 ) -> None:
     """Submit a job and follow its run to the end.
@@ -129,76 +123,73 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
 
     Exit code: 0 completed, 1 failed, 130 interrupted.
     """
-    with reporting():
-        if local is not None and detach:
-            raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
-        if detach and report is not None:
-            raise InvalidInputError("--report is of the end of the run; leave out --detach")
-        for option, given in (("--tag", tag), ("--threads", threads)):
-            if local is None and given:
-                raise InvalidInputError(f"{option} is of local workers; give --local N")
-        if detach and log_to:
-            raise InvalidInputError(
-                "--detach follows nothing that could be logged; "
-                "use `stratagem export RUN --to SINK:TARGET --follow`"
-            )
-        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
-        sinks = sinks_of(log_to or ())
-        job = load_job(job_path, overrides or [])
-        chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
+    if local is not None and detach:
+        raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
+    if detach and report is not None:
+        raise InvalidInputError("--report is of the end of the run; leave out --detach")
+    for option, given in (("--tag", tag), ("--threads", threads)):
+        if local is None and given:
+            raise InvalidInputError(f"{option} is of local workers; give --local N")
+    if detach and log_to:
+        raise InvalidInputError(
+            "--detach follows nothing that could be logged; "
+            "use `stratagem export RUN --to SINK:TARGET --follow`"
+        )
+    view = View(form, detail)
+    sinks = sinks_of(log_to or ())
+    job = load_job(job_path, overrides or [])
+    chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
 
-        def submitted(client: Client) -> RunHandle:
-            return client.submit(job, chosen, import_path=import_folders(job_path))
+    def submitted(client: Client) -> RunHandle:
+        return client.submit(job, chosen, import_path=import_folders(job_path))
 
-        if local is None:
-            page = page_beside(coordinator, proof, is_wanted=web)
-            with client_of(coordinator, proof) as client, page:
-                with view.doing(f"submitting {chosen} to {coordinator}"):
-                    handle = submitted(client)
-                following = _Following(handle, view, output, report=report, sinks=sinks)
-                _follow_remote(following, coordinator, detach=detach)
-            return
-        if job.placement_timeout_s is None:
-            job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
-        folders = tuple(map(str, import_folders(job_path)))
-        allow_code = "none" if job.code is None else "any"
-        each = threads_each(threads)
-        known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, each.number)
-        with (
-            _local_client(known, each, local, data_dir, view) as client,
-            page_beside(client.address, is_wanted=web),
-        ):
-            known.save(data_dir, chosen)
-            with view.doing(f"submitting {chosen}"):
+    if local is None:
+        page = page_beside(access.coordinator, access.proof, is_wanted=web)
+        with access.client() as client, page:
+            with view.doing(f"submitting {chosen} to {access.coordinator}"):
                 handle = submitted(client)
             following = _Following(handle, view, output, report=report, sinks=sinks)
-            _follow_local(replace(following, threads=known.threads), local, data_dir)
+            _follow_remote(following, access.coordinator, detach=detach)
+        return
+    if job.placement_timeout_s is None:
+        job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
+    folders = tuple(map(str, import_folders(job_path)))
+    allow_code = "none" if job.code is None else "any"
+    each = threads_each(threads)
+    known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, each.number)
+    with (
+        _local_client(known, each, local, data_dir, view) as client,
+        page_beside(client.address, is_wanted=web),
+    ):
+        known.save(data_dir, chosen)
+        with view.doing(f"submitting {chosen}"):
+            handle = submitted(client)
+        following = _Following(handle, view, output, report=report, sinks=sinks)
+        _follow_local(replace(following, threads=known.threads), local, data_dir)
 
 
 def attach(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
+    *,
     form: FormatOption = Format.TEXT,
-    verbose: VerboseOption = False,
-    quiet: QuietOption = False,
+    detail: DetailOptions,
 ) -> None:
     """Follow a run until it ends. Ctrl-C detaches; the run continues.
 
     Earlier events are counted but not printed; `stratagem watch RUN` prints them.
     """
-    with connected(coordinator, proof) as client:
-        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
+    with access.client() as client:
         handle = client.get(run_id)
-        is_all_told = view.detail is Detail.EVENTS or form is Format.JSON
-        known = 0 if is_all_told else handle.status().event_index + 1
-        _follow_remote(_Following(handle, view, known=known), coordinator)
+        shows_earlier = detail is Detail.EVENTS or form is Format.JSON
+        known = 0 if shows_earlier else handle.status().event_index + 1
+        following = _Following(handle, View(form, detail), known=known)
+        _follow_remote(following, access.coordinator)
 
 
 def watch(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
     from_index: Annotated[
         int,
@@ -227,7 +218,7 @@ def watch(
 
     Ctrl-C only stops printing.
     """
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         run, kinds, backwards = client.get(run_id), kind or (), newest is not None
         items = run.watch(from_index, kinds=kinds, limit=newest, newest_first=backwards)
         console = make_console()
@@ -240,9 +231,9 @@ def watch(
 
 def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
+    *,
     local: LocalOption = None,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     detach: DetachOption = False,
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
@@ -261,8 +252,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
         str | None,
         typer.Option("--run-id", metavar="ID", help="Id of the new run that --set creates."),
     ] = None,
-    verbose: VerboseOption = False,
-    quiet: QuietOption = False,
+    detail: DetailOptions,
 ) -> None:
     """Continue a run that has ended, or train it for longer.
 
@@ -277,44 +267,30 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     Use --local N for a run that was started with --local, in the same folder. Each worker has as
     many threads as it had then, so results stay bit-identical, whatever the number of workers.
     """
-    with reporting():
-        if new_run_id is not None and not overrides:
-            raise InvalidInputError("--run-id is of the new run that --set begins; give --set")
-        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
-        asked = _Resumption(run_id, from_segment, overrides or [], new_run_id)
-        if local is None:
-            with client_of(coordinator, proof) as client:
-                handle, from_index = asked.begin(client)
-                following = _Following(handle, view, from_index=from_index)
-                _follow_remote(following, coordinator, detach=detach)
-            return
-        known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(asked.overrides)
-        each = known.threads_of(local)
-        known = replace(known, threads=each.number)
-        with _local_client(known, each, local, data_dir, view) as client:
-            handle, from_index = asked.begin(client)
-            known.save(data_dir, handle.run_id)
-            following = _Following(handle, view, from_index=from_index, threads=known.threads)
-            _follow_local(following, local, data_dir)
+    if new_run_id is not None and not overrides:
+        raise InvalidInputError("--run-id is of the new run that --set begins; give --set")
+    view = View(form, detail)
 
+    def begin(client: Client) -> tuple[RunHandle, int]:
+        if not overrides:
+            return _resumed(client, run_id, from_segment)
+        segment = from_segment
+        return client.resume_as(run_id, overrides, from_segment=segment, new_run_id=new_run_id), 0
 
-@dataclass(frozen=True, slots=True)
-class _Resumption:
-    """The run to go on with, and how."""
-
-    run_id: str
-    segment: int | None
-    overrides: list[str]
-    new_run_id: str | None
-
-    def begin(self, client: Client) -> tuple[RunHandle, int]:
-        """Return the run that goes on, and the index of its first event from now on."""
-        if not self.overrides:
-            return _resumed(client, self.run_id, self.segment)
-        handle = client.resume_as(
-            self.run_id, self.overrides, from_segment=self.segment, new_run_id=self.new_run_id
-        )
-        return handle, 0
+    if local is None:
+        with access.client() as client:
+            handle, from_index = begin(client)
+            following = _Following(handle, view, from_index=from_index)
+            _follow_remote(following, access.coordinator, detach=detach)
+        return
+    known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(overrides or [])
+    each = known.threads_of(local)
+    known = replace(known, threads=each.number)
+    with _local_client(known, each, local, data_dir, view) as client:
+        handle, from_index = begin(client)
+        known.save(data_dir, handle.run_id)
+        following = _Following(handle, view, from_index=from_index, threads=known.threads)
+        _follow_local(following, local, data_dir)
 
 
 def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
@@ -332,23 +308,11 @@ def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandl
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """How, and how much, a command shows."""
-
-    form: Format
-    detail: Detail
-
-    def doing(self, text: str, *, stays: bool = False) -> AbstractContextManager[None]:
-        """Say what is being done while it is."""
-        return doing(text, self.form, self.detail, stays=stays)
-
-
-@dataclass(frozen=True, slots=True)
 class _Following:
     """A run that is shown to its end."""
 
     handle: RunHandle
-    view: _View
+    view: View
     output: Path | None = None
     from_index: int = 0
     known: int = 0
@@ -421,7 +385,7 @@ def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
 
 @contextmanager
 def _local_client(
-    known: LocalRun, each: ThreadChoice, workers: int, data_dir: Path, view: _View
+    known: LocalRun, each: ThreadChoice, workers: int, data_dir: Path, view: View
 ) -> Iterator[Client]:
     cluster = LocalCluster(
         workers=workers,

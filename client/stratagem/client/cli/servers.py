@@ -18,15 +18,15 @@ from typer.core import TyperCommand
 from stratagem.client.cli.shared import (
     DATA_DIR,
     FAILED,
-    CoordinatorOption,
+    AccessOptions,
     DataDirOption,
     Format,
     FormatOption,
     TagOption,
     ThreadsOption,
     WebOption,
+    as_command,
     make_console,
-    reporting,
     tag_arguments,
 )
 from stratagem.client.dashboard.start import DEFAULT_LISTEN, page_beside, page_of
@@ -38,7 +38,6 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.base.text import counted, split_address
 from stratagem.common.identity.audit import check_lines, hashes
 from stratagem.common.observe.findings import Finding, Level
-from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.rpc.health_probe import TIMEOUT_S, health_of, is_healthy
 
 # ---- Servers ----
@@ -79,29 +78,27 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
     web: WebOption = False,
 ) -> None:
     """Run a coordinator and workers here, until Ctrl-C or SIGTERM."""
-    with reporting():
-        cluster = LocalCluster(
-            workers=workers,
-            data_dir=data_dir,
-            allow=allow or ("*:*",),
-            import_path=import_path or (Path.cwd(),),
-            data_root=import_path or (Path.cwd(),),
-            threads=threads,
-            listen=listen,
-            worker_arguments=tag_arguments(tag or (), workers),
-        )
-        signal.signal(signal.SIGTERM, _interrupt)
-        with cluster, page_beside(cluster.address, is_wanted=web):
-            who = f"{counted(workers, 'worker')}, {threads_each(threads).each}"
-            print(f"coordinator at {cluster.address}, {who}, state in {data_dir}")
-            print("submit with: stratagem run JOB.yaml; stop with Ctrl-C or SIGTERM", flush=True)
-            while True:
-                signal.pause()
+    cluster = LocalCluster(
+        workers=workers,
+        data_dir=data_dir,
+        allow=allow or ("*:*",),
+        import_path=import_path or (Path.cwd(),),
+        data_root=import_path or (Path.cwd(),),
+        threads=threads,
+        listen=listen,
+        worker_arguments=tag_arguments(tag or (), workers),
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    with cluster, page_beside(cluster.address, is_wanted=web):
+        who = f"{counted(workers, 'worker')}, {threads_each(threads).each}"
+        print(f"coordinator at {cluster.address}, {who}, state in {data_dir}")
+        print("submit with: stratagem run JOB.yaml; stop with Ctrl-C or SIGTERM", flush=True)
+        while True:
+            signal.pause()
 
 
 def dashboard(  # noqa: PLR0913  (each parameter is an option of the command line)
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     listen: Annotated[
         str,
         typer.Option("--listen", metavar="HOST:PORT", help="Address that the page is served on."),
@@ -152,24 +149,23 @@ def dashboard(  # noqa: PLR0913  (each parameter is an option of the command lin
     On 127.0.0.1 only this machine can reach the page. Any other address requires --page-token-file,
     and --page-tls-cert with --page-tls-key or --behind-proxy.
     """
-    with reporting():
-        server = page_of(
-            coordinator,
-            proof,
-            {
-                "listen": listen,
-                "operates": operate,
-                "token_file": page_token_file,
-                "tls_cert": page_tls_cert,
-                "tls_key": page_tls_key,
-                "public_url": public_url,
-                "behind_proxy": behind_proxy,
-            },
-        )
-        acts = " (its buttons act as you)" if operate else ""
-        signal.signal(signal.SIGTERM, _interrupt)
-        print(f"page of {coordinator} at {server.url}{acts}", flush=True)
-        server.serve()
+    server = page_of(
+        access.coordinator,
+        access.proof,
+        {
+            "listen": listen,
+            "operates": operate,
+            "token_file": page_token_file,
+            "tls_cert": page_tls_cert,
+            "tls_key": page_tls_key,
+            "public_url": public_url,
+            "behind_proxy": behind_proxy,
+        },
+    )
+    acts = " (its buttons act as you)" if operate else ""
+    signal.signal(signal.SIGTERM, _interrupt)
+    print(f"page of {access.coordinator} at {server.url}{acts}", flush=True)
+    server.serve()
 
 
 def health(
@@ -188,11 +184,10 @@ def health(
 
     Exit code: 0 if it is serving, else 1.
     """
-    with reporting():
-        try:
-            split_address(address)
-        except ValueError as error:
-            raise InvalidInputError.at("address", str(error)) from None
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise InvalidInputError.at("address", str(error)) from None
     answer = health_of(address, timeout)
     print(answer)
     raise typer.Exit(0 if is_healthy(answer) else 1)
@@ -247,8 +242,7 @@ class DoctorCommand(TyperCommand):
 
 
 def doctor(
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
     is_worker: Annotated[
         bool,
@@ -273,11 +267,10 @@ def doctor(
     """
     if worker_options and not is_worker:
         raise typer.BadParameter(f"{worker_options[0]} stands for a worker: {WORKER_SETTINGS}")
-    with reporting():
-        if is_worker:
-            findings = _of_worker(worker_options or [])
-        else:
-            findings = asyncio.run(examine(coordinator, proof))
+    if is_worker:
+        findings = _of_worker(worker_options or [])
+    else:
+        findings = asyncio.run(examine(access.coordinator, access.proof))
     if form is Format.JSON:
         print(tables.many_to_json(findings))
     else:
@@ -316,6 +309,7 @@ def _audit() -> None:
 
 
 @audit.command("verify")
+@as_command
 def verify(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Audit log file, such as audit.jsonl.")
@@ -330,25 +324,20 @@ def verify(
     Names the first line that was changed, removed or inserted. Removal of the last lines cannot be
     detected: note the last hash elsewhere, and pass it as --head later.
     """
-    with reporting():
-        try:
-            with file.open("rb") as lines:
-                checked = check_lines(lines)
-            if head and not _has(file, head):
-                raise IntegrityError(f"no line has the hash {head}: lines that were there are gone")
-        except OSError as error:
-            raise InvalidInputError(f"{file}: {error.strerror}") from None
-        except IntegrityError as error:
-            raise IntegrityError(f"{file}: {error}") from None
-        print(
-            f"{file}: {counted(checked.num_lines, 'line')}, none changed; last hash {checked.head}"
-        )
-        if checked.num_torn:
-            print(
-                f"a crash has cut off a line {counted(checked.num_torn, 'time')}, as it says there"
-            )
-        if checked.is_torn:
-            print("it ends in a line that a crash has cut off: nothing of that has left the site")
+    try:
+        with file.open("rb") as lines:
+            checked = check_lines(lines)
+        if head and not _has(file, head):
+            raise IntegrityError(f"no line has the hash {head}: lines that were there are gone")
+    except OSError as error:
+        raise InvalidInputError(f"{file}: {error.strerror}") from None
+    except IntegrityError as error:
+        raise IntegrityError(f"{file}: {error}") from None
+    print(f"{file}: {counted(checked.num_lines, 'line')}, none changed; last hash {checked.head}")
+    if checked.num_torn:
+        print(f"a crash has cut off a line {counted(checked.num_torn, 'time')}, as it says there")
+    if checked.is_torn:
+        print("it ends in a line that a crash has cut off: nothing of that has left the site")
 
 
 def _has(file: Path, head: str) -> bool:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
@@ -25,6 +25,7 @@ from structlog.typing import EventDict, WrappedLogger
 
 from stratagem.client.course.views import Event, Progress
 from stratagem.client.local.cluster import local_names
+from stratagem.client.sdk.blocking import Client
 from stratagem.client.sdk.client import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from stratagem.client.terminal.completion import run_ids, sink_forms
 from stratagem.client.terminal.followed import FollowedRun
@@ -39,7 +40,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.text import printable
 from stratagem.common.identity.tls import tls_files
 from stratagem.common.observe import tracing
-from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.schema.json import not_one_of
 
 # ---- Options ----
@@ -110,36 +111,6 @@ DataDirOption = Annotated[
         help="Folder for the journal, states and logs of a local cluster.",
     ),
 ]
-TlsCaOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca",
-        metavar="FILE",
-        envvar="STRATAGEM_TLS_CA",
-        help="CA certificates used to verify the coordinator.",
-    ),
-]
-TlsCertOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-cert", metavar="FILE", envvar="STRATAGEM_TLS_CERT", help="Your client certificate."
-    ),
-]
-TlsKeyOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-key", metavar="FILE", envvar="STRATAGEM_TLS_KEY", help="Private key of --tls-cert."
-    ),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        envvar="STRATAGEM_TOKEN_FILE",
-        help="File with your token, which replaces a client certificate.",
-    ),
-]
 WebOption = Annotated[
     bool,
     typer.Option("--web", help="Also serve the dashboard while this command runs."),
@@ -171,13 +142,6 @@ LogToOption = Annotated[
     ),
 ]
 
-_PROOF: Final = {
-    "tls_ca": TlsCaOption,
-    "tls_cert": TlsCertOption,
-    "tls_key": TlsKeyOption,
-    "token_file": TokenFileOption,
-}
-
 
 def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str, ...]]:
     """Arguments for each worker of a local cluster, from TAG (of all) and WORKER=TAG (of one)."""
@@ -194,31 +158,117 @@ def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str,
     return {name: ("--tags", ",".join(of_one)) for name, of_one in tags_by_worker.items() if of_one}
 
 
-def with_proof(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options that make its parameter `proof`, after `coordinator`."""
-    parameters = inspect.signature(command, eval_str=True).parameters.values()
-    shown: list[inspect.Parameter] = []
-    for parameter in parameters:
-        if parameter.name != "proof":
-            shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        if parameter.name == "coordinator":
-            shown += [
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-                )
-                for name, annotation in _PROOF.items()
-            ]
+# ---- Commands ----
+#
+# Options that several commands have are declared once, with the value that they make up.
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """The mark of a parameter whose value a function makes: the command has the parameters of the
+    function as options instead."""
+
+    make: Callable[..., Any]
+
+
+def as_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function in the form that typer expects: with the options of parameters that are
+    marked MadeBy, and with a failure as lines on stderr and an exit code."""
 
     def call(**given: Any) -> None:
-        ca, cert, key, token_file = (given.pop(name) for name in _PROOF)
         with reporting():
-            proof = Proof(tls_files(ca, cert, key, needs_cert=False), token_file)
-        command(**given, proof=proof)
+            _call(function, given)
 
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
-    call.__annotations__ = {option.name: option.annotation for option in shown}
-    call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    options = list(_options(function))
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__annotations__ = {option.name: option.annotation for option in options}
+    call.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return call
+
+
+def _options(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    for parameter, make in _parameters(function):
+        if make is not None:
+            yield from _options(make)
+        else:
+            yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+
+
+def _call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a function with the options that were given, and values made of them."""
+    return function(
+        **{
+            parameter.name: given[parameter.name] if make is None else _call(make, given)
+            for parameter, make in _parameters(function)
+        }
+    )
+
+
+def _parameters(
+    function: Callable[..., Any],
+) -> Iterator[tuple[inspect.Parameter, Callable[..., Any] | None]]:
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        marks = getattr(parameter.annotation, "__metadata__", ())
+        yield parameter, next((mark.make for mark in marks if isinstance(mark, MadeBy)), None)
+
+
+def _proof(
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-ca",
+            metavar="FILE",
+            envvar="STRATAGEM_TLS_CA",
+            help="CA certificates used to verify the coordinator.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            metavar="FILE",
+            envvar="STRATAGEM_TLS_CERT",
+            help="Your client certificate.",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-key",
+            metavar="FILE",
+            envvar="STRATAGEM_TLS_KEY",
+            help="Private key of --tls-cert.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            envvar="STRATAGEM_TOKEN_FILE",
+            help="File with your token, which replaces a client certificate.",
+        ),
+    ] = None,
+) -> Proof:
+    return Proof(tls_files(tls_ca, tls_cert, tls_key, needs_cert=False), token_file)
+
+
+ProofOptions = Annotated[Proof, MadeBy(_proof)]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The address of a coordinator, and the proof of identity that it is shown."""
+
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS
+    proof: ProofOptions = PLAINTEXT
+
+    def client(self) -> Client:
+        """Return a client of the coordinator."""
+        return Client(self.coordinator, tls=self.proof.tls, token_file=self.proof.token_file)
+
+
+AccessOptions = Annotated[Access, MadeBy(Access)]
 
 
 # ---- Exit codes and failures ----
@@ -370,11 +420,34 @@ class Detail(Enum):
     EVENTS = auto()
 
     @classmethod
-    def of(cls, *, verbose: bool, quiet: bool) -> "Detail":
-        """Return what two options ask for; raises InvalidInputError for both."""
+    def of(cls, *, verbose: VerboseOption = False, quiet: QuietOption = False) -> "Detail":
+        """Return the detail that the options ask for. Raises InvalidInputError for both options."""
         if verbose and quiet:
             raise InvalidInputError.at("--quiet", "is the opposite of --verbose; give one of them")
         return cls.EVENTS if verbose else cls.END if quiet else cls.MILESTONES
+
+
+DetailOptions = Annotated[Detail, MadeBy(Detail.of)]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The format and the detail of a command's output."""
+
+    form: Format
+    detail: Detail
+
+    @contextmanager
+    def doing(self, text: str, *, stays: bool = False) -> Iterator[None]:
+        """Show a text on a terminal while the body runs. stays: leave it there, and print it also
+        without a terminal."""
+        console = make_console()
+        is_said = self.form is Format.TEXT and self.detail is not Detail.END
+        if is_said and stays:
+            print_line(console, text)
+        is_live = is_said and not stays and console.is_terminal
+        with RedrawnLine(console, lambda width: _cut(text, width)) if is_live else nullcontext():
+            yield
 
 
 @dataclass(slots=True)
@@ -455,19 +528,6 @@ def print_items(console: Console, items: Iterable[Event | Progress]) -> None:
     for item in items:
         kind = "event" if isinstance(item, Event) else "progress"
         print_line(console, to_json(item, type=kind))
-
-
-@contextmanager
-def doing(text: str, form: Format, detail: Detail, *, stays: bool) -> Iterator[None]:
-    """Say on a terminal what is being done while it is. stays: leave it there, and say it too where
-    there is no terminal."""
-    console = make_console()
-    is_said = form is Format.TEXT and detail is not Detail.END
-    if is_said and stays:
-        print_line(console, text)
-    is_live = is_said and not stays and console.is_terminal
-    with RedrawnLine(console, lambda width: _cut(text, width)) if is_live else nullcontext():
-        yield
 
 
 def print_line(console: Console, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from stratagem.client.launch.workers import WorkerLaunch, answer_of, check_program
+from stratagem.client.launch.workers import SiteProgram, WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import check_worker_id
 from stratagem.common.process.process_exit import PREEMPTED
@@ -247,7 +247,7 @@ TRIES: Final = 3
 KEPT_S: Final = 86_400
 QUEUE: Final = "kueue.x-k8s.io"
 
-_WHERE: Final = "where your cluster's is"
+KUBECTL: Final = SiteProgram("kubectl", "run this on a machine that manages your cluster")
 _LABEL: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_LABEL: Final = re.compile(rf"(?:[a-z0-9][-a-z0-9.]{{0,252}}/)?{_LABEL}=(?:{_LABEL})?")
 _JOB_NAME: Final = re.compile(rf"[a-z0-9](?:[-a-z0-9]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
@@ -320,14 +320,9 @@ def as_text(job: Object, launch: WorkerLaunch) -> str:
     return head + yaml.dump(job, Dumper=_Plain, sort_keys=False, width=1000)
 
 
-def check_submit() -> None:
-    """Raise UnavailableError where kubectl is missing."""
-    check_program("kubectl", _WHERE)
-
-
 def submit(path: Path) -> str:
-    """Hand a file to kubectl, and return what it says of it. Raises UnavailableError."""
-    return answer_of(["kubectl", "create", "-f", str(path)], _WHERE)
+    """Submit a file, and return kubectl's answer. Raises UnavailableError."""
+    return KUBECTL.answer("create", "-f", str(path))
 
 
 def _check(launch: WorkerLaunch, shape: PodShape) -> None:

@@ -196,7 +196,7 @@ def submitted_run(client: Client, job: JobSpec, run_id: RunId, job_path: Path) -
     unless it was there before, with workers of its own. The error says which, and so does the
     KeyboardInterrupt of who does not wait for the engine's answer: workers that it takes all the
     same leave a run that was stopped."""
-    how = f"`stratagem cancel {run_id} --coordinator {client.address}` stops it"
+    how = f"`stratagem stop {run_id} --coordinator {client.address}` stops it"
     try:
         handle = client.submit(job, run_id, import_path=import_folders(job_path))
     except KeyboardInterrupt:
@@ -239,34 +239,39 @@ def check_options(options: Iterable[str], program: str) -> None:
             raise InvalidInputError.at("options", problem)
 
 
-def check_program(name: str, where: str) -> None:
-    """Raise UnavailableError where a program of the site is missing, before it is needed.
+@dataclass(frozen=True, slots=True)
+class SiteProgram:
+    """A program of a site that takes jobs."""
 
-    where: as of `answer_of`.
-    """
-    if which(name) is None:
-        raise _missing(name, where)
+    name: str
+    advice: str
+    """The advice for a machine without the program."""
 
+    def check(self) -> None:
+        """Raise UnavailableError if the program is missing, before it is needed."""
+        if which(self.name) is None:
+            raise self._missing()
 
-def answer_of(command: list[str], where: str) -> str:
-    """Return what a program of the site answers to a command.
+    def answer(self, *arguments: str) -> str:
+        """Call the program and return its output.
 
-    where: the place at which the program is found, for the error's text.
-    Raises UnavailableError where the program is missing, silent, or refuses.
-    """
-    name = command[0]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except FileNotFoundError:
-        raise _missing(name, where) from None
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(f"{name} has not answered in {TIMEOUT_S:g} s") from None
-    if done.returncode != 0:
-        raise UnavailableError(f"{name}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout.strip()
+        Raises UnavailableError if the program is missing, silent, or refuses.
+        """
+        try:
+            done = subprocess.run(
+                [self.name, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise self._missing() from None
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(f"{self.name} has not answered in {TIMEOUT_S:g} s") from None
+        if done.returncode != 0:
+            raise UnavailableError(f"{self.name}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout.strip()
 
-
-def _missing(name: str, where: str) -> UnavailableError:
-    return UnavailableError(f"there is no {name} here; run this {where}")
+    def _missing(self) -> UnavailableError:
+        return UnavailableError(f"there is no {self.name} here; {self.advice}")
