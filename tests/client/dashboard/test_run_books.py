@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from stratagem.client.course import views
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Event, Phase, RunStatus
 from stratagem.client.dashboard.books import RunBook
-from stratagem.client.history.step_history import History
 from stratagem.client.report.run import ReportedRun
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.errors import UnavailableError

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Event, Phase, UserError, Worker
-from stratagem.client.history.step_history import History
 from stratagem.client.pictures.axes import duration, short
 from stratagem.client.report.notebook import (
     ListedEvents,

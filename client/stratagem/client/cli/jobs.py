@@ -26,9 +26,9 @@ from stratagem.client.cli.shared import (
     make_console,
     print_line,
 )
-from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.course.views import Worker
 from stratagem.client.sdk.blocking import RunHandle
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.client.sdk.downloads import ExportedModel
 from stratagem.client.sdk.torch_process import check_job, estimate_memory, import_folders
 from stratagem.client.sdk.torch_process import recommend as recommend_settings

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import RunStatus
 from stratagem.client.dashboard.values import WHOLE, CurveView
 from stratagem.client.dashboard.watches import RunWatch
-from stratagem.client.history.step_history import History
 from stratagem.client.report.run import ReportedRun, RunCourse, recorded
 from stratagem.client.sdk.client import AsyncClient
 from stratagem.client.sdk.run import AsyncRun

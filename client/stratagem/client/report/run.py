@@ -17,6 +17,7 @@ from stratagem.client.course.client_sums import FederatedClient
 from stratagem.client.course.members import MembersFolding, OutagesFolding, failure_text
 from stratagem.client.course.population import PopulationFolding
 from stratagem.client.course.rounds import Home, Round, RoundsFolding, fold_benches, homes, of_sums
+from stratagem.client.course.step_history import StepSeries
 from stratagem.client.course.views import (
     Event,
     RunStatus,
@@ -25,7 +26,6 @@ from stratagem.client.course.views import (
     party_of,
     undone_from,
 )
-from stratagem.client.history.step_history import StepSeries
 from stratagem.client.pictures.curves import Line
 from stratagem.client.report.marks import TimeMarks
 from stratagem.common.history import Columns

@@ -8,7 +8,7 @@ from typing import Any, Final
 from stratagem.client.course.client_sums import ClientState
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
-from stratagem.client.history.step_history import History, MeasuredStep, StepSeries, measured_step
+from stratagem.client.course.step_history import History, MeasuredStep, StepSeries, measured_step
 from stratagem.client.pictures.axes import duration
 from stratagem.client.pictures.curves import Line, curve
 from stratagem.client.pictures.federation import ClientCell, RoundBar, client_grid, histogram

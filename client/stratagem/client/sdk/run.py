@@ -25,8 +25,8 @@ from stratagem.client.course.population import population as course_population
 from stratagem.client.course.rounds import Round
 from stratagem.client.course.rounds import clients as course_clients
 from stratagem.client.course.rounds import rounds as course_rounds
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Event, LogLine, Phase, Progress, RunStatus
-from stratagem.client.history.step_history import History
 from stratagem.client.report.notebook import ListedEvents
 from stratagem.client.report.pages import page
 from stratagem.client.report.run import ReportedRun, recorded, time_text

@@ -21,9 +21,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Final
 
-from stratagem.client.code.code_folder import bundle_of
-from stratagem.client.code.notebook import cells
 from stratagem.client.course.views import Worker
+from stratagem.client.sdk.cell_modules import cells
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.common import strategy as strategies
 from stratagem.common.base.errors import (
     InvalidInputError,

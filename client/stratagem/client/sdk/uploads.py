@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stratagem.client.code.code_folder import bundle_of
-from stratagem.client.code.notebook import cells
+from stratagem.client.sdk.cell_modules import cells
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.client.sdk.connection import Connection
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest

@@ -12,8 +12,8 @@ from typing import Final, Protocol, Self
 
 import numpy as np
 
+from stratagem.client.course.step_history import History, StepSeries
 from stratagem.client.course.views import Event, Progress, RunStatus
-from stratagem.client.history.step_history import History, StepSeries
 from stratagem.client.sdk.blocking import RunHandle
 from stratagem.client.sinks.sink import Cursor, RowBlock, Sink, SinkRun, sink_of
 from stratagem.common.base.errors import InvalidInputError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.code.code_folder import bundle_of
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.common.base.errors import InvalidInputError, LimitError
 from stratagem.common.code.bundle import unpack
 from stratagem.common.job import CodeSpec
