@@ -293,7 +293,7 @@ def _print_certificates(files: list[Path]) -> None:
 
 
 def _holder(word: str) -> str:
-    """The entry of the file of the revoked for worker/w3, or for a fingerprint."""
+    """Return the entry of a revocation list for a holder such as worker/w3 or a fingerprint."""
     if word.startswith("sha256:"):
         return word
     role, _, name = word.partition("/")

@@ -318,11 +318,11 @@ class _Following:
     known: int = 0
     """Events before this index are counted, and not shown."""
     report: Path | None = None
-    """Where a page about the run is written at its end, however it ends."""
+    """The file for a page about the run, which is written however the run ends."""
     sinks: Mapping[str, Sink] = field(default_factory=dict)
-    """By the text that names it."""
+    """The sinks by the text that names each."""
     threads: int | None = None
-    """Of each worker, where this command has started them."""
+    """The number of threads of each worker, if this command started them."""
 
     def say_why(self) -> None:
         """Say what submitting the job has found out or decided."""

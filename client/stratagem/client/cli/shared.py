@@ -73,7 +73,7 @@ OptionalCoordinatorOption = Annotated[
         help="Also take the workers of this coordinator into account.",
     ),
 ]
-"""Of commands that do their work without a coordinator."""
+"""The option of commands that also work without a coordinator."""
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 LocalOption = Annotated[
     int | None,
@@ -144,7 +144,7 @@ LogToOption = Annotated[
 
 
 def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str, ...]]:
-    """Arguments for each worker of a local cluster, from TAG (of all) and WORKER=TAG (of one)."""
+    """Return arguments for each worker of a local cluster, from TAG (for all) and WORKER=TAG."""
     names = local_names(num_workers)
     tags_by_worker: dict[str, list[str]] = {name: [] for name in names}
     for pair in tags:
@@ -338,7 +338,7 @@ def complain_of_warnings() -> None:
 
 
 class _Complaints(logging.Handler):
-    """What the client tells a script by way of logging: that it waits for a coordinator."""
+    """A handler that prints the warnings of the client, such as that it waits for a coordinator."""
 
     def emit(self, record: logging.LogRecord) -> None:
         complain(f"{record.levelname.lower()}: {record.getMessage()}")
@@ -353,7 +353,7 @@ def _complaint(_logger: WrappedLogger, level: str, event: EventDict) -> NoReturn
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Turns what a command raises into lines on stderr and an exit code."""
+    """Turn the exception that ends a command into lines on stderr and an exit code."""
     try:
         tracing.start("client")
         yield
@@ -373,7 +373,7 @@ def reporting() -> Iterator[None]:
 
 
 def describe(error: StratagemError | OSError) -> Iterator[str]:
-    """The lines that tell a user about an error."""
+    """Yield the lines that explain an error to a user."""
     match error:
         case UserCodeError():
             during = f", {error.activity}" if error.activity else ""
@@ -402,7 +402,7 @@ def describe(error: StratagemError | OSError) -> Iterator[str]:
 # items of `watch`.
 
 PLAIN_INTERVAL_S: Final = 5.0
-"""Where there is no terminal, a line comes at most this often, but for what goes wrong."""
+"""The shortest time between two lines without a terminal; failures are printed at once."""
 
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also print every event of the run.")
@@ -413,7 +413,7 @@ QuietOption = Annotated[
 
 
 class Detail(Enum):
-    """How much is printed of a run that is followed."""
+    """The amount of output about a run that is followed."""
 
     END = auto()
     MILESTONES = auto()

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class ClientState(StrEnum):
-    """What has become of a client in a round."""
+    """The outcome of a client in a round."""
 
     SELECTED = "selected"
     """It was asked, and has not answered."""
@@ -35,18 +35,18 @@ class ClientInRound:
     client: int
     state: ClientState
     worker_id: str = ""
-    """Where it trains; empty while it waits for a worker."""
+    """The worker that trains it; empty while it waits for a worker."""
     loss: float = math.nan
     num_samples: int = 0
     seconds: float = math.nan
     sent_bytes: int = 0
-    """With a codec; 0 without."""
+    """The bytes of its update if a codec is used; otherwise 0."""
     cause: str = ""
-    """Of a rejected update: one of few words, such as "not_finite"."""
+    """The kind of reason that its update was rejected for, such as "not_finite"."""
     reason: str = ""
-    """Why it was rejected or excused, as a sentence."""
+    """The reason why it was rejected or excused, as a sentence."""
     staleness: int = 0
-    """How many rounds before this one the update was trained for."""
+    """The number of rounds between the one that the update was trained for and this one."""
     assigned_s: float | None = None
     """Wall time at which it was given to its worker."""
     answered_s: float | None = None
@@ -69,25 +69,25 @@ class FederatedClient:
 
     client: int
     worker_id: str
-    """Where it lives, or where it trained last."""
+    """The worker that it lives on, or trained on last."""
     tags: tuple[str, ...]
     num_selected: int
     num_done: int
     num_late: int
     num_rejected: int
     causes: Mapping[str, int]
-    """How often its updates were rejected, by cause."""
+    """The number of rejected updates by cause."""
     state: ClientState | None
-    """In the newest round that it was selected for; None: in none so far."""
+    """The state in the newest round that it was selected for; None: it was never selected."""
     reason: str
-    """Why it was rejected last."""
+    """The reason for the last rejection."""
     loss: float
-    """Of its newest update."""
+    """The loss of its newest update."""
     num_samples: int
     seconds: float
-    """That its updates took, in the mean; NaN: it has sent none."""
+    """The mean time of its updates; NaN: it has sent none."""
     sent_bytes: int
-    """In all, with a codec."""
+    """The total bytes of its updates, if a codec is used."""
     benched_until: int | None = None
     """The round from which on it may take part again; None: it sits on no bench."""
 
@@ -100,7 +100,7 @@ class _Sum:
     causes: Counter[str] = field(default_factory=Counter)
     newest: ClientInRound | None = None
     trained: ClientInRound | None = None
-    """As it was in the newest round in which it had an update."""
+    """The client in the newest round in which it had an update."""
     rejected: ClientInRound | None = None
     worker_id: str = ""
     num_times: int = 0
@@ -189,10 +189,10 @@ _COLUMNS: Final = (
     ("assigned_s", "<f8"),
     ("answered_s", "<f8"),
 )
-"""What is stored of each; times that are not known are NaN."""
+"""The columns of a packed client; unknown times are NaN."""
 _ROW_BYTES: Final = sum(np.dtype(dtype).itemsize for _, dtype in _COLUMNS)
 _LEVEL: Final = 1
-"""Of zlib: others take longer, and save a twentieth."""
+"""The compression level of zlib: higher levels take longer and save only 5 %."""
 
 
 class SharedWords:

@@ -21,17 +21,17 @@ class MemberInterval:
     worker_id: str
     incarnation: str
     rank: int
-    """In the first membership of the interval."""
+    """The rank in the first membership of the interval."""
     began_s: float
     """Wall time."""
     ended_s: float | None
     """None: it is a member now."""
     ending: str
-    """Why it ended, as a sentence; empty while it has not."""
+    """The reason for the end, as a sentence; empty while the interval is open."""
     is_lost: bool
     """The process has ended unasked, or was silent for too long."""
     step: int | None = None
-    """Of a process that died: how many steps it had applied, if that is known."""
+    """The number of steps that a process had applied when it died, if known."""
 
 
 def members(events: Iterable[Event]) -> tuple[MemberInterval, ...]:
@@ -46,12 +46,12 @@ def members(events: Iterable[Event]) -> tuple[MemberInterval, ...]:
 
 
 class MembersFolding:
-    """Who was a member when, while the events of a run are read."""
+    """The members of all parties while the events of a run are read."""
 
     def __init__(self) -> None:
         self._ended: list[MemberInterval] = []
         self._open: dict[str, dict[tuple[str, str], MemberInterval]] = {}
-        """By party, then by worker and incarnation."""
+        """The open intervals by party, then by worker and incarnation."""
         self._died: dict[tuple[str, str], Mapping[str, Any]] = {}
 
     @property

@@ -25,10 +25,10 @@ class Ancestor:
     from_step: int
     """Steps behind the state that it began from."""
     params: Mapping[str, Any]
-    """That it was trained with, by dotted path of the job, such as "optimizer.lr"."""
+    """The hyperparameters by dotted path of the job, such as "optimizer.lr"."""
     before: "Ancestor | None" = field(default=None, repr=False, compare=False)
-    """What came before it. Members share their pasts: a copy of each one's would grow with the
-    square of the generations."""
+    """The preceding stretch. Members share their pasts: copies would grow with the square of the
+    number of generations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class Generation:
 
     number: int
     members: tuple[MemberInGeneration, ...]
-    """In order of member."""
+    """The members in order of number."""
     best: int | None = None
     """The member whose state is the commit of the generation; None: it is not closed."""
     step: int = 0
-    """Of that commit."""
+    """The step of that commit."""
 
     def of(self, member: int) -> MemberInGeneration | None:
         """Return a member in this generation, if it has come so far."""
@@ -98,7 +98,7 @@ class Population:
     """All generations so far, and what follows from them."""
 
     metric: str
-    """That the members are compared by, such as "test.accuracy"."""
+    """The metric by which members are compared, such as "test.accuracy"."""
     mode: str
     """max or min: which values of it are better."""
     generations: tuple[Generation, ...] = ()
@@ -171,19 +171,19 @@ def population(events: Iterable[Event], job: Mapping[str, Any]) -> Population:
 
 
 class PopulationFolding:
-    """What is known while the events of a population are read, of the whole run or of a party."""
+    """The state of a population while its events are read, of the whole run or of one party."""
 
     def __init__(self, job: Mapping[str, Any], party: str = "") -> None:
         self._party = party
         self._last = _strategy_of(job, party).get("generations")
         self.whole = Population(*_judged_by(job))
         self.found: list[dict[int, MemberInGeneration]] = []
-        """By generation from 1 on, then by member."""
+        """The members of each generation from 1 on, by number."""
         self.closed: dict[int, Mapping[str, Any]] = {}
         self.newest: dict[int, int] = {}
-        """By member, its newest generation."""
+        """The newest generation by member."""
         self.steps: dict[str, int] = {}
-        """Of the newest commit, by path of the member."""
+        """The step of the newest commit by path of the member."""
 
     @property
     def population(self) -> Population:

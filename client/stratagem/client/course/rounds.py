@@ -99,21 +99,21 @@ class Round:
     began_s: float
     """Wall time of the selection."""
     clients: Sequence[ClientInRound]
-    """In order of client. An update of an earlier round that counts here has its staleness."""
+    """The clients in order of number. An update from an earlier round has its staleness."""
     num_needed: int | None = None
     """The round closes with the first updates of this number; None: it waits for all."""
     deadline_s: float | None = None
     """Seconds after the selection at which it closes; None: it has no deadline."""
     seconds: float | None = None
-    """From the selection to the close; None: it is open."""
+    """The time from the selection to the close; None: the round is open."""
     loss: float = math.nan
-    """Of the updates that count: sum of samples times loss, by the sum of samples."""
+    """The mean loss of the updates that count, weighted by samples."""
     told_loss: float | None = None
     """The same as the coordinator has computed it; None: it is open, or of an early version."""
     reason: str = ""
-    """Why it was closed, as a sentence."""
+    """The reason for the close, as a sentence."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of its commit and its evaluation, as far as there are any."""
+    """The metrics of its commit and its evaluation, if any."""
 
     @property
     def is_open(self) -> bool:
@@ -167,15 +167,15 @@ class RoundsFolding:
         self._found: list[Round] = []
         """Their clients are those of the last time that they were asked for."""
         self._own: list[dict[int, ClientInRound]] = []
-        """Of each round, the clients that were selected for it."""
+        """The clients that were selected for each round."""
         self._stale: list[tuple[ClientInRound, ...]] = []
-        """Of each round, the clients of earlier ones that count in it."""
+        """The clients of earlier rounds that count in each round."""
         self._changed: set[int] = set()
         """Places of rounds whose clients have changed since."""
         self._num_packed, self._names = 0, SharedWords()
         """The first rounds, whose clients are packed, and kept nowhere else."""
         self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
-        """Of the packed rounds."""
+        """The totals of the packed rounds."""
 
     @property
     def rounds(self) -> tuple[Round, ...]:

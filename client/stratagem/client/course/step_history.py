@@ -53,7 +53,7 @@ class StepSeries:
     """Depends on clocks and machines: two runs of one job differ in it."""
     columns: Columns
     provisional: NDArray[np.bool_]
-    """By row: whether it has steps of a segment that has not ended, and may be done again."""
+    """A flag for each row: it has steps of an unfinished segment, which may be trained again."""
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -264,11 +264,11 @@ class MeasuredStep:
 
     step: int
     lanes: Mapping[int, tuple[int, ...]]
-    """By rank of a worker, the stages that it has."""
+    """The stages of each worker, by its rank."""
     actions: Mapping[int, Sequence[StageAction]]
-    """By stage, in order of time."""
+    """The actions of each stage, in order of time."""
     error_s: float
-    """By which the clocks of two workers may be further apart, or closer, than drawn."""
+    """The largest error in the offset between the clocks of two workers."""
 
     @property
     def is_whole(self) -> bool:

@@ -44,7 +44,7 @@ class Hyperparameters:
 
     from_step: int
     values: Mapping[str, Any]
-    """By dotted path of the job, such as "optimizer.lr"."""
+    """The values by dotted path of the job, such as "optimizer.lr"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class Commit:
     path: str
     """The safetensors file on the coordinator's machine; empty in an object store."""
     member: int | None = None
-    """Of a population: the member whose state it is."""
+    """The member of a population whose state it is."""
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    """Of a population: what the member trained with when it reached its score."""
+    """The hyperparameters that a population's member had when it reached its score."""
     schedule: tuple[Hyperparameters, ...] = ()
-    """Of a population: all that the state was trained with, in order of step; what the member has
-    copied is its past, too."""
+    """All hyperparameters that a state of a population was trained with, in order of step,
+    including the past of states that the member copied."""
     average: str = ""
-    """Of a federation that keeps one: the digest of the state of averaged parameters."""
+    """The digest of the averaged parameters, if a federation keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class RunStatus:
     name: str
     phase: Phase
     reason: str
-    """Why the run is in this phase, as a sentence."""
+    """The reason why the run is in this phase, as a sentence."""
     strategy_phase: str
     strategy: str
     step: int
@@ -107,9 +107,9 @@ class RunStatus:
     engine: str
     reproducible: bool
     data_plane: str = ""
-    """Of its present workers: "tls", "trusted", or empty where they do not say."""
+    """The data plane of its present workers: "tls", "trusted", or empty if unknown."""
     submitted_by: str = ""
-    """As "client alice" or "token ci"; empty where callers are not authenticated."""
+    """The submitter, such as "client alice" or "token ci"; empty without authentication."""
     pinned: bool = False
     """It is kept until it is unpinned."""
 
@@ -119,7 +119,7 @@ class RunStatus:
         return None if self.ended_at_s is None else self.ended_at_s - self.submitted_at_s
 
     def commit(self, which: str = "final") -> Commit | None:
-        """The commit that `download(which)` would fetch, if there is one."""
+        """Return the commit that `download(which)` would fetch, or None."""
         match which:
             case "final":
                 finals = [commit for commit in self.commits if commit.is_final]
@@ -144,8 +144,8 @@ class Event:
     payload: Mapping[str, Any]
     phase: Phase
     leader_s: float = 0.0
-    """By the clock of all deadlines in payloads; what lies between two of them passed as well on
-    that of time_s, outages apart."""
+    """The leader's clock, by which all deadlines in payloads are given; between two events it
+    advances as much as time_s, except for outages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,13 @@ class Progress:
     training_phase: str = ""
     """Under phase training: FULL, PREDICT or CORRECT."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the latest step, as its first member sees it."""
+    """The metrics of the latest step, as its first member sees it."""
     reason: str = ""
-    """Of a run without workers: what it waits for."""
+    """The reason why a run without workers waits."""
     lr: float = 0.0
     """Learning rate of the latest step's update; 0 where none is known."""
     epoch: float = 0.0
-    """How often the rows have been gone through; 0 where that says nothing."""
+    """The number of passes over the rows; 0 if it is not defined."""
     elapsed_s: float = 0.0
     """Since the run was submitted."""
     eta_s: float | None = None
@@ -182,21 +182,21 @@ class Progress:
     may_end_early: bool = False
     """eta_s is the most that is left."""
     unit: str = "steps"
-    """What num_steps counts: steps, rounds or generations."""
+    """The unit of num_steps: steps, rounds or generations."""
     num_clients_rejected: int = 0
     num_clients_late: int = 0
     best: float | None = None
-    """Of a population: the best value of its newest closed generation."""
+    """The best value of a population's newest closed generation."""
     best_member: int | None = None
     num_copied: int = 0
-    """Of a population: members that were replaced by copies after that generation."""
+    """The number of a population's members that were replaced by copies after that generation."""
     bubble: float | None = None
-    """Of a pipeline: the share of its latest steps in which its ranks did not compute, 0 to 1."""
+    """The share of a pipeline's latest steps in which its ranks did not compute, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunBrief:
-    """What a list of runs shows of one."""
+    """A short form of a run's status, for a list of runs."""
 
     run_id: str
     name: str
@@ -263,9 +263,10 @@ class Worker:
     run_ids: tuple[str, ...]
     reason: str
     data_plane: str = ""
-    """Who may read what it exchanges with other workers: "tls", "trusted", or unknown."""
+    """The data plane to other workers: "tls", "trusted", or empty if unknown."""
     code_policy: str = ""
-    """Which code jobs may bring to it: "none", "signed", "digests", "any", or unknown."""
+    """The code that jobs may bring to it: "none", "signed", "digests", "any", or empty if unknown.
+    """
     tunnelled: bool = False
     """It is reached through connections of its own, has no address, and other workers do not reach
     it."""

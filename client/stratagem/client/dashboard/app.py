@@ -58,7 +58,7 @@ _WITH_STYLES: Final = {
         "base-uri 'none'; form-action 'none'"
     )
 }
-"""Of a file that has its styles in it, and no script."""
+"""The content policy of a file with its own styles and no script."""
 MAX_LINES: Final = 1000
 MAX_BODY_BYTES: Final = 4096
 _STATUS: Final = (
@@ -74,14 +74,14 @@ ACTIONS: Final = ("stop", "resume", "delete")
 
 @dataclass(frozen=True, slots=True)
 class PageSettings:
-    """How a page is served."""
+    """The settings with which a page is served."""
 
     address: PageAddress
     sessions: PageSessions
     operates: bool
-    """Whether its buttons stop, resume and delete runs, as the page's own identity."""
+    """The page has buttons that stop, resume and delete runs, with the page's own identity."""
     is_secure: bool
-    """Whether browsers reach it over TLS only."""
+    """Browsers reach the page over TLS only."""
 
 
 class Page:

@@ -1,7 +1,8 @@
-"""What the page knows of the runs that are looked at: read once for all tabs, and read on.
+"""The dashboard's state of the runs that are being viewed: read once for all tabs, and kept
+current.
 
-A run's events are read from where they were left, and its pictures drawn once for each width, until
-something more happens. A past that is long is drawn as far as it was read, while it is read on.
+Reading continues after the last event that was read, and pictures are drawn once for each width
+until something new happens. While a long past is being read, the part read so far is drawn.
 """
 
 import asyncio
@@ -23,9 +24,9 @@ from stratagem.common.base.errors import NotFoundError
 MAX_BOOKS: Final = 32
 """Runs that are known at once; the one that was asked for least recently is read anew."""
 MAX_DRAWINGS: Final = 8
-"""Of one run that are kept, each of a width and a view."""
+"""The number of drawings that are kept of one run, each for one width and view."""
 MAX_ROWS: Final = 2048
-"""Of a curve, more than a picture has columns."""
+"""The most rows of a curve, more than a picture has columns."""
 HISTORY_S: Final = 2.0
 """Between two readings of the steps of a run that goes on."""
 PATIENCE_S: Final = 0.8
@@ -46,14 +47,15 @@ class Drawing:
     num_events: int
     history: object
     made_s: float
-    """By the clock of this process."""
+    """The time of drawing, by the clock of this process."""
 
 
 class RunBook:
     """One run, as far as it was read."""
 
     def __init__(self, run: AsyncRun, patience_s: float) -> None:
-        """patience_s: after which the run is drawn as far as its events were read."""
+        """Make an empty book. patience_s: the time after which the part of the past that was read
+        is drawn."""
         self.watch, self._run, self._patience_s = RunWatch(run), run, patience_s
         self._asking, self._taking = asyncio.Lock(), asyncio.Lock()
         """One question at a time; nothing is read on while it is drawn."""
@@ -62,9 +64,10 @@ class RunBook:
         self._history, self._num_returns = History(()), 0
         """The steps that were read, and how often the run had gone back until then."""
         self._history_s, self._history_index = -HISTORY_S, -1
-        """When the steps were read, by the clock of this process, and the newest event then."""
+        """The time of reading the steps, by the clock of this process, and the newest event then.
+        """
         self._drawn: OrderedDict[tuple[int, CurveView], Drawing] = OrderedDict()
-        """By width and view, the pictures of what was read."""
+        """The drawings of the events that were read, by width and view."""
 
     async def drawn(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
         """Return the pictures of the run as it is now, as far as it can be read in a while."""

@@ -52,7 +52,7 @@ _SAME_SITE: Final = ("same-origin", "none")
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """Where the page listens, and the origins under which browsers know it."""
+    """The address on which the page listens, and the origins under which browsers know it."""
 
     host: str
     port: int

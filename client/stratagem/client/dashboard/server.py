@@ -22,16 +22,16 @@ from stratagem.common.identity.tls import certificates_in, names_of
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 PATIENCE_S: Final = 10.0
-"""How long a call of the page waits for a coordinator that is away: the banner says so sooner."""
+"""The time that a call waits for a coordinator that is away; the banner reports it sooner."""
 BANNER_PATIENCE_S: Final = 2.0
-"""How long the banner does, which then says what the coordinator has answered."""
+"""The time that the banner waits before it reports the coordinator's answer."""
 DEFAULT_PORT: Final = 7080
 _ENDING_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class PageOptions:
-    """What the command line says of a page."""
+    """The settings of a page from the command line."""
 
     listen: str
     operates: bool = False
@@ -46,7 +46,8 @@ class PageServer:
     """One page of one coordinator."""
 
     def __init__(self, options: PageOptions, coordinator: str, proof: Proof = PLAINTEXT) -> None:
-        """Raises InvalidInputError where the page may not be served like that."""
+        """Prepare a page. Raises InvalidInputError if the page may not be served with these
+        options."""
         try:
             host, port = split_address(options.listen)
         except ValueError as error:
@@ -76,7 +77,7 @@ class PageServer:
             for each in (PATIENCE_S, BANNER_PATIENCE_S)
         )
         self.url = address.printed if file else f"{address.printed}/#token={token}"
-        """Where to open it; with the token, unless the user has that in a file."""
+        """The address to open, with the token unless the user has it in a file."""
         self._server = _Server(Page(settings, client, asking).app(), options)
 
     def serve(self) -> None:

@@ -55,14 +55,14 @@ BETWEEN: Final = 54
 
 @dataclass(frozen=True, slots=True)
 class CurveView:
-    """How the pictures of a page are looked at."""
+    """The view options of the pictures on a page."""
 
     first_step: int = 1
     last_step: int | None = None
     """None: as far as the run has come."""
     log: bool = False
     columns: int = 1
-    """Of pictures: the last one of an odd number fills two."""
+    """The number of columns of pictures; the last one of an odd number fills two."""
 
     def width_of(self, at: int, num_pictures: int, width: int) -> int:
         """Return the width of a picture where a column is so wide."""

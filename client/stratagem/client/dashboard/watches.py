@@ -36,7 +36,7 @@ ANSWER_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHealth:
-    """What the banner of the page says."""
+    """The state of the coordinator that the banner of the page shows."""
 
     state: str = "connecting"
     """live, away, standby, denied, version, connecting, or broken: of the page itself."""
@@ -50,10 +50,10 @@ class CoordinatorWatch:
         self.client = client
         self.state = CoordinatorHealth()
         self.answered_s: float | None = None
-        """When it has answered last, by the clock of this process."""
+        """The time of its last answer, by the clock of this process."""
         self._asked_s = -ASK_PAUSE_S
         self._began_s: float | None = None
-        """When it was asked first."""
+        """The time of the first question."""
         self._followed = Followed("the coordinator", self._follow)
 
     @property
@@ -121,13 +121,13 @@ KEPT: Final = 500
 PROGRESS_S: Final = 0.25
 """Between two messages of progress: more of them nobody can read."""
 STATUS_S: Final = 2.0
-"""How long a status holds while nothing happens to the run."""
+"""The time for which a status is reused while nothing happens to the run."""
 STATUS_PAUSE_S: Final = 0.5
 """Between two questions for the status, whoever asks."""
 
 
 class RunWatch:
-    """What happens to a run, as messages; it is followed while a tab looks at it."""
+    """The events of one run as messages; the run is followed while a tab shows it."""
 
     def __init__(self, run: AsyncRun) -> None:
         self.run = run
@@ -270,14 +270,14 @@ class RunWatch:
 # All tabs that show the list share one subscription to all runs.
 
 MAX_RUNS: Final = 200
-"""In one message."""
+"""The most runs in one message."""
 MAX_DELETED: Final = 1000
 """Deleted runs that are remembered for tabs which have not been told."""
 
 
 @dataclass(slots=True)
 class ToldRuns:
-    """What one tab has been told."""
+    """The changes of runs that one tab has been sent."""
 
     subscription: int = -1
     num_changes: int = 0
@@ -290,8 +290,8 @@ class RunsWatch:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._runs: OrderedDict[str, tuple[int, str]] = OrderedDict()
-        """By id: the number of its newest change, and its brief as JSON, "" of a run that is
-        deleted; in order of that number."""
+        """The number of the newest change of each run and its brief as JSON ("" for a deleted run),
+        by id, in order of that number."""
         self._subscription = self._num_changes = 0
         self._is_complete, self._time_s = False, 0.0
         self._followed = Followed("all runs", self._follow, end=self._begin)
@@ -371,7 +371,7 @@ class RunsWatch:
 RETRY_S: Final = 2.0
 """Before the coordinator is asked again for what it has refused, or for a run that has ended."""
 TROUBLE_S: Final = 15.0
-"""For how long tabs are told of a failure, longer than until their next beat."""
+"""The time for which tabs are told of a failure, longer than until their next beat."""
 
 log = logging.getLogger("stratagem.client")
 

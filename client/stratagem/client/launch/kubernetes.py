@@ -28,10 +28,10 @@ from stratagem.common.process.process_exit import PREEMPTED
 # for pods of a Job.
 
 PORT: Final = 7072
-"""Of the first worker of a pod, where the network policies let the coordinator in."""
+"""The port of a pod's first worker, which the network policies open to the coordinator."""
 HEALTH_PORT: Final = 7172
 METRICS_PORT: Final = 9100
-"""Of the first worker of a pod, where the component `metrics` lets Prometheus in."""
+"""The port of a pod's first worker, which the component `metrics` opens to Prometheus."""
 MAX_PER_POD: Final = 16
 START_APART_S: Final = 60
 """Workers of one pod may begin to serve so much apart, and a minute more."""
@@ -49,7 +49,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PodShape:
-    """What the pods of a launch are like."""
+    """The shape of the pods of a launch."""
 
     namespace: str
     image: str
@@ -58,18 +58,18 @@ class PodShape:
     cpus: int
     memory: str
     gpus: int
-    """Of each worker."""
+    """The number of GPUs of each worker."""
     queue: str | None
-    """Of Kueue, which starts the job when its turn has come."""
+    """The queue of Kueue, which starts the job when its turn comes."""
     secret: str | None
-    """With ca.crt, pool-POOL.crt and pool-POOL.key."""
+    """The secret with ca.crt, pool-POOL.crt and pool-POOL.key."""
     pool: str | None
     metrics: bool
-    """Whether each worker serves Prometheus' metrics."""
+    """Each worker serves Prometheus' metrics."""
     node_labels: tuple[str, ...] = ()
     """KEY=VALUE that nodes must have."""
     job_name: str | None = None
-    """Of the Job; the run's unless given, as for the second kind of nodes of a run."""
+    """The name of the Job, by default the run's; a second kind of nodes needs another."""
 
 
 def template(launch: WorkerLaunch, shape: PodShape) -> Object:

@@ -35,7 +35,7 @@ class WorkerLaunch:
     coordinator: str
     num_workers: int
     command: tuple[str, ...]
-    """Of one worker, but for the launcher whose variables it reads."""
+    """The command of one worker, without the launcher whose variables it reads."""
 
     def command_of(self, launcher: str) -> tuple[str, ...]:
         """Return the command of a worker that this launcher starts."""

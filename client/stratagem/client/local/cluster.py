@@ -162,7 +162,7 @@ class LocalCluster:
         return {view.name: view for view in self._running().views()}
 
     def client(self) -> "Client":
-        """A blocking client of this cluster."""
+        """Return a blocking client of this cluster."""
         from stratagem.client.sdk.blocking import Client
 
         return Client(self.address)
@@ -182,11 +182,11 @@ class LocalCluster:
         self._running().kill(name, signum)
 
     def failpoint_file(self, process: str, failpoint: str) -> Path:
-        """The file that arms a failpoint of a process: write how many hits to let pass."""
+        """Return the file that arms a failpoint of a process: write how many hits to let pass."""
         return self._folder / "failpoints" / process / failpoint
 
     def log_tail(self, process: str) -> str:
-        """Everything that a process has written to its log."""
+        """Return everything that a process has written to its log."""
         return (self._folder / "logs" / f"{process}.log").read_text(errors="replace")
 
     # ---- how the processes are run ----
@@ -201,7 +201,7 @@ class LocalCluster:
         return self._supervisor
 
     def _make_folder(self) -> Path:
-        """The data folder with its parts, locked for this cluster."""
+        """Make the data folder with its parts, lock it for this cluster, and return it."""
         if self.data_dir is None:
             self._temporary = temporary_folder("cluster")
             folder = self._temporary.path
@@ -235,8 +235,8 @@ class LocalCluster:
         remove_temporary()  # of processes that were killed and did not come back
 
     def _check_listen(self) -> None:
-        """Whether the coordinator can listen where it should; its own log says less clearly why
-        not."""
+        """Raise InvalidInputError if the coordinator cannot listen at its address; its own log
+        would explain it less clearly."""
         host, port = split_address(self.listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -317,8 +317,8 @@ class LocalRun:
     tags: tuple[str, ...] = ()
     allow_code: str = "none"
     threads: int | None = None
-    """Of each worker, however many there are when it goes on: the bits depend on it. None: begun
-    with 0.2.0, which kept no number."""
+    """The number of threads of each worker, which stays when the number of workers changes: the
+    bits depend on it. None: the run was begun with 0.2.0, which did not record it."""
 
     def save(self, data_dir: Path, run_id: str) -> None:
         path = _local_run_file(data_dir, run_id)
@@ -342,7 +342,7 @@ class LocalRun:
         return ThreadChoice(number, "as it began")
 
     def with_code_in(self, overrides: list[str]) -> "LocalRun":
-        """The settings of a run whose job names further code of the user's in these overrides."""
+        """Return the settings for a run whose job names further user code in these overrides."""
         named = re.findall(r"[\w.]+:[A-Za-z_][\w.]*", " ".join(overrides))
         return replace(self, allow=tuple(dict.fromkeys((*self.allow, *named))))
 

@@ -41,16 +41,17 @@ class Command:
 
     name: str
     argv: Callable[[Mapping[str, str]], Sequence[str]]
-    """From the addresses of the processes that have been ready, this one's own included.
+    """A function of the addresses of all processes that have been ready, including this one.
 
-    The addresses of those it needs may be missing: it gets them on its standard input."""
+    Addresses that the process needs may be missing: it reads them from its standard input.
+    """
     ready_file: Path
     log_file: Path
     environment: Mapping[str, str]
     needs: tuple[str, ...] = ()
     exit_variable: str = ""
-    """Where the environment of the next process says how the last one has ended, as PID:STATUS or
-    PID:stopped; empty: nowhere."""
+    """The variable that tells the next process how the last one ended, as PID:STATUS or
+    PID:stopped; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def stop(processes: Sequence[Process], grace_s: float) -> None:
 
 
 def read_address(path: Path) -> str:
-    """The address in a ready file: {"address": "host:port"}, or bare; "" while it is not there."""
+    """Return the address in a ready file, {"address": "host:port"} or bare; "" without a file."""
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
@@ -98,7 +99,7 @@ def size_of(log_file: Path) -> int:
 
 
 def tail(path: Path, begin: int, end: int) -> str:
-    """The last of what a log file holds between these bytes."""
+    """Return the end of the text that a log file holds between these bytes."""
     text = path.read_bytes()[begin:end][-TAIL_BYTES:].decode(errors="replace").strip()
     return text or "(nothing)"
 
@@ -108,7 +109,7 @@ def tail(path: Path, begin: int, end: int) -> str:
 log = structlog.get_logger(__name__)
 
 BOOT_TICK_S: Final = 0.02
-"""How often the ready file of a process that is starting is looked at."""
+"""The interval at which the ready file of a starting process is checked."""
 BLIND_TICK_S: Final = 0.2
 """The same of a process whose end gives no event: on other systems, or without descriptors."""
 STABLE_S: Final = 10.0
@@ -130,14 +131,15 @@ class _Child:
     log_begin: int = 0
     """The byte of its log file at which the present process began."""
     last_log: tuple[int, int] = (0, 0)
-    """Where the one that ended last began and ended there: the next one writes to the same file."""
+    """The bytes of the log file that belong to the process that ended last; the next one appends.
+    """
     last_exit: int | None = None
     last_words: str = ""
-    """How the last process has ended; see Command.exit_variable."""
+    """The way in which the last process ended; see Command.exit_variable."""
     is_ordered: bool = False
     """The present process was sent a signal by who uses this supervisor."""
     problem: str = ""
-    """Why it could not be started, or looked after, the last time this was tried."""
+    """The reason why the last attempt to start or look after it failed."""
     started_s: float = 0.0
     due_s: float = 0.0
 
@@ -155,7 +157,7 @@ class ProcessSupervisor:
     _thread: threading.Thread = field(init=False)
     _is_closing: bool = field(init=False, default=False)
     _defect: str = field(init=False, default="")
-    """Why the thread has ended by itself."""
+    """The error that ended the thread."""
 
     def __post_init__(self) -> None:
         self._children = {command.name: _Child(command) for command in self.commands}
@@ -294,7 +296,7 @@ class ProcessSupervisor:
             pipe.write(text.encode())
 
     def _spawn(self, child: _Child) -> None:
-        """A process that was started is noted at once: it is kept even if the next step fails."""
+        """Start a process. It is recorded at once, so it is kept even if the next step fails."""
         command = child.command
         command.ready_file.unlink(missing_ok=True)
         argv = command.argv(self._addresses)
@@ -423,7 +425,7 @@ class ProcessSupervisor:
 
 
 def _restart_delay_s(num_quick_ends: int) -> float:
-    """The first restarts are immediate, then 0.2 s, 0.4 s, ... up to MAX_DELAY_S."""
+    """Return the delay of a restart: none for the first ones, then 0.2 s to MAX_DELAY_S."""
     if num_quick_ends <= FREE_RESTARTS:
         return 0.0
     return min(MAX_DELAY_S, 0.1 * 2.0 ** min(num_quick_ends - FREE_RESTARTS, 16))

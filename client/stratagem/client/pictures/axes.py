@@ -46,7 +46,7 @@ class Axis:
 
 
 MIN_VALUES = 16
-"""Of which a few can be told to be outliers."""
+"""The number of values from which a few can be recognized as outliers."""
 
 
 def usual_range(values: Sequence[float]) -> tuple[float, float]:

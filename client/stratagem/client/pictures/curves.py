@@ -68,7 +68,7 @@ def cut(line: Line, first: float, last: float) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is drawn of the steps of one row, or of several that share a column."""
+    """The drawn values of one row of steps, or of several rows in one column of pixels."""
 
     step: float
     last: float
@@ -110,12 +110,12 @@ def _least(a: float, b: float) -> float:
 
 MAX_TABLE_ROWS = 40
 DOT_PIXELS = 9
-"""That a dot takes with the room around it; of dots that are closer the last one is drawn."""
+"""The width of a dot with the space around it; of dots that are closer the last is drawn."""
 OUTLIER_PIXELS = 12
 
 
 class MarkKind(StrEnum):
-    """What happened at a step, other than the step."""
+    """The kind of an event at a step."""
 
     DEATH = "death"
     JOIN = "join"

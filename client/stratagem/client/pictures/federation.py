@@ -47,7 +47,7 @@ STATES = {
     "excused": ("muted", "–", "1 3"),
     "": ("grid", "", None),
 }
-"""Of each state its colour, its sign and how its edge is broken; "": in no round so far."""
+"""The colour, the sign and the edge's dashes by state; "": not yet in a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class ClientCell:
     loss: float
     num_samples: int
     text: str = ""
-    """What else there is to say: where it is, why it was rejected."""
+    """A text with further information, such as the worker or the reason of a rejection."""
     benched_until: str = ""
-    """When it may take part again, where it sits on the bench."""
+    """The round from which it may take part again, if it is benched."""
 
 
 def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) -> Picture:
@@ -168,9 +168,9 @@ def _edge(x: float, y: float, side: float, state: str, *, is_small: bool = False
 # Three plots show the loss, the clients by state, and the time against the deadline.
 
 COLOURS = {"done": "good", "late": "warn", "rejected": "bad", "selected": "grid"}
-"""Of the parts of a bar, from the bottom up."""
+"""The colours of the parts of a bar, from the bottom up."""
 MIN_PIXELS = 2.0
-"""That a column takes; where there is less room for a round, several are drawn as one."""
+"""The width of a column; where rounds have less room, several are drawn as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class _Column:
     number: float
     name: str
     loss: float
-    """Of the last one."""
+    """The loss of the last round."""
     low: float
     high: float
     counts: dict[str, float]

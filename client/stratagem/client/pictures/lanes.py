@@ -37,10 +37,10 @@ from stratagem.client.pictures.svg import (
 
 LANE_HEIGHT = 24
 MAX_LANES_HEIGHT = 720
-"""In pixels, of all lanes; of more than 30 each one is less high."""
+"""The height of all lanes in pixels; more than 30 lanes become lower."""
 MIN_LANE_HEIGHT = 2.0
 MAX_ROWS = 1000
-"""Of a picture; where there are more lanes, several share a row."""
+"""The most rows of a picture; where there are more lanes, several share a row."""
 MIN_NAME_HEIGHT = 13.0
 MAX_NAME = 150.0
 MAX_BARS = 400
@@ -59,9 +59,9 @@ class Bar:
     end: float
     colour: str
     text: str
-    """What it is, for who rests the pointer on it."""
+    """The text of the tooltip."""
     inside: str = ""
-    """What is written in it, where there is room."""
+    """The text inside the bar, if there is room."""
     ending: str = ""
     """A sign at its end, such as ✕."""
     count: int = 1
@@ -208,18 +208,18 @@ def _bar(bar: Bar, x: Axis, y: float, high: float) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What took from one time to another, in seconds from the beginning; or an instant; or several
-    of them, one behind or on another."""
+    """An activity from one time to another, in seconds from the beginning; or an instant; or
+    several that follow or overlap each other."""
 
     lane: str
     start: float
     end: float
     kind: str
     text: str = ""
-    """Of several, what the first one was."""
+    """The text of the activity, or of the first one of several."""
     count: int = 1
     lasted: float | None = None
-    """Of several, how long all of them took."""
+    """The total duration, if these are several activities."""
 
     @property
     def seconds(self) -> float:
@@ -281,7 +281,7 @@ class Stay:
     ending: str = ""
     is_lost: bool = False
     task: str = ""
-    """What it did for the party, such as "client 3"."""
+    """The task for the party, such as "client 3"."""
 
 
 AWAY: Final = "coordinator away"
@@ -359,7 +359,7 @@ def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
     free. stays: by worker, then in order of time."""
     names: list[str] = []
     free: list[float] = []
-    """By lane of the worker, from when on."""
+    """The time from which each lane of the worker is free."""
     places: list[int] = []
     worker = None
     for stay in stays:

@@ -27,7 +27,7 @@ from stratagem.client.pictures.svg import (
 ROW = 26
 INDENT = 16
 MAX_POINTS = 150
-"""Of a small curve."""
+"""The most points of a small curve."""
 MAX_DRAWN = 60
 """Parties that have a row; the table has more."""
 
@@ -38,11 +38,11 @@ class PartyRow:
 
     path: str
     strategy: str
-    """That it trains under."""
+    """The strategy of the party."""
     done: str
-    """How far it is, such as "3 segments"."""
+    """The progress of the party, such as "3 segments"."""
     losses: Sequence[float]
-    """In order of time; of very many as many as a small curve has columns are drawn."""
+    """The losses in order of time; a small curve shows at most one for each of its columns."""
     failure: str = ""
 
     @property
@@ -140,7 +140,7 @@ _TEXTS = {
     "exchange": "sums over micro-batches, stages and replicas",
     "optimizer": "step of the optimizer",
 }
-"""Of what is done once for all micro-batches."""
+"""The texts of work that is done once for all micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Task:
     """A stage at work on one micro-batch."""
 
     lane: int
-    """Which of the lanes: a stage, or those that one worker takes turns at."""
+    """The number of the lane: a stage, or the stages that one worker takes turns at."""
     start: float
     end: float
     kind: str

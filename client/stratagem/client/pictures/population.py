@@ -154,7 +154,7 @@ def _table(nodes: Sequence[LineageNode]) -> NumberTable:
 BOLD: Final = 14
 """The size of ordinary text that is as wide as bold text of size 12."""
 MAX_LINES: Final = 3
-"""Of names above the axes, where they have no room beside each other."""
+"""The most lines of names above the axes, if the names do not fit beside each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Trial:
 
     name: str
     values: Mapping[str, Any]
-    """By name of the axis; a member may lack some."""
+    """The values by name of the axis; a member may lack some."""
     wins: bool = False
 
 
@@ -288,7 +288,7 @@ def _text(value: Any) -> str:
 # Scores are shown by generation: every member faintly, the best one boldly.
 
 Scores = Sequence[Sequence[float | None]]
-"""By generation, then by member; None: no score."""
+"""The scores by generation, then by member; None: no score."""
 
 
 def scores(

@@ -13,7 +13,7 @@ from typing import Any, Final
 # ---- Elements ----
 
 CHARACTER_WIDTH: Final = 6.9
-"""Of the mean character, in pixels at the size of ordinary text: what labels are placed by."""
+"""The width of the mean character in pixels at the ordinary size, by which labels are placed."""
 SMALL: Final = 10
 
 _NOT_SHOWN: Final = re.compile(
@@ -243,18 +243,18 @@ class NumberTable:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What is drawn, in pixels of the size that it was drawn for."""
+    """A picture, in pixels of the size that it was drawn for."""
 
     title: str
     description: str
-    """What it says, in a sentence or two."""
+    """A description in a sentence or two."""
     width: int
     height: int
     content: str
     """SVG elements."""
     table: NumberTable
     steps: tuple[float, float, float, float] | None = None
-    """Of a curve: its first and its last step, and where these are to the right, in pixels."""
+    """The first and the last step of a curve, and their positions in pixels from the left."""
 
     @property
     def svg(self) -> str:

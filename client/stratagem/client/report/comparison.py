@@ -23,7 +23,7 @@ from stratagem.common.base.errors import InvalidInputError
 
 MAX_COMPARED: Final = 8
 WIDTH: Final = 720
-"""Of pictures in a notebook."""
+"""The width of pictures in a notebook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class JobDifference:
     key: str
     """Its dotted path, such as "optimizer.lr"."""
     values: tuple[Any, ...]
-    """By job, in order; None: the job has no such field."""
+    """The values by job, in order; None: the job has no such field."""
 
 
 def job_differences(jobs: Sequence[Mapping[str, Any]]) -> tuple[JobDifference, ...]:

@@ -1,4 +1,4 @@
-"""What happened when in a run, for its time line: few marks, however many events there were."""
+"""The marks of a run's time line: few, however many events there were."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,8 +10,8 @@ from stratagem.client.pictures.lanes import AWAY, Span
 from stratagem.client.pictures.svg import natural
 
 MAX_MARKS: Final = 4096
-"""Of one kind in one lane, more than a picture has columns; up to twice as many until marks that no
-picture can tell apart become one."""
+"""The number of marks of one kind in one lane, more than a picture has columns; at twice as many,
+marks that no picture can tell apart are merged."""
 MAX_LANES: Final = 12
 """Parties that have a lane of their own; more share one."""
 _TRAINING: Final = "training"
@@ -38,7 +38,7 @@ _LANES: Final = (
     "generations",
     "commits",
 )
-"""From top to bottom; "": those of parties."""
+"""The lanes from top to bottom; "" stands for those of parties."""
 
 
 def _in_order(span: Span) -> tuple[int, tuple[tuple[str, int], ...]]:
@@ -51,7 +51,7 @@ class TimeMarks:
 
     def __init__(self) -> None:
         self._marks: dict[tuple[str, str], list[Span]] = {}
-        """By lane and kind, in order of first mention."""
+        """The marks by lane and kind, in order of first mention."""
         self._parties: set[str] = set()
 
     def fold(self, event: Event, began_s: float) -> None:

@@ -31,7 +31,7 @@ class Listed(tuple[Item, ...]):
 
     __slots__ = ()
     columns: ClassVar[Columns] = {"": str}
-    """What is told of each item, by heading."""
+    """The functions that give an item's cells, by heading."""
 
     def _repr_html_(self) -> str:
         """Return a row for each item, without columns that say nothing."""

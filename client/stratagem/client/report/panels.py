@@ -26,11 +26,11 @@ class Panel:
     """A picture that can be drawn for any width."""
 
     name: str
-    """Of the picture, such as "loss" or "members"; unique within a run."""
+    """The name of the picture, such as "loss" or "members"; unique within a run."""
     title: str
     draw: Callable[[int], Picture]
     note: str = ""
-    """What to know about it, as a sentence."""
+    """A sentence with what a reader should know about it."""
     draw_log: Callable[[int], Picture] | None = None
     """The same with a logarithmic axis; None: it has none."""
 
@@ -50,7 +50,7 @@ def by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int]
 
 EVALUATES: Final = "member that evaluates"
 MAX_CLIENTS: Final = 1000
-"""Of a federation, in its newest rounds, that have a bar."""
+"""The most clients of a federation that have a bar, those of its newest rounds."""
 
 
 def member_panels(run: ReportedRun) -> list[Panel]:
@@ -188,7 +188,7 @@ NOTES: Final[Mapping[str, str]] = {
     "train.step_ratio": "all steps for each one whose gradient is exact, not predicted",
     "time.rows_per_s": "rows per second of the first worker, by its clock",
 }
-"""What a metric is, where its name does not say it."""
+"""The meanings of metrics whose names do not explain them."""
 
 
 def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:

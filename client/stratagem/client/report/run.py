@@ -40,18 +40,18 @@ MAX_DECISIONS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a strategy has noted."""
+    """A decision that a strategy has noted."""
 
     after_s: float
     """The beginning of the run."""
     party: str
     kind: str
-    """In the strategy's own words."""
+    """The kind, as the strategy names it."""
     reason: str
 
 
 class PartyCourse:
-    """What has happened in one party of a run."""
+    """The course of one party of a run."""
 
     def __init__(self, party: str) -> None:
         self._lines, self._rounds = LinesFolding(party), RoundsFolding(party)
@@ -59,14 +59,14 @@ class PartyCourse:
         self._roster: dict[int, Home] = {}
         self._benches: dict[int, int] = {}
         self.ranks: tuple[int, ...] = ()
-        """Of each stage of a pipeline, in the newest membership."""
+        """The rank of each stage of a pipeline, in the newest membership."""
         self.worker_ids: tuple[str, ...] = ()
-        """Of the newest membership with members."""
+        """The workers of the newest membership with members."""
         self.engine = ""
         self.num_segments = 0
-        """That have ended, those of all rounds of a silo together."""
+        """The number of segments that have ended; of a silo, in all rounds together."""
         self.failure = ""
-        """Why it has failed, as a sentence."""
+        """The reason for the party's failure, as a sentence."""
         self.reached: list[tuple[float, int]] = []
         """Wall time and step of the ends of segments; neither ever decreases."""
 
@@ -115,7 +115,7 @@ class PartyCourse:
 
 
 class RunCourse:
-    """What has happened to a run, for its pictures."""
+    """The course of a run, for its pictures."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         """job: of the run, as its status has it."""
@@ -127,15 +127,15 @@ class RunCourse:
         self.newest_s = 0.0
         """Wall time of the newest event."""
         self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
-        """By path, in order of first mention; "" is the root."""
+        """The parties by path, in order of first mention; "" is the root."""
         self.members = MembersFolding()
         self.population = PopulationFolding(job)
-        """Of the whole run, where it is one."""
+        """The population that the whole run is, if it is one."""
         self.populations: dict[str, PopulationFolding] = {"": self.population}
-        """That of the whole run, and those of parties, by path."""
+        """The populations of the whole run and of parties, by path."""
         self.time_marks, self.outages = TimeMarks(), OutagesFolding()
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
-        """Of a strategy that is not one of the built-in ones, the newest ones."""
+        """The newest decisions of a strategy that is not built in."""
 
     @classmethod
     def of(cls, events: Iterable[Event], job: Mapping[str, Any]) -> Self:
@@ -194,7 +194,7 @@ class ReportedRun:
     status: RunStatus
     course: RunCourse
     history: Mapping[str, StepSeries] = field(default_factory=dict)
-    """Of its steps, by series; without it curves have a value for each segment."""
+    """The step history by series; without it curves have one value for each segment."""
     events: Sequence[Event] = ()
     """All of them, for a report; pictures need none."""
 
@@ -235,7 +235,7 @@ _UNITS: Final[Mapping[str, str]] = {
     "PopulationBased": "generations",
     "Custom": "steps of the strategy",
 }
-"""That a run counts, by the type of its strategy; others count steps."""
+"""The unit that a run counts by the type of its strategy; others count steps."""
 
 
 def committed_step(status: RunStatus) -> int:
@@ -273,7 +273,7 @@ RECORDED = ("train.*", "time.rows_per_s")
 """Series of the step history that have a curve."""
 
 MAX_POINTS = 4096
-"""Of one line, more than a picture has columns; others are rows of several values each."""
+"""The most points of one line, more than a picture has columns; longer lines are cut into rows."""
 MAX_PARTS = 16
 """Stages, nodes and replicas of a party whose steps are asked for."""
 _OF_STAGES = ("busy_s", "span_s", "memory_bytes")
@@ -316,9 +316,9 @@ class LinesFolding:
     def __init__(self, party: str = "") -> None:
         self._party = party
         self._found: dict[str, dict[int, float]] = {}
-        """By metric, then by segment."""
+        """The values by metric, then by segment."""
         self._steps: dict[int, int] = {}
-        """Of each segment."""
+        """The last step of each segment."""
 
     @property
     def lines(self) -> dict[str, Line]:

@@ -69,7 +69,7 @@ def time_line_panel(run: ReportedRun) -> Panel:
 MAX_NESTED: Final = 12
 """Parties below the root that have pictures of their own."""
 Strategy = Mapping[str, Any]
-"""As a job has it."""
+"""The strategy, as in the job."""
 
 
 def strategy_of(run: ReportedRun, path: str) -> Strategy:

@@ -189,7 +189,7 @@ class RunHandle:
 
     @property
     def created(self) -> bool:
-        """Whether submitting started this run; False if it existed before."""
+        """True if submitting started this run; False if it existed before."""
         return self._asynchronous.created
 
     # ---- state and course ----

@@ -22,10 +22,10 @@ _LEFT_OUT: Final = "__pycache__"
 
 
 def bundle_of(code: CodeSpec) -> bytes:
-    """The bundle of the folder that `code` names, seen from the current folder.
+    """Return the bundle of the folder that `code` names, relative to the current folder.
 
-    Raises InvalidInputError for a folder that is not there or holds nothing to take, LimitError,
-    which names the largest files, before any is read.
+    Raises InvalidInputError for a folder that does not exist or holds no code, and LimitError,
+    which names the largest files, before any file is read.
     """
     folder = Path(code.path or ".").absolute()
     if not folder.is_dir():
@@ -87,7 +87,7 @@ def _walk(folder: Path, rules: Sequence[_Ignored]) -> Iterator[Path]:
 
 
 def _is_ignored(path: Path, rules: Sequence[_Ignored], *, is_folder: bool) -> bool:
-    """The rules nearest to a path count first, as they do for git."""
+    """Return whether rules leave out a path; the nearest rules count first, as in git."""
     verdicts = (each.verdict(path, is_folder=is_folder) for each in reversed(rules))
     return next((verdict for verdict in verdicts if verdict is not None), False)
 

@@ -61,20 +61,20 @@ TOLD_AFTER_S: Final = 1.0
 _NO_ANSWERS: Final = frozenset(
     (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 )
-"""What gRPC itself says where nobody answers."""
+"""The codes with which gRPC itself reports that nobody answers."""
 
 
 @dataclass(slots=True)
 class ToldOutage:
-    """What all calls over a connection share, so that they do not each tell of one outage."""
+    """The state shared by all calls over a connection, so that one outage is reported once."""
 
     is_told: bool = False
-    """That nobody answers; until a coordinator answers any of them."""
+    """It was reported that nobody answers; ends when a coordinator answers any call."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Why calls are refused for now that have lasted, with how many are for that reason, of which
-    the first one has told it. What a coordinator answers to others does not end that."""
+    """The reasons for which calls are being refused, with the number of calls for each; the first
+    call of each has reported it. Answers to other calls do not end a refusal."""
     num_answers: int = 0
-    """Of a coordinator to any of them."""
+    """The number of answers to any call."""
 
     def end(self) -> None:
         """Note that a coordinator has answered."""
@@ -84,17 +84,17 @@ class ToldOutage:
 
 @dataclass(slots=True)
 class OutageNotice:
-    """Of one call or stream: a context, from its begin to its end."""
+    """The notice of one call or stream: a context around it."""
 
     address: str
     outage: ToldOutage
     _since_s: float | None = field(default=None, init=False)
     _is_told: bool = field(default=False, init=False)
-    """That nobody answers."""
+    """This call has reported that nobody answers."""
     _reasons: set[str] = field(default_factory=set, init=False)
-    """Why this call was refused so far."""
+    """The reasons for which this call was refused so far."""
     _met_after: int | None = field(default=None, init=False)
-    """How many answers there were when the error came that is looked at."""
+    """The number of answers to all calls when the error that is being examined came."""
 
     def __enter__(self) -> Self:
         return self
@@ -169,12 +169,12 @@ class OutageNotice:
 
 CALL_TIMEOUT_S: Final = 30.0
 ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
-"""Where another coordinator can be asked instead of one that is frozen."""
+"""The timeout if another coordinator can be asked instead of a frozen one."""
 SILENT_S: Final = 2.0
 """A stream without news is nothing unusual, but then each coordinator of several is asked."""
 STARTING_S: Final = 15.0
-"""How long an address may take to answer that takes connections and closes them, as Docker's does
-for a container that does not listen yet, or whose coordinator has no lead yet."""
+"""The time allowed to an address that accepts connections and closes them, as Docker's does while a
+container does not listen yet or its coordinator has no lead yet."""
 _CLOSED: Final = ("Socket closed", "Connection reset by peer")
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
@@ -189,10 +189,11 @@ class Connection:
     """A channel to one coordinator, which notes whether a coordinator has answered on it."""
 
     def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
-        """address: host:port, or several with commas, of which one leads.
+        """Prepare a channel; it connects at the first call.
 
-        patience_s: how long a single call waits for a coordinator that has gone away.
-        proof: what the coordinator is shown, and how it is known.
+        address: host:port, or several separated by commas, of which one leads. patience_s: how long
+        a single call waits for a coordinator that has gone away. proof: the identity shown to the
+        coordinator, and the means to verify the coordinator's.
         """
         note_open(self)
         log.debug(
@@ -266,7 +267,7 @@ class Connection:
     async def follow(
         self, open_stream: Callable[[], grpc.aio.UnaryStreamCall[Request, Response]]
     ) -> AsyncIterator[Response]:
-        """The messages of a stream, which is opened again when it is cut.
+        """Yield the messages of a stream, which is opened again if it is interrupted.
 
         open_stream is called for every attempt and knows from where to continue.
         """
@@ -342,7 +343,8 @@ class Connection:
         return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
 
     def may_retry(self, error: grpc.aio.AioRpcError, asked: str) -> bool:
-        """The coordinator is restarting or gone, and was there before; or another one may lead."""
+        """Return whether to try again: the coordinator answered before and is away, or another may
+        lead."""
         code = error.code()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._coordinators.are_several:
             self._coordinators.move_on(asked)  # it is frozen
@@ -406,7 +408,8 @@ _parent: int | None = None
 
 
 def note_open(connection: object) -> None:
-    """A connection of this process begins. Raises WrongStateError in a fork that can have none."""
+    """Note that a connection of this process begins. Raises WrongStateError in a fork of a process
+    with an open client."""
     check_fork()
     _open.add(connection)
 
@@ -421,7 +424,7 @@ def is_lost() -> bool:
 
 
 def check_fork() -> None:
-    """Raises WrongStateError where is_lost."""
+    """Raise WrongStateError if `is_lost`."""
     if is_lost():
         raise WrongStateError(
             f"this process is a fork of process {_parent}, in which a client of Stratagem was open,"

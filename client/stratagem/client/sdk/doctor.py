@@ -32,12 +32,12 @@ class Measured:
     answer: pb.DiagnoseResponse
     round_trip_s: float
     clock_offset_s: float
-    """What to add to this clock to have the coordinator's."""
+    """The difference between the coordinator's clock and this one."""
     now_s: float
 
 
 async def examine(address: str, proof: Proof) -> list[Finding]:
-    """Everything that can be said about the coordinator at an address, and its workers."""
+    """Return all findings about the coordinator at an address, and its workers."""
     own = environment_of(None, ("torch",), proof.tls)
     of_client = [
         *findings.certificate("client", own, time.time()),
@@ -134,7 +134,7 @@ def _versions(measured: Measured) -> Iterator[Finding]:
 
 
 def _role(proof: Proof) -> Iterator[Finding]:
-    """A person who shows a worker's certificate is refused everywhere."""
+    """Yield a finding about a certificate that is not a client's: every call with it is refused."""
     try:
         shown = None if proof.tls is None else proof.tls.read().cert_id
     except InvalidInputError:

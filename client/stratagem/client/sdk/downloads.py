@@ -104,9 +104,9 @@ class ExportedModel:
 
     path: Path
     difference: float
-    """By how much its outputs differ from the model's; 0 where the form has no code of its own."""
+    """The largest difference between its outputs and the model's; 0 for a form without code."""
     inputs: tuple[str, ...] = ()
-    """What it takes, as "x float32[rows, 64]": all sizes but the number of rows are fixed."""
+    """The inputs, such as "x float32[rows, 64]": all sizes but the number of rows are fixed."""
 
 
 async def exported(

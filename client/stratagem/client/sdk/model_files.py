@@ -28,7 +28,7 @@ from stratagem.common.tensors.manifest import (
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _LARGEST: Final = 99_999
-"""Of the numbers in names of files, which have five digits."""
+"""The greatest number in the name of a file, which has five digits."""
 
 Shards = Sequence[Sequence[TensorSpec]]
 
@@ -110,9 +110,9 @@ class ShardFolder:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[ShardFolder]:
-    """A folder of files that is at `path` when the block ends well; else nothing has changed.
+    """Yield a new folder of files that appears at `path` if the block ends without an error.
 
-    Raises InvalidInputError where something is there already, OSError that names `path`.
+    Raises InvalidInputError if `path` exists, and OSError that names `path`.
     """
     if path.exists():
         text = f"{path} is there already; nothing was written"
@@ -146,9 +146,9 @@ def whole_folder(path: Path) -> Iterator[ShardFolder]:
 MODEL_PREFIX: Final = "model/"
 AVERAGE_PREFIX: Final = "average/"
 AVERAGE: Final = "average"
-"""What a caller names the model of averaged parameters by, instead of a state."""
+"""The name of the model of averaged parameters, where a caller may also name a state."""
 _FORMAT: Final = {"format": "pt"}
-"""What others look for in files whose tensors are torch's."""
+"""The metadata by which readers recognize torch tensors."""
 
 
 class PlainModel:
@@ -163,8 +163,8 @@ class PlainModel:
         shard_bytes: int | None = None,
         begin: Callable[[Shards], None] = lambda _: None,
     ) -> None:
-        """Writes the headers. write: puts bytes into the file of a number, from a byte on; begin:
-        is told of the files before that. Raises InvalidInputError for a state without a model, or
+        """Write the headers. write: puts bytes into the file of a number, from a byte on; begin: is
+        given the files before that. Raises InvalidInputError for a state without a model, or
         without an average if that is wanted."""
         specs = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
         if not specs:

@@ -112,7 +112,7 @@ MUST_STAY: Final = {
     "strategy": "it decides the bits of the steps",
 }
 _MAPPINGS: Final = ("strategy.options",)
-"""Which may be absent, when all in them has its default."""
+"""The fields that may be absent if everything in them has its default."""
 _COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
 _OVER_ALL: Final = ("linear", "cosine", "polynomial", "onecycle")
 """Curves that end with the training, unless they have a length of their own."""

@@ -61,7 +61,7 @@ class AsyncRun:
         """Remarks about a run that was submitted here: why its strategy was chosen, and how its
         schedule changes if it is longer or shorter than the training that it resumes."""
         self.created = created
-        """Whether submitting started this run; False if it existed before."""
+        """True if submitting started this run; False if it existed before."""
         self._connection = connection
 
     async def status(self) -> RunStatus:

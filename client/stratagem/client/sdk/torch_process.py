@@ -49,9 +49,9 @@ Job = JobSpec | Mapping[str, Any] | str | PathLike[str]
 
 
 def parse_job(job: Job, inline: str | None = None) -> JobSpec:
-    """The validated job; InvalidInputError with one violation per wrong field.
+    """Return the validated job. Raises InvalidInputError with one violation per wrong field.
 
-    inline: the digest of uploaded data, which then is the job's data.
+    inline: the digest of uploaded data, which replaces the job's data.
     """
     match job:
         case str() | PathLike():
@@ -72,7 +72,7 @@ _PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.questions")
 _LONG_S: Final = 30.0
 """After so long it is told at what the process is, and again after twice as long each time."""
 _PLACE_S: Final = 2.0
-"""How long whoever has interrupted waits to be told where the process was."""
+"""The time that an interrupted caller waits for the answer where the process was."""
 _WHERE: Final = "where"
 NO_TORCH: Final = (
     "the model has to be built for this, and torch is not installed here; "
@@ -341,7 +341,8 @@ def recommend(
 def resolve_parallelism(
     job: JobSpec, workers: Sequence[Worker], import_path: Sequence[Path] = ()
 ) -> tuple[JobSpec, str]:
-    """The job with the strategy that `execution.parallelism` means for these workers, and why."""
+    """Return the job with the strategy that `execution.parallelism` means for these workers, and
+    the reason."""
     match job.execution.parallelism:
         case "None":
             return job, ""
@@ -372,7 +373,7 @@ def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
 
 
 def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
-    """Workers that evaluate exchange nothing, so each one more makes it faster."""
+    """Return an evaluation over all workers: they exchange nothing, so each one makes it faster."""
     chosen: strategies.Strategy = strategies.Local()
     reason = "Local: there is one worker"
     if num_workers > 1:
@@ -393,7 +394,7 @@ def _to_estimate(answer: Mapping[str, Any]) -> MemoryEstimate:
 
 _CHECK: Final = "check"
 _NUM_NAMES: Final = 5
-"""How many workers a finding lists."""
+"""The most workers that a finding lists."""
 
 
 def check_job(

@@ -21,7 +21,7 @@ from stratagem.common.tensors.torch_codec import allocate, element_type, manifes
 async def to_state_dict(
     connection: Connection, run_id: RunId, which: str
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers under the model's own names; the optimizer's state is left out."""
+    """Return parameters and buffers under the model's own names, without the optimizer's state."""
     tensors: dict[str, torch.Tensor] = {}
     means: dict[str, str] = {}
 

@@ -1,7 +1,8 @@
-"""What a job brings along, data and code, uploaded as blobs that the job names by their digests.
+"""Upload the data and the code of a job as blobs, which the job names by their digests.
 
-Inline data are arrays or tensors of the caller. Owns how splits and rows become named tensors
-(`train.x`, `train.y`, `train.x.<key>`). Does not import torch unless the caller passes tensors in.
+Inline data are arrays or tensors of the caller. This module defines how splits and rows become
+named tensors (`train.x`, `train.y`, `train.x.<key>`). It imports torch only if the caller passes
+tensors.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ class PackedData:
 
 
 def pack(data: InlineData) -> PackedData:
-    """The splits as one blob; InvalidInputError names what cannot be sent."""
+    """Return the splits as one blob. Raises InvalidInputError that names what cannot be sent."""
     named = {
         name: value if _is_torch(value) else _plain(name, value) for name, value in _named(data)
     }
@@ -89,8 +90,8 @@ async def send(
 
 
 async def resolve_code(connection: Connection, job: JobSpec) -> JobSpec:
-    """The job with its code, the cells of this notebook too, as the digest of a bundle that the
-    coordinator has."""
+    """Upload the job's code, or the notebook cells that it names, and return the job with its
+    digest."""
     code = cells.code_of(job)
     if code is None or code.digest is not None:
         return job

@@ -36,7 +36,7 @@ MAX_PAUSE_S: Final = 60.0
 
 
 class FollowedHandle(Protocol):
-    """What is asked of a run; a RunHandle."""
+    """The methods of a RunHandle that an outlet uses."""
 
     def status(self) -> RunStatus: ...
 
@@ -120,7 +120,7 @@ class Outlet:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something new."""
+        """Announce new data."""
         self._woken.set()
 
     def finish(self) -> str:
@@ -201,11 +201,12 @@ class LogOutlets:
     def __init__(
         self, run: RunHandle, sinks: Mapping[str, Sink], complain: Callable[[str], None]
     ) -> None:
-        """sinks: by the text that names each. complain: tells the user a sentence."""
+        """Start an outlet for each sink. sinks: by the text that names each. complain: shows the
+        user a sentence."""
         self._run_id, self._complain = run.run_id, complain
         self._outlets = {text: Outlet(text, sink, run, complain) for text, sink in sinks.items()}
         self.problems: dict[str, str] = {}
-        """By sink: why it is not written to its end."""
+        """The reason why a sink is incomplete, by its text."""
 
     def take(self, item: Event | Progress) -> Event | Progress:
         """Wake the sinks where an item brings them something; returns it."""

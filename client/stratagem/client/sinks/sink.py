@@ -56,14 +56,14 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How much of a run a sink has."""
+    """The part of a run that a sink has."""
 
     event_index: int = -1
     """The last event."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """The last step, by name of series."""
     size: int = 0
-    """Of a sink that is a file: its bytes."""
+    """The size in bytes of a sink that is a file."""
 
 
 class Sink(Protocol):
@@ -205,7 +205,7 @@ class GrowingFile:
         write_cursor(self._cursor_path, self.cursor)
 
     def close(self) -> None:
-        """What is not behind the cursor yet is cut when the file is opened again."""
+        """Close the file. Data behind the cursor are cut off when the file is opened again."""
         self._file.close()
 
 

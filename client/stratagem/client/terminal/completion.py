@@ -18,7 +18,7 @@ from stratagem.client.sinks.sink import sink_names
 from stratagem.common.identity.tls import tls_files
 
 PATIENCE_S: Final = 0.3
-"""For the answer of a coordinator; without one there are no ids."""
+"""The time for a coordinator to answer; without an answer no ids are offered."""
 PROGRAM: Final = "stratagem"
 VARIABLE: Final = "_STRATAGEM_COMPLETE"
 """Set by a shell that asks for what a line could go on with."""
@@ -39,7 +39,7 @@ EVENT_KINDS: Final = (
     *("RunReleased", "RunResumed", "RunSubmitted", "SegmentCommitted", "SegmentFinished"),
     *("StoppedEarly", "UpdateReceived", "UpdateRejected", "UpdatesJudged"),
 )
-"""That are offered; a coordinator knows which there are."""
+"""The kinds that are offered; a coordinator may know others."""
 
 
 class ShellName(StrEnum):

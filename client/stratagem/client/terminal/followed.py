@@ -1,4 +1,4 @@
-"""What is known of a run that is followed: the newest of each thing that its items have told.
+"""The state of a followed run: the newest values from its items.
 
 Pure: folds the items of `watch`, in order; has neither clock nor terminal.
 """
@@ -36,12 +36,12 @@ class FollowedRun:
     run_id: str
     name: str = ""
     strategy: str = ""
-    """By the name that people see; it says what the run counts."""
+    """The name of the strategy as users see it; it decides what the run counts."""
     scored_by: str = ""
     """The metric that decides which state is best, such as "test.accuracy"."""
     phase: Phase = Phase.PENDING
     sentence: str = ""
-    """Why the run is in this phase, or what it waits for."""
+    """The reason for the run's phase, or what it waits for."""
     is_waiting: bool = False
     step: int = 0
     num_steps: int = 0
@@ -50,7 +50,7 @@ class FollowedRun:
     segment: int = 0
     num_segments: int = 0
     loss: float | None = None
-    """Of the newest step that its progress has told."""
+    """The loss of the newest step that progress has reported."""
     mean_loss: float | None = None
     """Over the steps of the newest segment that has finished."""
     latest: Progress | None = None
@@ -58,18 +58,18 @@ class FollowedRun:
     is_private: bool = False
     """Its clients say no loss: it would be a number about each of them."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the newest evaluation."""
+    """The metrics of the newest evaluation."""
     evaluated: int = 0
     """The segment or round of that evaluation."""
     rounds: RoundsFolding = field(default_factory=lambda: RoundsFolding(most=MOST_ROUNDS))
-    """Of a federation."""
+    """The rounds of a federation."""
     has_news: bool = False
     """An evaluation has come between the end of the last round and that of the one before."""
     generations: Generations = field(default_factory=Generations)
     num_members: int = 0
-    """Of a population."""
+    """The number of members of a population."""
     _told: int = 0
-    """Which evaluation was the newest one as the last round was closed."""
+    """The newest evaluation at the close of the last round."""
 
     @classmethod
     def of(cls, status: RunStatus) -> "FollowedRun":

@@ -305,7 +305,7 @@ class RedrawnLine:
         self._lock = threading.RLock()
         self._is_stale = True
         self._cells = self._width = 0
-        """What is on the screen now."""
+        """The cells that are on the screen now."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_drawing, name="line", daemon=True)
         self._stderr = sys.stderr

@@ -56,7 +56,7 @@ _FINDING_CELLS: Final = (len("evaluation"), len("execution.precision"), len("war
 """Widths of the columns of a table whose rows are printed before the next ones are known."""
 LABEL_CELLS: Final = 10
 MAX_CHANGES: Final = 8
-"""Of a member's hyperparameters, that are shown; JSON has all."""
+"""The most hyperparameter changes of a member that are shown; JSON has all."""
 
 
 def to_json(value: "DataclassInstance", **extra: Any) -> str:
@@ -81,10 +81,10 @@ def _plain(value: Any) -> Any:
 
 
 def metrics_text(metrics: Mapping[str, float], first: str = "", *, in_short: bool = False) -> str:
-    """train.loss 0.0312  test.accuracy 0.9722 (0.91 to 0.99): the loss of the training before the
-    others, with the range over clients where there is one.
+    """Return metrics as text, such as "train.loss 0.0312  test.accuracy 0.9722 (0.91 to 0.99)": the
+    training loss first, with ranges over clients.
 
-    first: the metric that comes next; in_short: of many a few, and how many more.
+    first: the metric that comes next. in_short: show a few of many, and the number of the others.
     """
     known = without_spreads(metrics)
     names = sorted(known, key=lambda name: (name != _LOSS, name != first, name))
