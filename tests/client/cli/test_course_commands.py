@@ -65,7 +65,7 @@ def test_a_population_is_shown_with_its_winner_lineage_and_schedule(
     assert own.read_text() == "mine"
     refused = invoke(address, "population", "local")
     assert refused.exit_code == 1
-    assert refused.stderr == "error: run local is no population, or has not begun\n"
+    assert refused.stderr == "error: run local is not a population, or has not begun\n"
 
 
 def test_a_report_is_written_as_one_file(

@@ -21,7 +21,7 @@ WRONG = [
     pytest.param([*["kubernetes", "--service", "head"]], "--service: 'head' is not", id="service"),
     pytest.param(
         [*["kubernetes", "--worker", "--thread=4"]],
-        "--worker: '--thread=4' is no option of a worker; did you mean --threads?",
+        "--worker: '--thread=4' is not an option of a worker; did you mean --threads?",
         id="kubernetes' worker",
     ),
     pytest.param(

@@ -51,5 +51,5 @@ def test_what_is_no_option_is_refused_before_the_run_is_submitted(
     command = ["launch", "ray", "job.json", "-n", "2", "--coordinator", "nowhere:1"]
     done = invoke(*command, "--run-id", "r", "--", option)
     assert done.exit_code == 1
-    assert "is no option of ray job submit" in done.output
+    assert "is not an option of ray job submit" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]

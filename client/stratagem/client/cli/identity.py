@@ -1,4 +1,5 @@
-"""Commands that make proofs of identity: certificates for development, tokens for people.
+"""Define the commands that make proofs of identity: certificates for development, tokens for
+people.
 
 They write files on this machine and open no connection.
 """

@@ -218,7 +218,7 @@ MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
 
 
 def _forms(incomplete: str) -> list[str]:
-    """Return the beginnings of what names a form and its target."""
+    """Return the beginnings of an export's form and target."""
     forms = [f"{name}:" for name in MODEL_FORMS]
     return [*(each for each in forms if each.startswith(incomplete)), *sink_forms(incomplete)]
 

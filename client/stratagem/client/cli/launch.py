@@ -1,4 +1,4 @@
-"""`stratagem launch`: a run, and workers for it that an engine starts on many machines."""
+"""Define `stratagem launch`: submit a run, and have an engine start workers for it."""
 
 import sys
 from collections.abc import Callable
@@ -146,7 +146,7 @@ class _Request:
         *,
         only_print: bool,
     ) -> None:
-        """Write a file for a program of the site, submit the run, then the file; or only print it.
+        """Submit the run, and let an engine take the file with its workers; or only print the file.
 
         submit: hand the file over, and return the name of the engine's job.
         """

@@ -1,4 +1,4 @@
-"""Assembles the commands of `stratagem`."""
+"""Assemble the commands of `stratagem`."""
 
 from importlib.metadata import version
 from typing import Annotated, Final

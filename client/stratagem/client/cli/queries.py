@@ -87,10 +87,12 @@ def list_runs(
 
 
 def _none_of(known: Sequence[RunStatus]) -> str:
-    """Return that no run is as asked for, and what the runs are."""
+    """Return that no run matches, and which phases and strategies there are."""
     phases = ", ".join(sorted({str(run.phase) for run in known}))
     strategies = ", ".join(sorted({run.strategy for run in known}))
-    return f"of {counted(len(known), 'run')} none is so; phases: {phases}; strategies: {strategies}"
+    return (
+        f"none of {counted(len(known), 'run')} matches; phases: {phases}; strategies: {strategies}"
+    )
 
 
 def status(
@@ -157,7 +159,7 @@ def stop(
             complain(f"run {run_id} has ended already: {phase}")
             return
         handle.cancel()
-        complain(f"run {run_id} is stopping; go on later with: stratagem resume {run_id}")
+        complain(f"run {run_id} is stopping; continue it later with: stratagem resume {run_id}")
 
 
 def delete(
@@ -187,7 +189,7 @@ def unpin(
     """Unpin a run, so that it can expire and be deleted again."""
     with access.client() as client:
         client.get(run_id).pin(False)
-        complain(f"run {run_id} is not pinned any more")
+        complain(f"run {run_id} is no longer pinned")
 
 
 def backup(
@@ -340,7 +342,7 @@ def population(
         run = client.get(run_id)
         found = run.population()
         if not found.generations:
-            raise NotFoundError(f"run {run_id} is no population, or has not begun")
+            raise NotFoundError(f"run {run_id} is not a population, or has not begun")
         if schedule is not None:
             document = replayed(found, run.status().job).document()
             is_json = schedule.suffix == ".json"

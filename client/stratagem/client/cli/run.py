@@ -1,7 +1,7 @@
 """Define the commands that follow a run to its end: run, attach, watch, resume.
 
-Ctrl-C stops a run on a cluster that the command itself has started, and the run can be resumed; a
-run on another coordinator goes on.
+Ctrl-C stops a run on a cluster that the command itself started, and the run can be resumed; a run
+on another coordinator continues.
 """
 
 import json
@@ -54,7 +54,7 @@ from stratagem.common.job import entry_points, load_job, with_fields
 from stratagem.common.process.cpu_threads import ThreadChoice
 
 LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
-"""A worker of a local cluster that was killed is back in a few seconds."""
+"""The time allowed for placement: a killed worker of a local cluster is back in a few seconds."""
 
 JobArgument = Annotated[
     Path, typer.Argument(metavar="JOB", help="Job file, in YAML, TOML or JSON.")
@@ -126,13 +126,13 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     if local is not None and detach:
         raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
     if detach and report is not None:
-        raise InvalidInputError("--report is of the end of the run; leave out --detach")
+        raise InvalidInputError("--report is written at the end of the run; leave out --detach")
     for option, given in (("--tag", tag), ("--threads", threads)):
         if local is None and given:
-            raise InvalidInputError(f"{option} is of local workers; give --local N")
+            raise InvalidInputError(f"{option} only concerns local workers; give --local N")
     if detach and log_to:
         raise InvalidInputError(
-            "--detach follows nothing that could be logged; "
+            "--detach does not follow the run, so it logs nothing; "
             "use `stratagem export RUN --to SINK:TARGET --follow`"
         )
     view = View(form, detail)
@@ -268,7 +268,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     many threads as it had then, so results stay bit-identical, whatever the number of workers.
     """
     if new_run_id is not None and not overrides:
-        raise InvalidInputError("--run-id is of the new run that --set begins; give --set")
+        raise InvalidInputError("--run-id names the new run that --set creates; give --set")
     view = View(form, detail)
 
     def begin(client: Client) -> tuple[RunHandle, int]:
@@ -294,7 +294,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
 
 
 def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
-    """Return the run, going on, and the index of its first event from now on."""
+    """Make the run continue, and return it with the index of its next event."""
     handle = client.get(run_id)
     before = handle.status()
     # Its cluster may have been killed while it ran: then it goes on by itself.
@@ -309,14 +309,14 @@ def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandl
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """A run that is shown to its end."""
+    """A run that is shown until its end."""
 
     handle: RunHandle
     view: View
     output: Path | None = None
     from_index: int = 0
     known: int = 0
-    """Events before this index are counted, and not shown."""
+    """The index of the first event that is shown; earlier ones are only counted."""
     report: Path | None = None
     """The file for a page about the run, which is written however the run ends."""
     sinks: Mapping[str, Sink] = field(default_factory=dict)
@@ -325,7 +325,7 @@ class _Following:
     """The number of threads of each worker, if this command started them."""
 
     def say_why(self) -> None:
-        """Say what submitting the job has found out or decided."""
+        """Print the note about the submission, if there is one."""
         if self.handle.note:
             complain(self.handle.note)
 
@@ -361,7 +361,7 @@ def _follow_remote(following: _Following, coordinator: str, *, detach: bool = Fa
     try:
         following.to_the_end()
     except KeyboardInterrupt:
-        complain(f"detached; run {run_id} goes on at {coordinator}")
+        complain(f"detached; run {run_id} continues at {coordinator}")
         complain(f"see it again with: stratagem attach {run_id} --coordinator {coordinator}")
         raise
 
@@ -379,7 +379,7 @@ def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
         kept = "nothing was committed yet" if commit is None else f"step {commit.step} is kept"
         where = "" if data_dir == DATA_DIR else f" --data-dir {shlex.quote(str(data_dir))}"
         resume = f"stratagem resume {handle.run_id} --local {local}{where}"
-        complain(f"stopped; {kept}; go on with: {resume}")
+        complain(f"stopped; {kept}; continue with: {resume}")
         raise
 
 

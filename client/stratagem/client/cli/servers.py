@@ -232,7 +232,7 @@ WORKER_SETTINGS: Final = "--worker-settings"
 
 
 class DoctorCommand(TyperCommand):
-    """Typer command that passes all after `--worker-settings` on unparsed: these are options of a
+    """A command that leaves everything after `--worker-settings` unparsed: these are options of a
     worker, and not of this command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -266,7 +266,9 @@ def doctor(
     Exit code: 0 if nothing has failed (there may be warnings), else 1.
     """
     if worker_options and not is_worker:
-        raise typer.BadParameter(f"{worker_options[0]} stands for a worker: {WORKER_SETTINGS}")
+        raise typer.BadParameter(
+            f"{worker_options[0]} is an option of a worker; write it after {WORKER_SETTINGS}"
+        )
     if is_worker:
         findings = _of_worker(worker_options or [])
     else:
@@ -280,8 +282,8 @@ def doctor(
 
 
 def _of_worker(options: Sequence[str]) -> list[Finding]:
-    """Return the findings of a worker's own checks, made by a process of its own that loads torch
-    and the user's modules."""
+    """Return the findings of a worker's own checks, made by a process that loads torch and the
+    user's modules."""
     if importlib.util.find_spec("torch") is None:
         advice = "pip install 'stratagem[worker]', or run this where the worker runs"
         return [Finding("torch", "worker", Level.FAIL, "is not installed here", advice)]
@@ -328,16 +330,16 @@ def verify(
         with file.open("rb") as lines:
             checked = check_lines(lines)
         if head and not _has(file, head):
-            raise IntegrityError(f"no line has the hash {head}: lines that were there are gone")
+            raise IntegrityError(f"no line has the hash {head}: lines have been removed")
     except OSError as error:
         raise InvalidInputError(f"{file}: {error.strerror}") from None
     except IntegrityError as error:
         raise IntegrityError(f"{file}: {error}") from None
     print(f"{file}: {counted(checked.num_lines, 'line')}, none changed; last hash {checked.head}")
     if checked.num_torn:
-        print(f"a crash has cut off a line {counted(checked.num_torn, 'time')}, as it says there")
+        print(f"the file notes {counted(checked.num_torn, 'line')} that a crash cut off")
     if checked.is_torn:
-        print("it ends in a line that a crash has cut off: nothing of that has left the site")
+        print("it ends in a line that a crash cut off: nothing of that line has left the site")
 
 
 def _has(file: Path, head: str) -> bool:

@@ -1,6 +1,4 @@
-"""This module defines the options that several commands share, the end of a command, and the
-display of a run.
-"""
+"""Define shared options of commands, the end of a command, and the display of a run."""
 
 import inspect
 import logging
@@ -49,7 +47,7 @@ DATA_DIR: Final = Path(".stratagem")
 
 
 class Format(StrEnum):
-    """text for people, json for programs (one object per line where output goes on)."""
+    """The output format: text for people, json for programs (one object per line of a stream)."""
 
     TEXT = "text"
     JSON = "json"
@@ -152,7 +150,7 @@ def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str,
         if worker and worker not in tags_by_worker:
             raise InvalidInputError.at("--tag", f"{not_one_of(worker, names)}")
         if not tag:
-            raise InvalidInputError.at("--tag", f"{pair!r} holds no tag")
+            raise InvalidInputError.at("--tag", f"{pair!r} has no tag")
         for name in [worker] if worker else names:
             tags_by_worker[name].append(tag)
     return {name: ("--tags", ",".join(of_one)) for name, of_one in tags_by_worker.items() if of_one}
@@ -165,15 +163,15 @@ def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """The mark of a parameter whose value a function makes: the command has the parameters of the
-    function as options instead."""
+    """The mark of a parameter that a function makes: the command has the function's parameters as
+    options in its place."""
 
     make: Callable[..., Any]
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function in the form that typer expects: with the options of parameters that are
-    marked MadeBy, and with a failure as lines on stderr and an exit code."""
+    """Return a function in the form that typer expects: with the options behind parameters marked
+    MadeBy, and with a failure as lines on stderr and an exit code."""
 
     def call(**given: Any) -> None:
         with reporting():
@@ -195,7 +193,7 @@ def _options(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 def _call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a function with the options that were given, and values made of them."""
+    """Call a function with the given options, and with values made from them."""
     return function(
         **{
             parameter.name: given[parameter.name] if make is None else _call(make, given)
@@ -279,7 +277,7 @@ AccessOptions = Annotated[Access, MadeBy(Access)]
 # 130 for an interrupt. A failure that the user can correct is shown without a traceback.
 
 UNLIMITED_WIDTH: Final = sys.maxsize
-"""The width of a file or a pipe: nothing is folded there, so that paths can be copied."""
+"""The width of a file or a pipe: lines are not folded there, so that paths can be copied."""
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
@@ -291,8 +289,8 @@ NO_COORDINATOR_HINT: Final = (
 
 
 class PlainConsole(Console):
-    """A console on which nothing moves but what this program moves: in all that it prints, whoever
-    has written it, control characters are written out."""
+    """A console on which only this program moves the cursor: control characters in text, whoever
+    wrote it, are printed in escaped form."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -307,7 +305,7 @@ class PlainConsole(Console):
                 yield Segment(printable(segment.text), segment.style)
 
     def _unpadded(self, table: Iterable[Segment]) -> Iterator[Segment]:
-        """Yield the lines of a table without the blanks that fill it up to its width."""
+        """Yield the lines of a table without the blanks at their ends."""
         for line in Segment.split_lines(table):
             text = "".join(segment.text for segment in line).rstrip()
             if text:
@@ -316,7 +314,7 @@ class PlainConsole(Console):
 
 
 def make_console() -> Console:
-    """Return the console for results; only a terminal has a width that tables are fitted to."""
+    """Return the console for results; tables are fitted to the width of a terminal only."""
     console = PlainConsole(highlight=False)
     return console if console.is_terminal else PlainConsole(highlight=False, width=UNLIMITED_WIDTH)
 
@@ -326,8 +324,8 @@ def complain(text: str) -> None:
 
 
 def complain_of_warnings() -> None:
-    """Show warnings of the SDK as complaints on stderr; stdout, where structlog would print, is for
-    results. For a process that is the command line, and nothing else."""
+    """Show warnings of the SDK on stderr, because stdout, where structlog would print, is for
+    results. Only for a process that runs the command line."""
     # Ctrl-C may come between the making of a call and its start; that is no fault to tell of.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     structlog.configure(
@@ -452,20 +450,20 @@ class View:
 
 @dataclass(slots=True)
 class RunDisplay:
-    """Shows the items of one run as they come."""
+    """The display of one run, item by item."""
 
     run: FollowedRun
     detail: Detail = Detail.MILESTONES
     known: int = 0
-    """Events before this index have been seen; they are counted, and not said again."""
+    """The index of the first event that is shown; earlier ones are only counted."""
     clock: Callable[[], float] = time.monotonic
     _due_s: float = field(init=False, default=float("-inf"))
     _waits_for: str = field(init=False, default="")
     _next: int = field(init=False, default=0)
-    """Index of the event that comes next."""
+    """The index of the next event."""
 
     def on_terminal(self, console: Console, items: Iterable[Event | Progress]) -> None:
-        """Show a line that redraws itself, and above it a line per milestone."""
+        """Show a line that redraws itself, with a line per milestone above it."""
         with RedrawnLine(console, lambda width: live_line(self.run, width)) as line:
             line.say(Text(f"{self.run.run_id}  {self.run.strategy}"))
             for item in items:
@@ -475,7 +473,7 @@ class RunDisplay:
                     line.say(Text(found.text))
 
     def as_lines(self, console: Console, items: Iterable[Event | Progress]) -> None:
-        """Print lines with the run's id, few of them."""
+        """Print a few lines with the run's id."""
         for item in items:
             is_known = self._next < self.known
             found = self.told(item)
@@ -489,7 +487,7 @@ class RunDisplay:
             self._due_s = self.clock() + PLAIN_INTERVAL_S
 
     def told(self, item: Event | Progress) -> Milestone | None:
-        """Fold an item; return the line that it is worth."""
+        """Fold an item, and return the line about it, if it is worth one."""
         before = self.run.phase
         self.run.update(item)
         is_known = self._next < self.known
@@ -511,7 +509,7 @@ def show(
     items: Iterable[Event | Progress],
     shown: RunDisplay,
 ) -> None:
-    """Show the items as they come, in the way that suits the output."""
+    """Show the items as they come, in the form that suits the output."""
     if shown.detail is Detail.END:
         for _ in items:
             pass

@@ -13,7 +13,7 @@ from stratagem.common.process.process_exit import PREEMPTED
 # ---- Slurm ----
 
 GRACE_S: Final = 60
-"""Before a job's time ends Slurm sends the signal this long ahead."""
+"""The seconds before the end of a job's time at which Slurm sends the signal."""
 
 SBATCH: Final = SiteProgram("sbatch", "run this on a machine with Slurm's commands")
 
@@ -34,7 +34,7 @@ exit "$status"
 
 
 def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
-    """Return the script. options: further ones of sbatch, which count more than those said here."""
+    """Return the script. options: further options of sbatch, which override those set here."""
     check_options(options, "sbatch")
     directives = [
         f"--job-name={launch.run_id}",
@@ -167,7 +167,7 @@ if __name__ == "__main__":
 
 
 def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
-    """Return the program. cpus, gpus: of each worker. host: the coordinator's."""
+    """Return the program. cpus, gpus: for each worker. host: the coordinator's."""
     words = launch.command_of("env")
     for name in ("--threads", "--max-readers"):  # Ray binds no process to its cores
         if not any(word.partition("=")[0] == name for word in words):

@@ -1,7 +1,7 @@
-"""The user's folder as a code bundle: which of its files travel with a job.
+"""Bundle the user's folder as the code that travels with a job.
 
-Left out are dot files, `__pycache__`, what a .gitignore ignores, and what is no plain file. Owns
-that choice; the form of a bundle is in common/code.
+Dot files, `__pycache__`, files that a .gitignore ignores, and everything but plain files are left
+out. The format of a bundle is defined in common/code.
 """
 
 import os
@@ -55,13 +55,13 @@ class _Ignored:
     rules: GitIgnoreSpec
 
     def verdict(self, path: Path, *, is_folder: bool) -> bool | None:
-        """Return whether the path is ignored; None where no rule speaks of it."""
+        """Return whether the path is ignored; None if no rule matches it."""
         name = path.relative_to(self.folder).as_posix()
         return self.rules.check_file(f"{name}/" if is_folder else name).include
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are not left out, links to files among them."""
+    """Yield the files below a folder that are not left out, including links to files."""
     above = list(_rules_above(folder))
     return _walk(folder, above)
 
@@ -93,7 +93,7 @@ def _is_ignored(path: Path, rules: Sequence[_Ignored], *, is_folder: bool) -> bo
 
 
 def _rules_above(folder: Path) -> Iterator[_Ignored]:
-    """Yield the rules of the folders above, from the top of the repository on, if it is in one."""
+    """Yield the rules of the folders above, from the top of the repository, if there is one."""
     above = list(folder.parents)
     for depth, top in enumerate(chain([folder], above)):
         if (top / ".git").exists():

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 # A notice says once that calls wait for a coordinator: why, and for what.
 
 TOLD_AFTER_S: Final = 1.0
-"""A coordinator that is back by then has only been restarted, or another one leads."""
+"""The time after which an outage is reported: a shorter one is a restart, or a change of leader."""
 
 
 _NO_ANSWERS: Final = frozenset(
@@ -114,8 +114,8 @@ class OutageNotice:
         self._end_refusal()
 
     def met(self) -> None:
-        """Note that an error has come, before it is found out what it means: by then a coordinator
-        may have answered others, and their outage is over."""
+        """Note that an error has come, before its meaning is known: until then a coordinator may
+        answer other calls, and their outage is over."""
         self._met_after = self.outage.num_answers
 
     def ended(self, error: grpc.RpcError) -> None:
@@ -124,8 +124,8 @@ class OutageNotice:
             self.answered()
 
     def failed(self, error: grpc.RpcError, waits: str) -> None:
-        """Note an error after which the call is made again; one that has lasted is told once, and
-        so is each reason of a refusal.
+        """Note an error after which the call is made again. An error that lasts is reported once,
+        and so is each reason of a refusal.
 
         waits: until when, such as "for up to 60 s".
         """
@@ -140,7 +140,7 @@ class OutageNotice:
             log.warning("%s; trying again %s", self._told(error), waits)
 
     def _is_first(self, told: str, *, is_refusal: bool) -> bool:
-        """Return whether nobody has told it yet, this call nor another one; from now on one has."""
+        """Return whether no call has reported this yet, and note that it is reported now."""
         if not is_refusal:
             if self._is_told:  # of an outage that may be over for others
                 return False
@@ -171,7 +171,7 @@ CALL_TIMEOUT_S: Final = 30.0
 ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
 """The timeout if another coordinator can be asked instead of a frozen one."""
 SILENT_S: Final = 2.0
-"""A stream without news is nothing unusual, but then each coordinator of several is asked."""
+"""The time after which each of several coordinators is asked if a stream has no news."""
 STARTING_S: Final = 15.0
 """The time allowed to an address that accepts connections and closes them, as Docker's does while a
 container does not listen yet or its coordinator has no lead yet."""
@@ -186,7 +186,7 @@ log = logging.getLogger("stratagem.client")
 
 
 class Connection:
-    """A channel to one coordinator, which notes whether a coordinator has answered on it."""
+    """A channel to one coordinator, or to several of which one leads."""
 
     def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
         """Prepare a channel; it connects at the first call.
@@ -250,7 +250,7 @@ class Connection:
                     return response
 
     async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
-        """Return for how long from its begin on a call that met this error is made again."""
+        """Return how long, from its beginning, a call that met this error is repeated."""
         await self._raise_identity_problem(error, asked)
         if _is_at_work(error):
             return math.inf  # it will say how it ends
@@ -259,8 +259,8 @@ class Connection:
         return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
 
     async def greet(self) -> None:
-        """Make one cheap call, which distinguishes a wrong address from a coordinator that goes
-        away later."""
+        """Make one cheap call, so that a wrong address is not mistaken for a coordinator that went
+        away."""
         if not self._has_answered:
             await self.call(self.stub.ListWorkers, pb.ListWorkersRequest(page_size=1))
 
@@ -304,7 +304,8 @@ class Connection:
         backoff: Backoff,
         notice: OutageNotice,
     ) -> None:
-        """Note that a coordinator follows, before there is news; an earlier one does not say so."""
+        """Note that a coordinator follows, before there is news; earlier versions do not announce
+        it."""
         with suppress(grpc.aio.AioRpcError):
             if has_begun(await stream.initial_metadata()):
                 self._has_answered = True
@@ -314,9 +315,8 @@ class Connection:
     async def _messages(
         self, stream: grpc.aio.UnaryStreamCall[Request, Response]
     ) -> AsyncIterator[Response]:
-        """Yield the messages of a stream. If there are several coordinators, a silent one is called
-        now and then to see that it still answers, so that a frozen one is found out and the next
-        one is tried."""
+        """Yield the messages of a stream. If there are several coordinators and the stream is
+        silent, its coordinator is called now and then: if it is frozen, the next one is tried."""
         if not self._coordinators.are_several:
             async for message in stream:
                 yield message
@@ -358,8 +358,8 @@ class Connection:
         return self._has_answered or self._num_unanswered < len(self._coordinators.addresses)
 
     async def _raise_identity_problem(self, error: grpc.aio.AioRpcError, asked: str) -> None:
-        """Raise the error that says why one side rejects the other's identity, or a proxy the
-        address: waiting does not help. A proxy that is away is waited for as a coordinator is."""
+        """Raise an error if one side rejects the other's identity, or a proxy rejects the address:
+        waiting does not help. A proxy that is away is waited for like a coordinator."""
         if name_of(error):
             return
         problem = await identity_problem(error, asked, self._proof, lasting=True)
@@ -382,7 +382,7 @@ class Connection:
 
 
 def _is_at_work(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether a coordinator is there, and does what it is asked for."""
+    """Return whether a coordinator answers that it is working on the request."""
     return name_of(error) == InProgressError.__name__
 
 
@@ -402,9 +402,9 @@ def _is_starting(error: grpc.aio.AioRpcError) -> bool:
 # would never end. Such calls get an error at once, and do not disturb the parent process.
 
 _open: Final[WeakSet[object]] = WeakSet()
-"""Connections of this process."""
+"""The connections of this process."""
 _parent: int | None = None
-"""The process of which this one is a fork, if connections were open in it."""
+"""The process that this one was forked from, if connections were open in it."""
 
 
 def note_open(connection: object) -> None:
@@ -419,7 +419,7 @@ def note_closed(connection: object) -> None:
 
 
 def is_lost() -> bool:
-    """Return whether this process is a fork of one in which a client was open."""
+    """Return whether this process was forked from one in which a client was open."""
     return _parent is not None
 
 

@@ -1,8 +1,8 @@
-"""Looks for what is wrong with a client, its coordinator and the workers, and says what to do.
+"""Diagnose a client, its coordinator and the workers, and advise what to do.
 
-Owns the findings about all of them together; common/observe/findings.py has those about one
-process. Each check is a function from what was measured to findings; what there is to measure comes
-from `Diagnose`, and from this process. Nothing here changes anything.
+This module has the findings about all of them together; common/observe/findings.py has those about
+one process. Each check is a function from measurements to findings; the measurements come from
+`Diagnose` and from this process. Nothing is changed.
 """
 
 import time
@@ -26,7 +26,7 @@ _WORKERS_SHOULD_AGREE: Final = ("python", "torch", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Everything that findings are made from. Times are of this process's clock."""
+    """The measurements that findings are made from. Times are of this process's clock."""
 
     client: types_pb2.Environment
     answer: pb.DiagnoseResponse

@@ -1,6 +1,5 @@
-"""Write committed states and backups as files and folders, each of which appears whole and
-verified, or not at all.
-"""
+"""Write committed states and backups as files and folders, each of which appears completely and
+verified, or not at all."""
 
 import asyncio
 import json
@@ -32,10 +31,10 @@ from stratagem.v1 import coordinator_pb2 as pb
 async def to_file(
     connection: Connection, run_id: RunId, which: str, path: Path, *, plain: bool = False
 ) -> Path:
-    """Write the state as a safetensors file, replacing what was there.
+    """Write the state as a safetensors file, replacing an existing file.
 
-    plain: only the model, under the names of its state_dict(), tied ones too; see model_files.py.
-    The model of averaged parameters is always written so: it is no state.
+    plain: only the model, under all names of its state_dict(); see model_files.py. The model of
+    averaged parameters is always written so, because it is not a state.
     """
     with whole_file(path) as file:
 
@@ -79,8 +78,8 @@ async def _verified(
     which: str,
     begin: Callable[[Manifest, bytes], Sink],
 ) -> None:
-    """Pull a state into the sink that `begin` answers to its manifest and to the header of its
-    file; raise IntegrityError where it has another digest than it should."""
+    """Pull a state into the sink that `begin` makes of its manifest and of the header of its file.
+    Raises IntegrityError if the content does not match the digest."""
     hashers: list[StateHasher] = []
 
     def accept(manifest: Manifest) -> Sink:
@@ -100,7 +99,7 @@ async def _verified(
 
 @dataclass(frozen=True, slots=True)
 class ExportedModel:
-    """A model that was written in the form of another program."""
+    """A model that was exported for another program."""
 
     path: Path
     difference: float
@@ -118,9 +117,9 @@ async def exported(
     import_path: Sequence[Path],
     **asked: str,
 ) -> ExportedModel:
-    """Write the model in the form of another program.
+    """Export the model for another program.
 
-    A process of its own, with torch and the user's code, builds the model.
+    A separate process, with torch and the user's code, builds the model.
     """
     target = _free(path, is_file=asked["to"] != "hf")
     with temporary_folder("export") as own:
@@ -134,8 +133,8 @@ async def exported(
 
 
 def _free(path: Path, *, is_file: bool) -> str:
-    """Return the whole path; raise InvalidInputError where something is there, or where no file can
-    be."""
+    """Return the absolute path. Raises InvalidInputError if it exists, or if no file can be made
+    there."""
     if path.exists():
         raise InvalidInputError.at("path", f"{path} is there already; nothing was written")
     if is_file and not path.absolute().parent.is_dir():
@@ -145,7 +144,7 @@ def _free(path: Path, *, is_file: bool) -> str:
 
 
 async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> Path:
-    """Write a run's trace, replacing what was there. A stream that breaks is begun again."""
+    """Write a run's trace, replacing an existing file. An interrupted stream begins again."""
     request = pb.DownloadProfileRequest(run_id=run_id)
     with whole_file(path) as file:
 
@@ -162,7 +161,7 @@ async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> 
 
 
 async def pull_state(connection: Connection, run_id: RunId, which: str, accept: Accept) -> Manifest:
-    """Stream a state; continues where it was cut while the coordinator restarts."""
+    """Stream a state; an interrupted stream continues where it was cut."""
 
     def request(offset: int) -> pb.DownloadStateRequest:
         return pb.DownloadStateRequest(run_id=run_id, which=which, offset=offset)
@@ -191,18 +190,18 @@ async def pull_state(connection: Connection, run_id: RunId, which: str, accept: 
 
 @dataclass(frozen=True, slots=True)
 class BackupDone:
-    """A backup that is whole."""
+    """A complete backup."""
 
     path: Path
     term: int
     journal_bytes: int
     num_blobs: int
     num_copied: int
-    """Blobs that were not in the folder before."""
+    """The number of blobs that the folder did not hold before."""
 
 
 async def back_up(connection: Connection, folder: Path) -> BackupDone:
-    """Copy what a coordinator has of the present moment into a folder, which is made if absent."""
+    """Copy the journal and the states of this moment into a folder, which is made if missing."""
     _make(folder)
     await connection.greet()
     with whole_file(folder / "journal.sqlite", mode=0o600) as journal:
@@ -232,7 +231,7 @@ async def back_up(connection: Connection, folder: Path) -> BackupDone:
 
 
 def blob_path(folder: Path, digest: Digest) -> Path:
-    """Return where a backup has a blob."""
+    """Return the path of a blob in a backup."""
     return folder / "blobs" / digest[:2] / f"{digest}.safetensors"
 
 

@@ -51,7 +51,7 @@ ASKING_S: Final = 5.0
 
 
 class AsyncRun:
-    """A handle on one run of one coordinator. Holds no state of the run itself."""
+    """A handle on one run of one coordinator, without any state of the run itself."""
 
     def __init__(
         self, connection: Connection, run_id: RunId, note: str = "", *, created: bool = False

@@ -43,7 +43,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class PackedData:
-    """Data ready to be sent; the buffers are the caller's own memory where that is possible."""
+    """Data ready to be sent; the buffers are the caller's own memory where possible."""
 
     manifest: Manifest
     buffers: list[memoryview]
@@ -70,14 +70,14 @@ def pack(data: InlineData) -> PackedData:
 
 
 async def upload(connection: Connection, packed: PackedData) -> None:
-    """Store the blob with the coordinator; sends only what it does not have yet."""
+    """Store the blob with the coordinator, unless it has it already."""
     await send(connection, packed.manifest, packed.buffers)
 
 
 async def send(
     connection: Connection, manifest: Manifest, content: Source | Sequence[memoryview]
 ) -> None:
-    """Send any blob whose manifest has its digest to the coordinator, as `upload` does."""
+    """Send a blob whose manifest has its digest to the coordinator, as `upload` does."""
     await connection.greet()
     header = pb.UploadDataHeader(digest=manifest.digest, manifest=to_proto(manifest))
     await push(
@@ -134,7 +134,8 @@ def _is_torch(value: object) -> bool:
 
 
 def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, list[memoryview]]:
-    """Largest elements first, as torch_codec does it, so that equal data have equal digests."""
+    """Return arrays as a manifest and their bytes, largest elements first as in torch_codec, so
+    that equal data have equal digests."""
     ordered = sorted(named.items(), key=lambda item: -item[1].itemsize)
     triples = ((name, array.dtype.name, array.shape) for name, array in ordered)
     manifest = build_manifest(triples, Purpose.DATA)
