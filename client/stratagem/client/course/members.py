@@ -1,6 +1,5 @@
-"""Derive from a run's events when each worker was a member of which party, why it left, and when
-the coordinator was away.
-"""
+"""Derive from a run's events when workers were members of its parties, why they left, and when the
+coordinator was away."""
 
 import re
 from collections import deque
@@ -23,13 +22,13 @@ class MemberInterval:
     rank: int
     """The rank in the first membership of the interval."""
     began_s: float
-    """Wall time."""
+    """The wall time of its beginning."""
     ended_s: float | None
-    """None: it is a member now."""
+    """The wall time of its end; None: the worker is still a member."""
     ending: str
     """The reason for the end, as a sentence; empty while the interval is open."""
     is_lost: bool
-    """The process has ended unasked, or was silent for too long."""
+    """The process died, or was silent for too long."""
     step: int | None = None
     """The number of steps that a process had applied when it died, if known."""
 
@@ -37,7 +36,7 @@ class MemberInterval:
 def members(events: Iterable[Event]) -> tuple[MemberInterval, ...]:
     """Return the intervals of membership of all parties of a run, in order of their beginning.
 
-    An interval goes on where the next membership has the same process.
+    An interval continues if the next membership has the same process.
     """
     folding = MembersFolding()
     for event in events:
@@ -136,17 +135,16 @@ _STEP: Final = re.compile(r"training step (\d{1,18})")
 
 
 def failed_step(activity: str) -> int | None:
-    """Return the step that an error was raised in, which its activity names; None: in none."""
+    """Return the step that the activity of an error names; None if it names none."""
     found = _STEP.search(activity)
     return int(found[1]) if found else None
 
 
 def failure_text(committed: int, activity: str = "", reached: int = 0, of: int = 0) -> str:
-    """Return "committed to step 40 of 100; failed in step 47".
+    """Return a text such as "committed to step 40 of 100; failed in step 47".
 
-    committed: steps that the newest commit has. activity: of the error, as it has journaled what it
-    was raised in. reached: the newest step that was told of, where it is known. of: steps that the
-    run was to have.
+    committed: the steps of the newest commit. activity: of the error, as journaled. reached: the
+    newest step that was reported, if known. of: the steps of the whole run.
     """
     steps = f"{committed:,} of {of:,}" if of else f"{committed:,}"
     begin = f"committed to step {steps}" if committed else "no step committed"
@@ -166,9 +164,9 @@ def failure_text(committed: int, activity: str = "", reached: int = 0, of: int =
 # leader. The outage may begin as early as the earlier event, so this is its greatest length.
 
 MIN_AWAY_S: Final = 2.0
-"""Shorter ones are not told: a busy machine stands still for as long."""
+"""The shortest outage that is reported: a busy machine may stand still for less."""
 MAX_OUTAGES: Final = 1000
-"""The newest ones are kept."""
+"""The number of outages that are kept, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +178,7 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """Return how long it was at most."""
+        """Return the greatest possible length of the outage."""
         return self.ended_s - self.began_s
 
 

@@ -1,6 +1,4 @@
-"""Derive the generations of a population from its events: scores, hyperparameters, copies and the
-winner.
-"""
+"""Derive the generations of a population from its events: scores, copies and the winner."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +16,12 @@ from stratagem.common.schema.json import JSON, thawed
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A stretch of one generation, in the past of a member's state."""
+    """A stretch of one generation in the past of a member's state."""
 
     generation: int
     member: int
     from_step: int
-    """Steps behind the state that it began from."""
+    """The number of steps of the state that it began from."""
     params: Mapping[str, Any]
     """The hyperparameters by dotted path of the job, such as "optimizer.lr"."""
     before: "Ancestor | None" = field(default=None, repr=False, compare=False)
@@ -37,16 +35,16 @@ class MemberInGeneration:
 
     member: int
     now: Ancestor
-    """This generation of itself."""
+    """The stretch of this generation."""
     score: float | None = None
-    """The value of the metric at the end; None: there is none, or the member has failed."""
+    """The value of the metric at the end; None: not yet known, or the member has failed."""
     is_scored: bool = False
-    """The generation is over for it."""
+    """The member has ended this generation."""
 
     @property
     def past(self) -> tuple[Ancestor, ...]:
-        """Return the past of its state, from the first generation on; the last one is this
-        generation of itself."""
+        """Return the past of its state from the first generation on, with this generation as the
+        last."""
         return tuple(_back_from(self.now))[::-1]
 
     @property
@@ -56,30 +54,30 @@ class MemberInGeneration:
 
     @property
     def parent(self) -> int:
-        """Return whose state it begins from: its own, unless it was replaced by a copy."""
+        """Return the member whose state it began from: itself, unless it was replaced by a copy."""
         return self.member if self.now.before is None else self.now.before.member
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One generation of the members that have come so far."""
+    """One generation with the members that have reached it."""
 
     number: int
     members: tuple[MemberInGeneration, ...]
     """The members in order of number."""
     best: int | None = None
-    """The member whose state is the commit of the generation; None: it is not closed."""
+    """The member whose state is the commit of the generation; None: the generation is open."""
     step: int = 0
     """The step of that commit."""
 
     def of(self, member: int) -> MemberInGeneration | None:
-        """Return a member in this generation, if it has come so far."""
+        """Return a member in this generation, if it has reached it."""
         return next((each for each in self.members if each.member == member), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The best member of the generations that are closed."""
+    """The best member of the closed generations."""
 
     generation: int
     member: int
@@ -88,24 +86,24 @@ class Winner:
     step: int
 
     def __str__(self) -> str:
-        """Return for example "member 3, optimizer.lr 0.031, score 0.94"."""
+        """Return a text such as "member 3, optimizer.lr 0.031, score 0.94"."""
         values = values_text(self.params)
         return ", ".join(filter(None, [f"member {self.member}", values, f"score {self.score:.4g}"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """All generations so far, and what follows from them."""
+    """All generations so far, with the winner, lineages and schedules."""
 
     metric: str
     """The metric by which members are compared, such as "test.accuracy"."""
     mode: str
-    """max or min: which values of it are better."""
+    """The better values of the metric: max or min."""
     generations: tuple[Generation, ...] = ()
 
     @property
     def best(self) -> Winner | None:
-        """Return the best member of the closed generations, of equal ones the first; None before
+        """Return the best member of the closed generations, the first of equal ones; None before
         there is one."""
         found: Winner | None = None
         for each in self.generations:
@@ -118,24 +116,25 @@ class Population:
         return found
 
     def lineage(self, member: int, generation: int | None = None) -> tuple[int, ...]:
-        """Return whose state a member's is, generation by generation; the last one is itself.
+        """Return the members whose states a member's state comes from, by generation, itself last.
 
-        generation: the member as it was in this one; unless given, in its newest one. KeyError when
-        there is none.
+        generation: the generation in which the member is meant, by default its newest one. Raises
+        KeyError if there is none.
         """
         return tuple(each.member for each in self._found(member, generation).past)
 
     def schedule(
         self, member: int, generation: int | None = None
     ) -> tuple[tuple[int, Mapping[str, Any]], ...]:
-        """Return (from step, hyperparameters) of all that a member's state was trained with.
+        """Return (from step, hyperparameters) of everything that a member's state was trained with,
+        including the past of states that it copied.
 
-        What it has copied is its past, too. generation: as in `lineage`.
+        generation: as in `lineage`.
         """
         return tuple((each.from_step, each.params) for each in self.past(member, generation))
 
     def past(self, member: int, generation: int | None = None) -> tuple[Ancestor, ...]:
-        """Return the stretches of a member's past in which it was trained under one setting.
+        """Return the stretches of a member's past, each trained with one setting.
 
         generation: as in `lineage`.
         """
@@ -160,9 +159,9 @@ class Population:
 
 
 def population(events: Iterable[Event], job: Mapping[str, Any]) -> Population:
-    """Return the generations of a population; none for a run that is no population.
+    """Return the generations of a population; none for other runs.
 
-    job: of the run, as its status has it: it names the metric.
+    job: of the run, as in its status; it names the metric.
     """
     folding = PopulationFolding(job)
     for event in events:
@@ -255,7 +254,7 @@ class PopulationFolding:
 
 
 def _strategy_of(job: Mapping[str, Any], party: str) -> Mapping[str, Any]:
-    """Return the strategy of a party, as far as the job says it."""
+    """Return the strategy of a party, as far as the job specifies it."""
     strategy = job.get("strategy") or {}
     for _ in filter(None, party.split("/")):
         strategy = (strategy.get("options") or {}).get("inner") or {}
@@ -269,8 +268,8 @@ def _back_from(ancestor: Ancestor | None) -> Iterator[Ancestor]:
 
 
 def _known_at(donor: Ancestor, step: int) -> Ancestor:
-    """Return what a copied state of this step comes from: its donor may have begun another
-    generation since."""
+    """Return the stretch that a copied state of this step comes from: its donor may have begun
+    another generation since."""
     return next(each for each in _back_from(donor) if each.from_step < step or not each.before)
 
 
@@ -282,10 +281,8 @@ def _generation(number: int, folding: PopulationFolding) -> Generation:
 
 
 def winner_text(run: RunStatus) -> str:
-    """Return the winner of a population, as "member 3, optimizer.lr 0.031, score 0.94".
-
-    "" for a run that is none, and before there is a winner.
-    """
+    """Return the winner of a population, as "member 3, optimizer.lr 0.031, score 0.94"; "" for
+    other runs, and before there is a winner."""
     best = next((commit for commit in run.commits if commit.is_best), None)
     if best is None or best.member is None:
         return ""
@@ -311,9 +308,9 @@ MAX_NAME: Final = 64
 def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
     """Return a job that ends with the state of the population's winner, to the bit.
 
-    job: of the population. It is the job of the first member of the winner's lineage, with the
-    hyperparameters and the seed of each later one from the step on at which it has copied. Raises
-    NotFoundError where there is no winner yet.
+    job: of the population. The new job is that of the first member of the winner's lineage, with
+    the hyperparameters and the seed of each later member from the step of its copy on. Raises
+    NotFoundError if there is no winner yet.
     """
     winner = found.best
     if winner is None:
@@ -337,6 +334,6 @@ def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
 
 
 def _trained(past: Sequence[Ancestor], last_step: int) -> list[Ancestor]:
-    """Return the stretches of a lineage that have trained at least a step."""
+    """Return the stretches of a lineage with at least one step."""
     ends = (*(each.from_step for each in past[1:]), last_step)
     return [each for each, end in zip(past, ends, strict=True) if each.from_step < end]

@@ -1,6 +1,6 @@
-"""This module holds the client's view of runs and workers as frozen values.
+"""Define the client's view of runs and workers as frozen values.
 
-It translates the messages of the coordinator; field names and units are those of
+They are read from messages of the coordinator; field names and units are those of
 coordinator.proto.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Phase(StrEnum):
-    """The phase of a run's life."""
+    """The phase of a run."""
 
     PENDING = "PENDING"
     PLACING = "PLACING"
@@ -40,7 +40,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The hyperparameters with which a member of a population has trained from a step on."""
+    """The hyperparameters of a population's member from a step on."""
 
     from_step: int
     values: Mapping[str, Any]
@@ -49,7 +49,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A state in the coordinator's store."""
+    """A committed state."""
 
     segment: int
     step: int
@@ -72,7 +72,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class UserError:
-    """An exception of the user's own code, as it was raised on a worker."""
+    """An exception that the user's own code raised on a worker."""
 
     type: str
     message: str
@@ -111,7 +111,7 @@ class RunStatus:
     submitted_by: str = ""
     """The submitter, such as "client alice" or "token ci"; empty without authentication."""
     pinned: bool = False
-    """It is kept until it is unpinned."""
+    """The run is kept until it is unpinned."""
 
     @property
     def seconds(self) -> float | None:
@@ -162,25 +162,25 @@ class Progress:
     num_segments: int
     strategy_phase: str
     grad_norm: float = 0.0
-    """2-norm of the latest step's gradient before clipping; 0 where none is known."""
+    """The 2-norm of the latest step's gradient before clipping; 0 if unknown."""
     num_skipped_steps: int = 0
-    """Steps since the run began that were not finite and changed nothing."""
+    """The number of steps so far that were not finite and changed nothing."""
     training_phase: str = ""
-    """Under phase training: FULL, PREDICT or CORRECT."""
+    """The phase of predicted gradients: FULL, PREDICT or CORRECT."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of the latest step, as its first member sees it."""
     reason: str = ""
     """The reason why a run without workers waits."""
     lr: float = 0.0
-    """Learning rate of the latest step's update; 0 where none is known."""
+    """The learning rate of the latest step's update; 0 if unknown."""
     epoch: float = 0.0
     """The number of passes over the rows; 0 if it is not defined."""
     elapsed_s: float = 0.0
-    """Since the run was submitted."""
+    """The time since the run was submitted."""
     eta_s: float | None = None
-    """Until the last step, at the pace of the last minute; None while there is no pace."""
+    """The time until the last step at the pace of the last minute; None if there is no pace."""
     may_end_early: bool = False
-    """eta_s is the most that is left."""
+    """The run may need less time than eta_s."""
     unit: str = "steps"
     """The unit of num_steps: steps, rounds or generations."""
     num_clients_rejected: int = 0
@@ -218,17 +218,17 @@ class RunBrief:
 
 @dataclass(frozen=True, slots=True)
 class RunsChange:
-    """Runs that have changed; the first ones of a subscription name all runs."""
+    """Runs that have changed; the first changes of a subscription name all runs."""
 
     runs: tuple[RunBrief, ...]
     deleted: tuple[str, ...]
     is_complete: bool
-    """All runs that there were at the beginning have been named."""
+    """All runs that existed at the beginning have been named."""
     time_s: float
-    """The coordinator's clock."""
+    """The time by the coordinator's clock."""
     is_first: bool = False
-    """The subscription begins with this one, also anew: what is not named up to the first complete
-    one is gone."""
+    """A subscription begins here, or begins again: runs that are not named up to the first complete
+    change no longer exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class LogLine:
     level: str
     text: str
     line: int = 0
-    """Number of the line in the log, from 0."""
+    """The number of the line in the log, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Worker:
     address: str
     is_alive: bool
     silent_s: float
-    """Seconds since its last heartbeat, also of one that is lost, as far as a coordinator led."""
+    """The seconds since its last heartbeat while a coordinator led, also of a lost worker."""
     device: str
     device_name: str
     memory_bytes: int
@@ -268,19 +268,19 @@ class Worker:
     """The code that jobs may bring to it: "none", "signed", "digests", "any", or empty if unknown.
     """
     tunnelled: bool = False
-    """It is reached through connections of its own, has no address, and other workers do not reach
-    it."""
+    """The worker has no address: the coordinator reaches it through the worker's connections, and
+    other workers cannot reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedWorker:
-    """A worker that has asked to be registered, again and again, and is refused."""
+    """A worker that keeps asking for registration and is refused."""
 
     worker_id: str
     address: str
     reason: str
     silent_s: float
-    """Seconds since it last asked."""
+    """The seconds since it last asked."""
     num_times: int
     is_alive: bool = False
     is_refused: bool = True
@@ -376,8 +376,7 @@ def _commit(info: pb.CommitInfo) -> Commit:
 
 
 def _read(kind: type[T], *messages: Message, **own: Any) -> T:
-    """Return the value whose fields are those that the messages have under the same names, and
-    `own`."""
+    """Return the value whose fields are those of the messages with the same names, and `own`."""
     for name in (each.name for each in fields(cast(Any, kind)) if each.name not in own):
         found = next(getattr(message, name) for message in messages if hasattr(message, name))
         match found:
@@ -400,7 +399,7 @@ ENDS: Final = frozenset({"RunCompleted", "StoppedEarly", "RunCancelled", "RunFai
 
 
 def number(value: Any) -> float:
-    """Return a number of a payload; text such as "NaN" or "-Infinity" and null are read, too."""
+    """Return a number of a payload; null and texts such as "NaN" or "-Infinity" are accepted."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):
@@ -419,7 +418,7 @@ def party_of(event: Event) -> str:
 
 
 def undone_from(event: Event) -> int | None:
-    """Return the segment behind which this event undoes all that has happened, if it does."""
+    """Return the last segment that stays if this event returns to an earlier commit."""
     if event.kind != "RunResumed":
         return None
     segment = event.payload.get("from_segment")
@@ -427,7 +426,7 @@ def undone_from(event: Event) -> int | None:
 
 
 def ended_by(status: Any) -> str:
-    """Return how a process ended, as "SIGKILL" or "exit status 3"; "" when not observed."""
+    """Return how a process ended, as "SIGKILL" or "exit status 3"; "" if unknown."""
     if not isinstance(status, int):
         return ""
     if status >= 0:

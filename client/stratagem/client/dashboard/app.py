@@ -1,6 +1,5 @@
-"""Page serves the dashboard as an ASGI application, in which every route makes one or two calls of
-the client.
-"""
+"""Serve the dashboard as an ASGI application, in which every route makes one or two calls of the
+client."""
 
 import asyncio
 import time
@@ -88,7 +87,7 @@ class Page:
     """The routes of the page, over one client of the coordinator."""
 
     def __init__(self, settings: PageSettings, client: AsyncClient, asking: AsyncClient) -> None:
-        """asking: what the banner asks with, which waits less than `client`."""
+        """Make the routes. asking: the client of the banner, which waits less than `client`."""
         self._settings, self._client, self._asking = settings, client, asking
         self._watch, self._books = CoordinatorWatch(asking), RunBooks(client)
         self._runs = RunsWatch(client)
@@ -169,8 +168,8 @@ class Page:
         return _json([*await client.workers(), *await client.refused_workers()])
 
     async def panels(self, request: Request) -> Response:
-        """Return the pictures of a run, drawn for a width, each with the table of its numbers: of
-        the events that could be read in a while, where there are many."""
+        """Return the pictures of a run for a width, each with a table of its numbers; of a long
+        run, those of the events that could be read in time."""
         run_id = request.query_params.get("run", "")
         view = _view(request)
         draw = partial(drawn, view=view)
@@ -178,7 +177,8 @@ class Page:
         return Response(text, media_type="application/json")
 
     async def compare(self, request: Request) -> Response:
-        """Return the curves of several runs in one picture each, and in what their jobs differ."""
+        """Return the curves of several runs in common pictures, and the differences of
+        their jobs."""
         ids = list(dict.fromkeys(request.query_params.get("runs", "").split(",")))
         check_compared(ids)
         view = _view(request)
@@ -272,7 +272,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def answered(handler: Handler) -> Handler:
-    """Return a handler that answers errors of the client with their sentence."""
+    """Return a handler that answers errors of the client with their messages."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -314,33 +314,32 @@ async def _body(request: Request) -> bytes:
 
 
 def drawn(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
-    """Return the pictures of a run as the page takes them, and of how many of its events they
-    are."""
+    """Return the pictures of a run in the form for the page, with the number of their events."""
     pictures = pictures_of(panels_of(run, view), width, view)
     return as_json({**extent([run]), "panels": pictures})
 
 
 def drawn_alone(run: ReportedRun, width: int, name: str) -> str:
-    """Return one picture of a run as a file of its own; "" where it has none of the name."""
+    """Return one picture of a run as a file; "" if it has none of this name."""
     panel = next((each for each in panels_of(run) if each.name == name), None)
     return "" if panel is None else panel.draw(width).svg_file
 
 
 def extent(runs: Sequence[ReportedRun]) -> dict[str, int]:
-    """Return how many events of runs are read, and how many there are."""
+    """Return the number of events of runs that are read, and of all."""
     read = [run.course.num_events for run in runs]
     there = [run.status.event_index + 1 for run in runs]
     return {"num_read": sum(read), "num_events": sum(map(max, read, there))}
 
 
 def panels_of(run: ReportedRun, view: CurveView = WHOLE) -> list[Panel]:
-    """Return what the page shows of a run, in order."""
+    """Return the panels of a run on the page, in order."""
     curves = curve_panels(run, view.steps(run.status.step))
     return [*curves, *strategy_panels(run), time_line_panel(run)]
 
 
 def pictures_of(panels: Sequence[Panel], width: int, view: CurveView) -> list[dict[str, Any]]:
-    """Return pictures for a width, each with the table of its numbers."""
+    """Return pictures for a width, each with a table of its numbers."""
     pictures = [
         (panel, panel.drawn(view.width_of(at, len(panels), width), log=view.log))
         for at, panel in enumerate(panels)

@@ -1,4 +1,4 @@
-"""Serves the page: in this process until it is stopped, or in a thread beside other work."""
+"""Serve the page, in this process until it is stopped, or in a thread beside other work."""
 
 import logging
 import secrets
@@ -86,7 +86,7 @@ class PageServer:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Serve from a thread. Raises UnavailableError when it cannot begin."""
+        """Serve from a thread. Raises UnavailableError if it cannot begin."""
         thread = threading.Thread(target=self.serve, name="page", daemon=True)
         thread.start()
         while not self._server.started and thread.is_alive():
@@ -101,7 +101,7 @@ class PageServer:
 
 
 class _Server(uvicorn.Server):
-    """Ends what goes on before it waits for that."""
+    """A server that ends open streams before it waits for them."""
 
     def __init__(self, gate: PageGate, options: PageOptions) -> None:
         self._gate = gate
@@ -126,7 +126,7 @@ class _Server(uvicorn.Server):
 
 
 def _named_in(path: Path) -> tuple[str, ...]:
-    """Return the hosts that a certificate names, patterns left out."""
+    """Return the hosts in a certificate, without patterns."""
     from cryptography import x509
 
     own = certificates_in("--page-tls-cert", path)[0]
@@ -135,7 +135,8 @@ def _named_in(path: Path) -> tuple[str, ...]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there. Raises UnavailableError where that cannot be."""
+    """Return a socket that listens at the address. Raises UnavailableError if that is
+    impossible."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host.strip("[]"), port), family=family)

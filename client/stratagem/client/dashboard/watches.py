@@ -29,9 +29,9 @@ from stratagem.common.base.errors import (
 # The coordinator is asked for its health at intervals, for the banner of the page.
 
 ASK_PAUSE_S: Final = 2.0
-"""Between two questions to the coordinator."""
+"""The time between two questions to the coordinator."""
 ANSWER_S: Final = 5.0
-"""A coordinator that takes longer is away."""
+"""The time after which a silent coordinator counts as away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,14 @@ class CoordinatorHealth:
     """The state of the coordinator that the banner of the page shows."""
 
     state: str = "connecting"
-    """live, away, standby, denied, version, connecting, or broken: of the page itself."""
+    """One of live, away, standby, denied, version, connecting, or broken (the page itself has
+    failed)."""
     why: str = ""
 
 
 class CoordinatorWatch:
-    """Asks the coordinator at intervals whether it answers; all tabs hear when that changes."""
+    """A task that asks the coordinator at intervals whether it answers, and tells all tabs of
+    changes."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
@@ -58,11 +60,11 @@ class CoordinatorWatch:
 
     @property
     def trouble(self) -> str:
-        """Return what went wrong in asking just now."""
+        """Return the latest failure of the watch itself."""
         return self._followed.trouble
 
     def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Ask at intervals; tell: is called when the state changes."""
+        """Ask at intervals; tell: called when the state changes."""
         return self._followed.looked_at(tell)
 
     async def _follow(self) -> bool:
@@ -99,7 +101,7 @@ class CoordinatorWatch:
 
 
 def state_of(error: StratagemError) -> str:
-    """Return the word of the banner for a call that has failed."""
+    """Return the banner's word for a call that failed."""
     match error:
         case StandbyError():
             return "standby"
@@ -117,13 +119,13 @@ def state_of(error: StratagemError) -> str:
 # status.
 
 KEPT: Final = 500
-"""Events that are kept for tabs; one that is behind them reads on by itself."""
+"""The number of events that are kept for tabs; a tab that is further behind reads by itself."""
 PROGRESS_S: Final = 0.25
-"""Between two messages of progress: more of them nobody can read."""
+"""The time between two messages of progress; nobody could read more."""
 STATUS_S: Final = 2.0
 """The time for which a status is reused while nothing happens to the run."""
 STATUS_PAUSE_S: Final = 0.5
-"""Between two questions for the status, whoever asks."""
+"""The time between two questions for the status, whoever asks."""
 
 
 class RunWatch:
@@ -132,16 +134,16 @@ class RunWatch:
     def __init__(self, run: AsyncRun) -> None:
         self.run = run
         self.is_ready = False
-        """The coordinator has said how many events there are."""
+        """The coordinator has reported the number of events."""
         self.next = 0
-        """The event that comes next."""
+        """The index of the next event."""
         self.progress, self.num_progress = b"", 0
-        """The latest progress, empty where none is known of the run as it is, and how many there
-        were."""
+        """The latest progress, empty if none is known of the present run, and the number of
+        messages so far."""
         self.ended_at = -1
-        """The event that would come next after the end of the run; -1: it has not ended."""
+        """The index after the event that ended the run; -1: it has not ended."""
         self.gone = b""
-        """Says that there is no such run."""
+        """The message that the run does not exist."""
         self._kept: deque[tuple[Event, bytes]] = deque()
         self._followed = Followed(
             f"run {run.run_id}", self._follow, self._begin, self._forget_progress
@@ -155,12 +157,12 @@ class RunWatch:
 
     @property
     def is_followed(self) -> bool:
-        """Return whether a tab looks at the run."""
+        """Return whether a tab shows the run."""
         return self._followed.is_on
 
     @property
     def trouble(self) -> str:
-        """Return what went wrong in following the run just now."""
+        """Return the latest failure in following the run."""
         return self._followed.trouble
 
     @property
@@ -173,13 +175,13 @@ class RunWatch:
         return self._kept[index - self.first][1]
 
     def events_from(self, index: int) -> list[Event]:
-        """Return the events from one on, where they are kept; none where some are not."""
+        """Return the events from one on if they are kept; none if some are not."""
         if not (self.is_followed and self.is_ready and self.first <= index < self.next):
             return []
         return [event for event, _ in islice(self._kept, index - self.first, None)]
 
     def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Follow the run; tell: is called when something has happened."""
+        """Follow the run; tell: called when something has happened."""
         return self._followed.looked_at(tell)
 
     def _begin(self) -> None:
@@ -187,7 +189,7 @@ class RunWatch:
         self.changed()  # nobody has heard what happened meanwhile
 
     async def status(self) -> RunStatus:
-        """Return how the run stands now: asked once for all who want to know it at a time."""
+        """Return the present status of the run; concurrent callers share one request."""
         async with self._asking:
             now_s = time.monotonic()
             is_current = self.is_followed and self.is_ready
@@ -201,7 +203,7 @@ class RunWatch:
             return status
 
     def changed(self) -> None:
-        """Ask for the status again when it is wanted: something was done to the run."""
+        """Request the status again when it is needed, because a caller has changed the run."""
         self._num_changes += 1
 
     async def _follow(self) -> bool:
@@ -216,7 +218,7 @@ class RunWatch:
         return True
 
     async def _follow_to_the_end(self) -> None:
-        """Follow the run to its end, and wait until something more happens to it."""
+        """Follow the run to its end, then wait for further events."""
         newest = (await self.run.status()).event_index
         if not self.is_ready or newest + 1 < self.next:  # the latter is another run of the name
             self._kept.clear()
@@ -259,7 +261,7 @@ class RunWatch:
         self._followed.tell()
 
     def _forget_progress(self) -> None:
-        """Tell nobody what was measured until now: it is of a run that went on."""
+        """Forget the progress of a run that continues from a commit."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._latest, self.progress = None, None, b""
@@ -272,7 +274,7 @@ class RunWatch:
 MAX_RUNS: Final = 200
 """The most runs in one message."""
 MAX_DELETED: Final = 1000
-"""Deleted runs that are remembered for tabs which have not been told."""
+"""The number of deleted runs that are remembered for tabs."""
 
 
 @dataclass(slots=True)
@@ -298,15 +300,15 @@ class RunsWatch:
 
     @property
     def trouble(self) -> str:
-        """Return what went wrong in following the runs just now."""
+        """Return the latest failure in following the runs."""
         return self._followed.trouble
 
     def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Follow all runs; tell: is called when something has happened."""
+        """Follow all runs; tell: called when something has happened."""
         return self._followed.looked_at(tell)
 
     def news(self, seen: ToldRuns) -> list[bytes]:
-        """Return what a tab has not been told, as messages."""
+        """Return the changes that a tab has not been sent, as messages."""
         is_first = seen.subscription != self._subscription
         since = 0 if is_first else seen.num_changes
         changed: list[tuple[str, str]] = []
@@ -358,7 +360,7 @@ class RunsWatch:
         self._followed.tell()
 
     def _begin(self) -> None:
-        """Forget all runs: the coordinator names them again."""
+        """Forget all runs, because the coordinator names them again."""
         self._runs.clear()
         self._subscription += 1
         self._num_changes, self._is_complete = 0, False
@@ -369,7 +371,7 @@ class RunsWatch:
 # A subscription runs in one task, while a tab looks at it.
 
 RETRY_S: Final = 2.0
-"""Before the coordinator is asked again for what it has refused, or for a run that has ended."""
+"""The time before a refused request is repeated, or an ended run is looked at again."""
 TROUBLE_S: Final = 15.0
 """The time for which tabs are told of a failure, longer than until their next beat."""
 
@@ -381,8 +383,8 @@ def nothing() -> None:
 
 
 class Followed:
-    """Something that is followed in one task, for all who look at it. Whatever goes wrong in it, it
-    is begun again."""
+    """A subscription that one task follows for all its users, and begins again after any
+    failure."""
 
     def __init__(
         self,
@@ -391,8 +393,9 @@ class Followed:
         begin: Callable[[], None] = nothing,
         end: Callable[[], None] = nothing,
     ) -> None:
-        """what: for the log. follow: returns True to be called again, False when there is nothing
-        more to follow. begin, end: called before the first one looks, and after the last."""
+        """Begin without users. what: its name in the log. follow: returns True to be called again,
+        False when there is nothing more to follow. begin, end: called before the first user comes,
+        and after the last has left."""
         self._what, self._follow, self._begin, self._end = what, follow, begin, end
         self._readers: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -400,17 +403,17 @@ class Followed:
 
     @property
     def is_on(self) -> bool:
-        """Return whether somebody looks."""
+        """Return whether there are users."""
         return self._task is not None
 
     @property
     def trouble(self) -> str:
-        """Return what went wrong just now that nobody had thought of; "" where nothing did."""
+        """Return the latest unexpected failure; "" without one."""
         return self._why if time.monotonic() - self._failed_s < TROUBLE_S else ""
 
     @contextmanager
     def looked_at(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Follow; tell: is called when something has happened."""
+        """Follow the subscription; tell: called when something has happened."""
         self._readers.append(tell)
         if self._task is None:
             self._begin()
@@ -425,7 +428,7 @@ class Followed:
                 self._end()
 
     def tell(self) -> None:
-        """Tell all who look that something has happened."""
+        """Tell all users that something has happened."""
         for tell in self._readers:
             tell()
 

@@ -52,7 +52,7 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class ClientCell:
-    """One client as it is shown."""
+    """One client in the grid."""
 
     name: str
     state: str
@@ -94,7 +94,7 @@ def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) ->
 
 
 def _table(cells: Sequence[ClientCell]) -> NumberTable:
-    """Return the same numbers; the bench has a column where somebody sits on it."""
+    """Return the numbers of the grid, with a column for the bench if a client is benched."""
     has_bench = any(cell.benched_until for cell in cells)
     heads = (
         "client",
@@ -118,7 +118,7 @@ def _table(cells: Sequence[ClientCell]) -> NumberTable:
 
 
 def _size(count: int, width: int) -> float:
-    """Return the side of a cell: as large as suits the number of clients."""
+    """Return the side of a cell, which depends on the number of clients."""
     return next((s for s in (64.0, 48.0, 34.0, 24.0) if count * s * s <= width * 300), 14.0)
 
 
@@ -175,24 +175,24 @@ MIN_PIXELS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RoundBar:
-    """One round as it is shown."""
+    """One round in the plots."""
 
     number: int
     loss: float
     counts: dict[str, int]
-    """Clients by state."""
+    """The number of clients by state."""
     num_needed: int | None = None
     seconds: float | None = None
-    """None: it is open."""
+    """The length of the round; None: it is open."""
     deadline: float | None = None
-    """Seconds after its beginning."""
+    """The deadline in seconds after its beginning."""
 
 
 def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture:
     """Return three plots above each other with one axis of rounds.
 
-    Of more rounds than there is room for, several share a column: of losses it has the last one and
-    their range, of clients the mean number, of times the longest.
+    If there is not enough room, several rounds share a column, which has the last loss and the
+    range of losses, the mean number of clients, and the longest time.
     """
     present = [state for state in COLOURS if any(bar.counts.get(state) for bar in bars)]
     signs = [(line_sign("s1"), "loss")]
@@ -254,7 +254,7 @@ def _named(box: Box, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The rounds that are drawn in one place."""
+    """The rounds that are drawn in one column."""
 
     number: float
     name: str
@@ -263,15 +263,15 @@ class _Column:
     low: float
     high: float
     counts: dict[str, float]
-    """Clients by state, of one round in the mean."""
+    """The mean number of clients by state."""
     num_needed: int | None
-    """The greatest one, as those that follow."""
+    """The greatest number, as for the following fields."""
     seconds: float | None
     deadline: float | None
 
 
 def _columns(bars: Sequence[RoundBar], size: int) -> list[_Column]:
-    """Return the rounds, so many in each column."""
+    """Return the rounds in groups of so many for each column."""
     return [_column(bars[at : at + size]) for at in range(0, len(bars), max(size, 1))]
 
 
@@ -379,7 +379,8 @@ def histogram(
     width: int = 360,
     height: int = 194,
 ) -> Picture:
-    """Return a bar for each range of values; name: what they are. Those not finite are left out."""
+    """Return a bar for each range of values; name: of the values. Values that are not finite are
+    left out."""
     known = np.asarray(values, np.float64)  # there may be millions
     finite = np.sort(known[np.isfinite(known)])
     edges = _edges(finite)
@@ -421,7 +422,7 @@ def histogram(
 
 
 def _edges(finite: Floats) -> list[float]:
-    """Return the ends of ranges of one round width that hold all values."""
+    """Return the ends of ranges of one round width that include all values."""
     if not len(finite):
         return [0.0, 1.0]
     low, high = float(finite[0]), float(finite[-1])

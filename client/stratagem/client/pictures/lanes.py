@@ -44,15 +44,15 @@ MAX_ROWS = 1000
 MIN_NAME_HEIGHT = 13.0
 MAX_NAME = 150.0
 MAX_BARS = 400
-"""Elements that a browser reads and draws without its user noticing."""
+"""The number of elements that a browser reads and draws without delay."""
 THIN_PIXELS = 2
-"""The least that is drawn of a bar. Of more than MAX_BARS, bars of up to twice that share one
-element in each lane and colour, and those in one column of so many pixels are one."""
+"""The least width of a bar. If there are more than MAX_BARS, bars of up to twice this width share
+one element in each lane and colour, and those in one column of so many pixels are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stretch of time in a lane; as long as nothing, a mark."""
+    """A stretch of time in a lane; without length it is a mark."""
 
     lane: int
     start: float
@@ -63,15 +63,13 @@ class Bar:
     inside: str = ""
     """The text inside the bar, if there is room."""
     ending: str = ""
-    """A sign at its end, such as ✕."""
+    """The sign at its end, such as ✕."""
     count: int = 1
 
 
 def merged(bars: Sequence[Bar], x: Axis) -> list[Bar]:
-    """Return the bars, those of a lane and a colour in one that are too narrow to be told apart.
-
-    However many there are, no more are left than a lane has pixel columns.
-    """
+    """Return the bars, with those of a lane and a colour merged that are too narrow to be told
+    apart. No more are left than a lane has columns of pixels."""
     pixel = (x.high - x.low) / (x.end - x.start)
     open_: dict[tuple[int, str], Bar] = {}
     done: list[Bar] = []
@@ -91,8 +89,8 @@ def merged(bars: Sequence[Bar], x: Axis) -> list[Bar]:
 
 
 def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
-    """Return whether two bars are too close, and one too narrow, to be told apart; or one lies on
-    the other."""
+    """Return whether two bars are too close and too narrow to be told apart, or lie on each
+    other."""
     if before.ending or bar.start - before.end >= pixel:
         return False
     is_covered = bar.end - before.end < pixel or bar.start - before.start < pixel
@@ -100,7 +98,8 @@ def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
 
 
 def _told_apart(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]]]:
-    """Return the bars that are drawn alone, and thin ones by lane and colour where all are many."""
+    """Return the bars that are drawn alone, and thin ones by lane and colour if there are very
+    many."""
     wide: list[Bar] = []
     thin: dict[tuple[int, str], list[Bar]] = {}
     for bar in bars:
@@ -138,10 +137,8 @@ def lanes(
     form: Callable[[float], str] = duration,
     unit: str = "",
 ) -> tuple[str, int]:
-    """Return the content and the height of a picture with one lane per name.
-
-    end: of the time that is shown, from 0 on.
-    """
+    """Return the content and the height of a picture with one lane per name. end: of the time axis,
+    which begins at 0."""
     names, bars = _in_rows(names, bars)
     room = min(max((width_of(name) for name in names), default=0) + 16, MAX_NAME, width * 0.3)
     shown, top = legend(signs, 8, width)
@@ -161,7 +158,7 @@ def lanes(
 
 
 def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], Sequence[Bar]]:
-    """Return no more lanes than a picture has rows, each with the first name in it."""
+    """Return at most as many lanes as a picture has rows, each with the first name in it."""
     num_lanes = len(names)
     if num_lanes <= MAX_ROWS:
         return names, bars
@@ -223,7 +220,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Return how long it took, or all of them did."""
+        """Return the duration, of several activities the total."""
         return self.end - self.start if self.lasted is None else self.lasted
 
 
@@ -274,10 +271,10 @@ class Stay:
 
     worker: str
     party: str
-    """Whose member it was, or what it did; "" is the whole run."""
+    """The party of the member, or its task; "" is the whole run."""
     start: float
     end: float | None
-    """None: it is one now."""
+    """The end; None: the worker is still a member."""
     ending: str = ""
     is_lost: bool = False
     task: str = ""
@@ -288,7 +285,7 @@ AWAY: Final = "coordinator away"
 
 
 def away_text(seconds: float) -> str:
-    """Return how long the coordinator was away, in words."""
+    """Return a text about how long the coordinator was away."""
     return f"{AWAY}, {duration(seconds)} at most"
 
 
@@ -300,9 +297,9 @@ def members(
     aways: Sequence[tuple[float, float]] = (),
     width: int = 720,
 ) -> Picture:
-    """Return a lane for each worker, and further ones below it for what it did at the same time;
-    parties have colours of their own. now: the time until which those are drawn that have not
-    ended. aways: from when until when the coordinator was away, in a lane of its own above."""
+    """Return a lane for each worker, with further ones below it for simultaneous work; parties have
+    colours of their own. now: the end of stays that have not ended. aways: when the coordinator was
+    away, in a lane of its own above."""
     in_order = sorted(stays, key=lambda each: (natural(each.worker), each.start, each.party))
     names, places = _placed(in_order, now)
     parties = sorted({stay.party for stay in stays}, key=natural)
@@ -355,8 +352,8 @@ def _short(span: tuple[float, float]) -> str:
 
 
 def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
-    """Return the names of lanes and the lane of each stay: the first one of its worker that is
-    free. stays: by worker, then in order of time."""
+    """Return the names of lanes and the lane of each stay: the first free one of its worker. stays:
+    by worker, then in order of time."""
     names: list[str] = []
     free: list[float] = []
     """The time from which each lane of the worker is free."""
@@ -396,7 +393,7 @@ class DecisionMark:
 def decisions(
     marks: Sequence[DecisionMark], *, title: str, end: float, width: int = 720
 ) -> Picture:
-    """Return a mark for each decision. end: of the time that is shown."""
+    """Return a mark for each decision. end: of the time axis."""
     kinds = list(dict.fromkeys(mark.kind for mark in marks))
     bars = [
         Bar(

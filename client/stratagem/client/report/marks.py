@@ -13,7 +13,7 @@ MAX_MARKS: Final = 4096
 """The number of marks of one kind in one lane, more than a picture has columns; at twice as many,
 marks that no picture can tell apart are merged."""
 MAX_LANES: Final = 12
-"""Parties that have a lane of their own; more share one."""
+"""The most parties with a lane of their own; more share one."""
 _TRAINING: Final = "training"
 _INSTANTS: Final = {
     "MembersFormed": ("members", "members formed"),
@@ -24,7 +24,7 @@ _INSTANTS: Final = {
     "UpdateRejected": ("rounds", "update rejected"),
     "GenerationClosed": ("generations", "generation closed"),
 }
-"""Lane and words, by kind of event."""
+"""The lane and the text by kind of event."""
 
 
 COORDINATOR: Final = "coordinator"
@@ -89,7 +89,7 @@ class TimeMarks:
 
 
 def merged(spans: Iterable[Span], column_s: float) -> list[Span]:
-    """Return marks of a kind and a lane, those in one that lie within a column, or overlap."""
+    """Return marks of one kind and lane, merged if they overlap or lie within one column."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, each.end)):
         before = found[-1] if found else None

@@ -1,6 +1,6 @@
 """Read the contents of a run's pictures from its events, one by one.
 
-A run that continues is read on: no event is read twice, and none is kept.
+Reading can continue with later events: no event is read twice, and none is kept.
 """
 
 import math
@@ -43,7 +43,7 @@ class Decision:
     """A decision that a strategy has noted."""
 
     after_s: float
-    """The beginning of the run."""
+    """The time since the beginning of the run."""
     party: str
     kind: str
     """The kind, as the strategy names it."""
@@ -68,11 +68,11 @@ class PartyCourse:
         self.failure = ""
         """The reason for the party's failure, as a sentence."""
         self.reached: list[tuple[float, int]] = []
-        """Wall time and step of the ends of segments; neither ever decreases."""
+        """The wall times and steps of the ends of segments; neither ever decreases."""
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return what was measured, by name of the metric."""
+        """Return the measured values, by name of the metric."""
         return self._lines.lines
 
     @property
@@ -87,7 +87,7 @@ class PartyCourse:
 
     @property
     def client_times(self) -> Sequence[float]:
-        """Return the seconds that updates of the clients of a federation have taken."""
+        """Return the seconds of all updates of a federation's clients."""
         return self._rounds.times
 
     def fold(self, event: Event) -> None:
@@ -118,14 +118,14 @@ class RunCourse:
     """The course of a run, for its pictures."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
-        """job: of the run, as its status has it."""
+        """Begin without events. job: of the run, as in its status."""
         self._job = job
         self.num_events = self.num_returns = 0
-        """Those that were read, and how many of them have gone back to an earlier commit."""
+        """The number of events that were read, and of those that returned to an earlier commit."""
         self.began_s: float | None = None
-        """Wall time of the first event; None: there is none yet."""
+        """The wall time of the first event; None: there is none yet."""
         self.newest_s = 0.0
-        """Wall time of the newest event."""
+        """The wall time of the newest event."""
         self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
         """The parties by path, in order of first mention; "" is the root."""
         self.members = MembersFolding()
@@ -145,13 +145,13 @@ class RunCourse:
         return course
 
     def take(self, events: Iterable[Event]) -> None:
-        """Read on, with the events that follow those that were read."""
+        """Read the events that follow those that were read."""
         for event in events:
             self._fold(event)
 
     @property
     def root(self) -> PartyCourse:
-        """Return what has happened in the party that is the whole run."""
+        """Return the course of the party that is the whole run."""
         return self.parties[""]
 
     def _fold(self, event: Event) -> None:
@@ -189,14 +189,14 @@ class RunCourse:
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """A run as it is shown."""
+    """A run with everything that is shown of it."""
 
     status: RunStatus
     course: RunCourse
     history: Mapping[str, StepSeries] = field(default_factory=dict)
     """The step history by series; without it curves have one value for each segment."""
     events: Sequence[Event] = ()
-    """All of them, for a report; pictures need none."""
+    """All events, for a report; pictures need none."""
 
     @classmethod
     def of(
@@ -239,12 +239,12 @@ _UNITS: Final[Mapping[str, str]] = {
 
 
 def committed_step(status: RunStatus) -> int:
-    """Return how many steps the newest commit of a run has."""
+    """Return the number of steps of the newest commit."""
     return max((each.step for each in status.commits if each.member is None), default=0)
 
 
 def progress_text(status: RunStatus) -> str:
-    """Return how far a run is, as "12 of 30 rounds"; "" where it is not known."""
+    """Return a run's progress as text, such as "12 of 30 rounds"; "" if it is not known."""
     unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
     if status.phase == "FAILED" and unit == "steps":
         activity = status.error.activity if status.error is not None else ""
@@ -253,7 +253,7 @@ def progress_text(status: RunStatus) -> str:
 
 
 def time_text(time_s: float) -> str:
-    """Return a time as "2026-11-23 08:15:00 UTC": the same wherever it is read."""
+    """Return a time as "2026-11-23 08:15:00 UTC", independent of the reader's time zone."""
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
@@ -264,24 +264,24 @@ def time_text(time_s: float) -> str:
 _TRAIN = "train.loss"
 _RATE = "train.lr"
 _COUNTED = ("train.loss_", "stop.", "plateau.", "train.skipped_steps")
-"""Metrics that are no curve: spreads, and what the coordinator counts on."""
+"""The prefixes of metrics without a curve: spreads, and numbers that the coordinator counts on."""
 
 _GRAD_NORM = "train.grad_norm"
 _OWN = ("train.", "time.")
-"""Beginnings of the names of a run's own series: those of its parts begin with the part."""
+"""The prefixes of a run's own series; those of its parts begin with the part."""
 RECORDED = ("train.*", "time.rows_per_s")
-"""Series of the step history that have a curve."""
+"""The series of the step history that have a curve."""
 
 MAX_POINTS = 4096
 """The most points of one line, more than a picture has columns; longer lines are cut into rows."""
 MAX_PARTS = 16
-"""Stages, nodes and replicas of a party whose steps are asked for."""
+"""The most stages, nodes or replicas of a party whose steps are read."""
 _OF_STAGES = ("busy_s", "span_s", "memory_bytes")
 
 
 def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the series and the parties whose steps the pictures of a run with this job show: its
-    own, and those of the stages of its pipeline, of its nodes or of its replicas."""
+    """Return the series and the parties that the pictures of a run with this job show: its own, and
+    those of its pipeline's stages, its nodes or its replicas."""
     strategy = job.get("strategy") or {}
     aggregation = (strategy.get("aggregation") or {}).get("method")
     if num_replicas_apart(strategy):
@@ -299,7 +299,7 @@ def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def num_replicas_apart(strategy: Mapping[str, Any]) -> int:
-    """Return how many replicas take local steps under this strategy; 0: none do."""
+    """Return the number of replicas that take local steps under this strategy."""
     takes_them = (strategy.get("options") or {}).get("local_steps") is not None
     is_theirs = strategy.get("type") == "DataParallel" and takes_them
     return int(strategy.get("num_replicas") or 0) if is_theirs else 0
@@ -309,8 +309,8 @@ class LinesFolding:
     """The metrics of a party's segments and rounds while the events of its run are read; a round's
     step is its number.
 
-    What a resumption from an earlier commit has undone is left out. Values of training are lines,
-    those of evaluations dots.
+    Segments that a resumption from an earlier commit has undone are left out. Values of training
+    are lines, those of evaluations dots.
     """
 
     def __init__(self, party: str = "") -> None:
@@ -358,7 +358,7 @@ class LinesFolding:
 
 
 def num_nodes(job: Mapping[str, Any]) -> int:
-    """Return how many nodes gossip in a run of this job; 0: there are none."""
+    """Return the number of gossiping nodes in a run of this job."""
     strategy = job.get("strategy") or {}
     gossips = (strategy.get("aggregation") or {}).get("method") == "Decentralized"
     return int(strategy.get("num_replicas") or 0) if gossips else 0
@@ -367,9 +367,10 @@ def num_nodes(job: Mapping[str, Any]) -> int:
 def with_history(
     lines: Mapping[str, Line], history: Mapping[str, StepSeries], nodes: int = 0
 ) -> dict[str, Line]:
-    """Return the lines with every step of those series of the party itself that were recorded.
+    """Return the lines, with every step of the party's recorded series in their place.
 
-    nodes: that gossip. The loss of a step is then the plain mean of theirs, where all are known.
+    nodes: the number of gossiping nodes. The loss of a step is then the plain mean over all nodes,
+    if all are known.
     """
     own = {
         name: recorded_line(name, series)
@@ -389,7 +390,7 @@ def with_history(
 
 def mean_line(name: str, of_each: Sequence[StepSeries]) -> Line | None:
     """Return the plain mean of series at the steps that all of them have, with a band from the
-    least to the greatest value of any; None where there are none."""
+    least to the greatest value; None if there are no such steps."""
     if not of_each:
         return None
     common = reduce(np.intersect1d, [series.step for series in of_each])
@@ -438,7 +439,7 @@ def _with_band(line: Line, lines: Mapping[str, Line]) -> Line:
 
 
 def _few(steps: Ints, values: Floats) -> Columns:
-    """Return values as rows that keep the last, the least and the greatest of those in each."""
+    """Return values as rows that keep the last, the least and the greatest value of each row."""
     is_finite = np.isfinite(values)
     finite = np.where(is_finite, values, np.nan)
     counts, others = is_finite.astype(np.int64), (~is_finite).astype(np.int64)
@@ -447,9 +448,9 @@ def _few(steps: Ints, values: Floats) -> Columns:
 
 
 def groups(lines: Mapping[str, Line]) -> list[tuple[str, list[Line]]]:
-    """Return which lines share a frame: all losses, and each other metric alone.
+    """Return the lines by frame: all losses share one, and each other metric has its own.
 
-    In the order in which they are looked at: loss, what is evaluated, what training tells, times.
+    The frames are in the order of interest: loss, evaluations, values of training, times.
     """
     found: dict[str, list[Line]] = {}
     for name in sorted(lines, key=_rank):

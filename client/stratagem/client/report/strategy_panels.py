@@ -26,8 +26,8 @@ from stratagem.common.pipeline.simulation import consumers, required
 
 
 def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = None) -> list[Panel]:
-    """Return clients, rounds, and how long clients took. quorum: as the strategy has it, a count or
-    a share of the clients that were selected."""
+    """Return pictures of clients, rounds, and times of clients. quorum: of the strategy, a count or
+    a share of the selected clients."""
     course = run.course.parties[party]
     found, known, times = course.rounds, course.clients, course.client_times
     cells = [
@@ -132,7 +132,7 @@ def _nodes(found: Population) -> list[LineageNode]:
 
 
 def _trials(found: Population) -> tuple[list[Trial], list[str]]:
-    """Return the members of the newest generation with scores, or that of the winner."""
+    """Return the members of the newest generation with scores, or of the winner's."""
     scored = [g for g in found.generations if any(m.score is not None for m in g.members)]
     if not scored:
         return [], []
@@ -160,8 +160,8 @@ MEGABYTE: Final = 1e6
 def stage_panels(
     run: ReportedRun, strategy: Mapping[str, Any], path: str = "", num_replicas: int = 1
 ) -> list[Panel]:
-    """Return the stages of a pipeline at work on the micro-batches of one step, the bubble, and the
-    memory of each. strategy: of one replica."""
+    """Return pictures of a pipeline: the stages at work on the micro-batches of one step, the
+    bubble, and the memory of each. strategy: of one replica."""
     if strategy.get("type") != "ModelParallel":
         return []
     return [
@@ -205,7 +205,7 @@ def _work(
 
 
 def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
-    """Return what the stages did when in one step."""
+    """Return the measured work of the stages in one step."""
     names, tasks = measured_tasks(measured)
     shares = dict(zip(*(_measured_bubble(run) or ((), ())), strict=True))
     idle = None if measured.is_whole else shares.get(measured.step)
@@ -229,7 +229,7 @@ def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
 
 
 def _bubble(run: ReportedRun) -> Iterator[Panel]:
-    """Yield the share of each step that was not computed in, as it was measured."""
+    """Yield the bubble of each step, if it was measured."""
     measured = _measured_bubble(run)
     if measured is None:
         return
@@ -263,13 +263,13 @@ def _memory(run: ReportedRun) -> Iterator[Panel]:
 
 
 def node_panels(run: ReportedRun) -> list[Panel]:
-    """Return the loss of each node that gossips, of the first ones."""
+    """Return the losses of the first gossiping nodes."""
     return list(_of_parts(run, "node", "train.loss", ("node-loss", "Loss of the nodes"), ""))
 
 
 def replica_panels(run: ReportedRun) -> list[Panel]:
-    """Return how far each replica that takes local steps moves between two joins, and its loss, of
-    the first ones."""
+    """Return the distance that replicas with local steps move between two joins, and their losses,
+    for the first ones."""
     options = run.strategy.get("options") or {}
     count, overlap = options.get("fragments") or 1, options.get("overlap_steps") or 0
     note = (
@@ -293,7 +293,7 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
 def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
-    """Yield the picture of a series that each node or replica has. named: its name and title."""
+    """Yield the picture of a series of all nodes or replicas. named: its name and title."""
     found = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in found if len(series.step)]
     if not lines:
@@ -309,7 +309,7 @@ def _of_parts(
 
 
 def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, StepSeries]]:
-    """Return a series of each part that has it, by its name."""
+    """Return a series of each part that has it, by the part's name."""
     return [
         (f"{kind} {number}", series)
         for number in range(MAX_PARTS)
@@ -328,12 +328,12 @@ _TAKES: Final = {
     TaskKind.INPUT: 1.0,
     TaskKind.WEIGHT: 1.0,
 }
-"""A backward pass computes two gradients."""
+"""The relative lengths of the kinds of work; a backward pass computes two gradients."""
 
 
 def measured_tasks(measured: MeasuredStep) -> tuple[list[str], list[Task]]:
-    """Return the lanes of a step that was measured, named by their stages, and what was done in
-    each when, waiting included; in seconds."""
+    """Return the lanes of a measured step, named by their stages, and the work in them, including
+    waiting, in seconds."""
     places = {stage: lane for lane, its in enumerate(measured.lanes.values()) for stage in its}
     tasks: list[Task] = []
     for stage, actions in measured.actions.items():
@@ -377,7 +377,7 @@ def planned_tasks(
 
 
 def _lane(ranks: Sequence[int], rank: int) -> str:
-    """Return what a rank has: "stage 1", or "stages 0, 2" where it takes turns at several."""
+    """Return the stages of a rank: "stage 1", or "stages 0, 2" if it takes turns at several."""
     return _name([stage for stage, its_rank in enumerate(ranks) if its_rank == rank])
 
 
