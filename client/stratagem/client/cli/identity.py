@@ -176,8 +176,8 @@ def show_certs(
     ],
 ) -> None:
     """Print who certificates belong to, and when they expire."""
-    certificates = [certificate for path in files for certificate in _certificates_in(path)]
-    _print_certificates(certificates)
+    folders = (sorted(path.glob("*.crt")) if path.is_dir() else [path] for path in files)
+    _print_certificates([certificate for folder in folders for certificate in folder])
 
 
 @certs.command("revoke")
@@ -276,10 +276,6 @@ def revoke_token(
     """
     remove_token(tokens_file, name)
     complain(f"token {name} is revoked")
-
-
-def _certificates_in(path: Path) -> list[Path]:
-    return sorted(path.glob("*.crt")) if path.is_dir() else [path]
 
 
 def _print_certificates(files: list[Path]) -> None:

@@ -33,6 +33,7 @@ from stratagem.client.dashboard.start import DEFAULT_LISTEN, page_beside, page_o
 from stratagem.client.local.cluster import LocalCluster, threads_each
 from stratagem.client.sdk.client import DEFAULT_ADDRESS
 from stratagem.client.sdk.doctor import examine
+from stratagem.client.sdk.torch_process import finding_in
 from stratagem.client.terminal import tables
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.base.text import counted, split_address
@@ -292,10 +293,7 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
     if not ended.stdout.startswith("["):  # --help, or a failure that stderr explains
         print(ended.stdout, end="")
         raise typer.Exit(ended.returncode)
-    return [
-        Finding(**{**finding, "level": Level(finding["level"])})
-        for finding in json.loads(ended.stdout)
-    ]
+    return list(map(finding_in, json.loads(ended.stdout)))
 
 
 # ---- Audit ----

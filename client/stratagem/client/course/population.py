@@ -232,7 +232,7 @@ class PopulationFolding:
 
     def _advance(self, copies: Mapping[int, Mapping[str, Any] | None]) -> None:
         """Let members begin their next generation, from one snapshot of all."""
-        newest = {member: self._newest(member) for member in self.newest}
+        newest = {m: self.found[number - 1][m].now for m, number in self.newest.items()}
         for member, copied in copies.items():
             generation = self.newest[member] + 1
             if copied is None:
@@ -248,9 +248,6 @@ class PopulationFolding:
                 self.found.append({})
             self.found[generation - 1][member] = MemberInGeneration(member, now)
             self.newest[member] = generation
-
-    def _newest(self, member: int) -> Ancestor:
-        return self.found[self.newest[member] - 1][member].now
 
 
 def _strategy_of(job: Mapping[str, Any], party: str) -> Mapping[str, Any]:

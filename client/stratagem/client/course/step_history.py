@@ -222,15 +222,14 @@ def _continued(own: StepSeries | None, later: StepSeries | None, from_step: int)
     known = cast(StepSeries, own or later)
     stride = max(each.stride for each in (own, later) if each is not None)
     first = (from_step - 1) // stride * stride
-    kept = joined([] if own is None else [_up_to(own.columns, first)], stride)
+    kept = joined([], stride)
+    if own is not None:
+        num_kept = int(np.searchsorted(own.step, first, side="right"))
+        kept = joined([part_of(own.columns, 0, num_kept)], stride)
     rows = joined([kept] if later is None else [kept, later.columns], stride)
     certain = kept.step if later is None else later.step[~later.provisional]
     last = max(int(steps[-1]) if len(steps) else 0 for steps in (kept.step, certain))
     return replace(known, stride=stride, columns=rows, provisional=rows.step > last)
-
-
-def _up_to(columns: Columns, step: int) -> Columns:
-    return part_of(columns, 0, int(np.searchsorted(columns.step, step, side="right")))
 
 
 def _table(series: StepSeries) -> dict[str, Any]:

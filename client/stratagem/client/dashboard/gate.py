@@ -250,7 +250,11 @@ class PageGate:
         reason = why_not(self._address, scope["method"], headers)
         if reason:
             refusal = PlainTextResponse(reason, 403)
-        elif not self._is_open(scope["path"]) and not self._knows(headers):
+        elif not (
+            scope["path"] in OPEN_PATHS
+            or scope["path"].startswith(OPEN_FOLDER)
+            or self._sessions.knows(headers.get("cookie", ""))
+        ):
             text = "open this page by the address that it printed, or enter its token on it"
             refusal = PlainTextResponse(text, 401)
         else:
@@ -282,9 +286,3 @@ class PageGate:
                 await PlainTextResponse("the page has ended", 503)(scope, receive, send)
         finally:
             self._answering.discard(task)
-
-    def _is_open(self, path: str) -> bool:
-        return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
-
-    def _knows(self, headers: Headers) -> bool:
-        return self._sessions.knows(headers.get("cookie", ""))

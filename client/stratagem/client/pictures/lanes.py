@@ -316,7 +316,10 @@ def members(
     if aways:
         names = ["coordinator", *names]
         bars = [replace(bar, lane=bar.lane + 1) for bar in bars]
-        bars += [Bar(0, *each, "warn", _away(each), inside=_short(each)) for each in aways]
+        bars += [
+            Bar(0, *each, "warn", _away(each), inside=f"away {duration(each[1] - each[0])}")
+            for each in aways
+        ]
     signs = [
         (box_sign(colours[party], fill_opacity="0.82"), party or "member") for party in parties
     ]
@@ -345,10 +348,6 @@ def members(
 
 def _away(span: tuple[float, float]) -> str:
     return away_text(span[1] - span[0])
-
-
-def _short(span: tuple[float, float]) -> str:
-    return f"away {duration(span[1] - span[0])}"
 
 
 def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:

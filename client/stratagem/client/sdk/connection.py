@@ -161,8 +161,12 @@ class OutageNotice:
         details = shown(error.details() or "") or error.code().name
         if name_of(error):
             return f"the coordinator at {self.address} cannot do it now: {details}"
-        why = "connection refused" if "Connection refused" in details else details
-        return f"no coordinator answers at {self.address}: {why}"
+        return _no_answer(self.address, details)
+
+
+def _no_answer(address: str, details: str) -> str:
+    why = "connection refused" if "Connection refused" in details else details
+    return f"no coordinator answers at {address}: {why}"
 
 
 # ---- Retries ----
@@ -195,10 +199,10 @@ class Connection:
         a single call waits for a coordinator that has gone away. proof: the identity shown to the
         coordinator, and the means to verify the coordinator's.
         """
-        note_open(self)
-        log.debug(
-            tune_malloc()
-        )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
+        check_fork()
+        _open.add(self)
+        # Before the first state is streamed; STRATAGEM_MALLOC=off leaves it.
+        log.debug(tune_malloc())
         self.address = address
         self._proof = proof
         self._patience_s = patience_s
@@ -217,7 +221,7 @@ class Connection:
     async def close(self) -> None:
         if is_lost():
             return  # the channel belongs to the process of which this one is a fork
-        note_closed(self)
+        _open.discard(self)
         await self._channel.close()
 
     async def call(
@@ -374,10 +378,7 @@ class Connection:
     def translated(self, error: grpc.aio.AioRpcError) -> StratagemError:
         is_away = error.code() is grpc.StatusCode.UNAVAILABLE and not name_of(error)
         if is_away and not self._has_answered:
-            details = error.details() or ""
-            refused = "Connection refused" in details
-            reason = "connection refused" if refused else details
-            return UnavailableError(f"no coordinator answers at {self.address}: {reason}")
+            return UnavailableError(_no_answer(self.address, error.details() or ""))
         return from_rpc_error(error)
 
 
@@ -405,17 +406,6 @@ _open: Final[WeakSet[object]] = WeakSet()
 """The connections of this process."""
 _parent: int | None = None
 """The process that this one was forked from, if connections were open in it."""
-
-
-def note_open(connection: object) -> None:
-    """Note that a connection of this process begins. Raises WrongStateError in a fork of a process
-    with an open client."""
-    check_fork()
-    _open.add(connection)
-
-
-def note_closed(connection: object) -> None:
-    _open.discard(connection)
 
 
 def is_lost() -> bool:

@@ -3,10 +3,11 @@ verified, or not at all."""
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import grpc
 
@@ -45,14 +46,9 @@ async def to_file(
         def begin(manifest: Manifest, header: bytes) -> Sink:
             if plain or which == AVERAGE:
                 return PlainModel(manifest, put, which).write
-            file.write(header)
+            return _appending(file, header)
 
-            def append(_offset: int, data: bytes) -> None:
-                file.write(data)
-
-            return append
-
-        await _verified(connection, run_id, which, begin)
+        await _verified(partial(pull_state, connection, run_id, which), begin, f"{run_id} {which}")
     return path
 
 
@@ -68,18 +64,20 @@ async def to_folder(
             )
             return model.write
 
-        await _verified(connection, run_id, which, begin)
+        await _verified(partial(pull_state, connection, run_id, which), begin, f"{run_id} {which}")
     return path
 
 
 async def _verified(
-    connection: Connection,
-    run_id: RunId,
-    which: str,
+    pull_into: Callable[[Accept], Awaitable[Manifest]],
     begin: Callable[[Manifest, bytes], Sink],
+    name: str,
+    digest: str | None = None,
 ) -> None:
     """Pull a state into the sink that `begin` makes of its manifest and of the header of its file.
-    Raises IntegrityError if the content does not match the digest."""
+
+    Raises IntegrityError if the content has another digest than this, or than its manifest says.
+    """
     hashers: list[StateHasher] = []
 
     def accept(manifest: Manifest) -> Sink:
@@ -92,9 +90,18 @@ async def _verified(
 
         return sink
 
-    manifest = await pull_state(connection, run_id, which, accept)
-    if hashers[-1].digest() != manifest.digest:
-        raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
+    manifest = await pull_into(accept)
+    if hashers[-1].digest() != (digest or manifest.digest):
+        raise IntegrityError(f"{name}: the content does not match its digest")
+
+
+def _appending(file: BinaryIO, header: bytes) -> Sink:
+    file.write(header)
+
+    def append(_offset: int, data: bytes) -> None:
+        file.write(data)
+
+    return append
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,21 +254,8 @@ def _prune(folder: Path, digests: Collection[Digest]) -> None:
 
 
 async def _copy(connection: Connection, digest: Digest, path: Path) -> None:
-    _make(path.parent)
-    hashers: list[StateHasher] = []
-    with whole_file(path, mode=0o600) as file:
-
-        def accept(manifest: Manifest) -> Sink:
-            hashers.append(StateHasher(manifest))
-            file.write(header_bytes(manifest))
-
-            def sink(_offset: int, data: bytes) -> None:
-                hashers[-1].update(data)
-                file.write(data)
-
-            return sink
-
-        await pull(
+    def pull_blob(accept: Accept) -> Awaitable[Manifest]:
+        return pull(
             lambda offset: connection.stub.DownloadBlob(
                 pb.DownloadBlobRequest(digest=digest, offset=offset)
             ),
@@ -269,5 +263,9 @@ async def _copy(connection: Connection, digest: Digest, path: Path) -> None:
             purpose=Purpose.STATE,
             retry=connection.stream_retry,
         )
-        if hashers[-1].digest() != digest:
-            raise IntegrityError(f"blob {digest}: the content does not match its digest")
+
+    _make(path.parent)
+    with whole_file(path, mode=0o600) as file:
+        await _verified(
+            pull_blob, lambda _, header: _appending(file, header), f"blob {digest}", digest
+        )

@@ -436,7 +436,7 @@ def check_job(
             spec,
             import_path=import_path,
             device=device,
-            tell=lambda found: add(_finding(found)),
+            tell=lambda found: add(finding_in(found)),
             complain=complain,
         )
     except UnavailableError as error:
@@ -447,8 +447,9 @@ def check_job(
     return findings
 
 
-def _finding(told: Mapping[str, Any]) -> Finding:
-    return Finding(**{**told, "level": Level(told["level"])})
+def finding_in(message: Mapping[str, Any]) -> Finding:
+    """Return the finding in a message of a process."""
+    return Finding(**{**message, "level": Level(message["level"])})
 
 
 def _document_faults(error: InvalidInputError) -> Iterator[Finding]:

@@ -55,6 +55,7 @@ JSON has all."""
 _LOSS: Final = "train.loss"
 _FINDING_CELLS: Final = (len("evaluation"), len("execution.precision"), len("warn"))
 """The widths of the columns of a table whose rows are printed before the next ones are known."""
+_BITS_OF_THREADS: Final = "runs with other numbers of threads have other bits"
 LABEL_CELLS: Final = 10
 MAX_CHANGES: Final = 8
 """The most hyperparameter changes of a member that are shown; JSON has all."""
@@ -137,7 +138,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         *_population_rows(status),
         ("best", _no_best_text(status)),
         ("workers", ", ".join(status.worker_ids)),
-        ("threads", _threads_text(threads) if threads else ""),
+        ("threads", f"{threads} of each worker; {_BITS_OF_THREADS}" if threads else ""),
         ("submitted", _submitted_text(status)),
         ("kept", "until it is unpinned" if status.pinned else ""),
         ("seconds", "" if status.seconds is None else f"{status.seconds:.1f}"),
@@ -166,11 +167,6 @@ def _print_row(console: Console, name: str, value: str) -> None:
     row.add_column(overflow="fold")
     row.add_row(Text(name), Text(value))
     console.print(row)
-
-
-def _threads_text(threads: int) -> str:
-    """Return a remark on the number of threads for users who compare runs."""
-    return f"{threads} of each worker; runs with other numbers of threads have other bits"
 
 
 def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
