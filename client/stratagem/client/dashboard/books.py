@@ -228,7 +228,7 @@ class RunBooks:
         if book is None:
             book = self._books[run_id] = RunBook(self._client.handle(run_id), PATIENCE_S)
         self._books.move_to_end(run_id)
-        unwatched = [each for each, of in self._books.items() if not of.watch.is_followed]
+        unwatched = [each for each, of in self._books.items() if not of.watch.subscription.is_on]
         for each in unwatched[: max(len(self._books) - MAX_BOOKS, 0)]:
             if each != run_id:
                 self._books.pop(each).close()

@@ -7,7 +7,7 @@ events of the past later, and of everything else the latest. A tab that reads no
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from typing import Final, cast
 
 from starlette.responses import StreamingResponse
@@ -20,7 +20,7 @@ from stratagem.client.dashboard.watches import (
     CoordinatorWatch,
     RunsWatch,
     RunWatch,
-    ToldRuns,
+    SentRuns,
 )
 from stratagem.common.base.errors import StratagemError
 
@@ -45,7 +45,7 @@ class TabStream:
         """Yield the messages of a run from an event on."""
         self._next = index
         num_progress, ended_at, is_gone = 0, -1, False
-        with self._coordinator.looked_at(self._news.set), watch.looked_at(self._news.set):
+        with self._subscribed(watch):
             while True:
                 self._news.clear()
                 for beat in self._beats(watch):
@@ -67,13 +67,22 @@ class TabStream:
 
     async def of_runs(self, watch: RunsWatch) -> AsyncGenerator[bytes]:
         """Yield the messages of all runs."""
-        seen = ToldRuns()
-        with self._coordinator.looked_at(self._news.set), watch.looked_at(self._news.set):
+        seen = SentRuns()
+        with self._subscribed(watch):
             while True:
                 self._news.clear()
                 for message in (*self._beats(watch), *watch.news(seen)):
                     yield message
                 await self._wait()
+
+    @contextmanager
+    def _subscribed(self, watch: RunWatch | RunsWatch) -> Iterator[None]:
+        on_change = self._news.set
+        with (
+            self._coordinator.subscription.subscribe(on_change),
+            watch.subscription.subscribe(on_change),
+        ):
+            yield
 
     async def _facts(self, watch: RunWatch) -> AsyncGenerator[bytes]:
         """Yield the events of a run that were not sent yet, and beats between them."""
@@ -102,7 +111,7 @@ class TabStream:
     def _beats(self, watch: RunWatch | RunsWatch) -> Iterator[bytes]:
         """Yield the coordinator's state if it has changed or was not sent for a while, after any
         failure of the page itself."""
-        trouble = watch.trouble or self._coordinator.trouble
+        trouble = watch.subscription.trouble or self._coordinator.subscription.trouble
         state = CoordinatorHealth("broken", trouble) if trouble else self._coordinator.state
         now_s = time.monotonic()
         if state == self._beat_of and now_s - self._beat_s < BEAT_S:

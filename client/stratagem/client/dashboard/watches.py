@@ -5,7 +5,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, cast
@@ -56,16 +56,7 @@ class CoordinatorWatch:
         self._asked_s = -ASK_PAUSE_S
         self._began_s: float | None = None
         """The time of the first question."""
-        self._followed = Followed("the coordinator", self._follow)
-
-    @property
-    def trouble(self) -> str:
-        """Return the latest failure of the watch itself."""
-        return self._followed.trouble
-
-    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Ask at intervals; tell: called when the state changes."""
-        return self._followed.looked_at(tell)
+        self.subscription = Subscription("the coordinator", self._follow)
 
     async def _follow(self) -> bool:
         await asyncio.sleep(self._asked_s + ASK_PAUSE_S - time.monotonic())
@@ -97,7 +88,7 @@ class CoordinatorWatch:
     def _take(self, state: CoordinatorHealth) -> None:
         if state != self.state:
             self.state = state
-            self._followed.tell()
+            self.subscription.notify()
 
 
 def state_of(error: StratagemError) -> str:
@@ -145,7 +136,7 @@ class RunWatch:
         self.gone = b""
         """The message that the run does not exist."""
         self._kept: deque[tuple[Event, bytes]] = deque()
-        self._followed = Followed(
+        self.subscription = Subscription(
             f"run {run.run_id}", self._follow, self._begin, self._forget_progress
         )
         self._latest: Progress | None = None
@@ -154,16 +145,6 @@ class RunWatch:
         self._status: RunStatus | None = None
         self._status_s, self._status_of = -STATUS_PAUSE_S, -1
         self._num_changes = 0
-
-    @property
-    def is_followed(self) -> bool:
-        """Return whether a tab shows the run."""
-        return self._followed.is_on
-
-    @property
-    def trouble(self) -> str:
-        """Return the latest failure in following the run."""
-        return self._followed.trouble
 
     @property
     def first(self) -> int:
@@ -176,13 +157,9 @@ class RunWatch:
 
     def events_from(self, index: int) -> list[Event]:
         """Return the events from one on if they are kept; none if some are not."""
-        if not (self.is_followed and self.is_ready and self.first <= index < self.next):
+        if not (self.subscription.is_on and self.is_ready and self.first <= index < self.next):
             return []
         return [event for event, _ in islice(self._kept, index - self.first, None)]
-
-    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Follow the run; tell: called when something has happened."""
-        return self._followed.looked_at(tell)
 
     def _begin(self) -> None:
         self.gone, self.ended_at, self.is_ready = b"", -1, False
@@ -192,7 +169,7 @@ class RunWatch:
         """Return the present status of the run; concurrent callers share one request."""
         async with self._asking:
             now_s = time.monotonic()
-            is_current = self.is_followed and self.is_ready
+            is_current = self.subscription.is_on and self.is_ready
             is_same = self._status_of == self._num_changes and now_s - self._status_s < STATUS_S
             if is_current and is_same and self._status is not None:
                 return self._status
@@ -213,7 +190,7 @@ class RunWatch:
             self.gone, self.is_ready = server_sent("gone", {"why": told(error)}), False
             self._kept.clear()
             self._forget_progress()
-            self._followed.tell()
+            self.subscription.notify()
             return False
         return True
 
@@ -224,13 +201,13 @@ class RunWatch:
             self._kept.clear()
             self._forget_progress()
             self.next, self.is_ready = newest + 1, True
-        self._followed.tell()
+        self.subscription.notify()
         async with aclosing(self.run.watch(self.next)) as items:
             async for item in items:
                 self._take(item)
         self.ended_at = self.next
         self._forget_progress()  # how it has ended is in its status
-        self._followed.tell()
+        self.subscription.notify()
         while (await self.run.status()).event_index < self.next:  # noqa: ASYNC110  (asked far away)
             await asyncio.sleep(RETRY_S)
         self.ended_at = -1
@@ -242,7 +219,7 @@ class RunWatch:
                 self._kept.popleft()
             self.next = item.index + 1
             self._num_changes += 1
-            self._followed.tell()
+            self.subscription.notify()
             return
         if item.reason or (self._latest and self._latest.reason):  # the status says so, too
             self._num_changes += 1
@@ -258,7 +235,7 @@ class RunWatch:
             server_sent("progress", self._latest),
             self.num_progress + 1,
         )
-        self._followed.tell()
+        self.subscription.notify()
 
     def _forget_progress(self) -> None:
         """Forget the progress of a run that continues from a commit."""
@@ -278,10 +255,10 @@ MAX_DELETED: Final = 1000
 
 
 @dataclass(slots=True)
-class ToldRuns:
+class SentRuns:
     """The changes of runs that one tab has been sent."""
 
-    subscription: int = -1
+    generation: int = -1
     num_changes: int = 0
     is_complete: bool = False
 
@@ -294,22 +271,13 @@ class RunsWatch:
         self._runs: OrderedDict[str, tuple[int, str]] = OrderedDict()
         """The number of the newest change of each run and its brief as JSON ("" for a deleted run),
         by id, in order of that number."""
-        self._subscription = self._num_changes = 0
+        self._generation = self._num_changes = 0
         self._is_complete, self._time_s = False, 0.0
-        self._followed = Followed("all runs", self._follow, end=self._begin)
+        self.subscription = Subscription("all runs", self._follow, end=self._begin)
 
-    @property
-    def trouble(self) -> str:
-        """Return the latest failure in following the runs."""
-        return self._followed.trouble
-
-    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Follow all runs; tell: called when something has happened."""
-        return self._followed.looked_at(tell)
-
-    def news(self, seen: ToldRuns) -> list[bytes]:
+    def news(self, seen: SentRuns) -> list[bytes]:
         """Return the changes that a tab has not been sent, as messages."""
-        is_first = seen.subscription != self._subscription
+        is_first = seen.generation != self._generation
         since = 0 if is_first else seen.num_changes
         changed: list[tuple[str, str]] = []
         for run_id, (number, brief) in reversed(self._runs.items()):
@@ -319,7 +287,7 @@ class RunsWatch:
         is_complete = self._is_complete and not (seen.is_complete and not is_first)
         if not changed and not is_complete:
             return []
-        seen.subscription, seen.num_changes = self._subscription, self._num_changes
+        seen.generation, seen.num_changes = self._generation, self._num_changes
         seen.is_complete = self._is_complete
         changed.reverse()
         return [
@@ -356,13 +324,13 @@ class RunsWatch:
         self._is_complete, self._time_s = change.is_complete, change.time_s
         if len(change.deleted) and sum(not brief for _, brief in self._runs.values()) > MAX_DELETED:
             self._runs = OrderedDict((id_, each) for id_, each in self._runs.items() if each[1])
-            self._subscription += 1  # all tabs are told what is left
-        self._followed.tell()
+            self._generation += 1  # all tabs are told what is left
+        self.subscription.notify()
 
     def _begin(self) -> None:
         """Forget all runs, because the coordinator names them again."""
         self._runs.clear()
-        self._subscription += 1
+        self._generation += 1
         self._num_changes, self._is_complete = 0, False
 
 
@@ -382,7 +350,7 @@ def nothing() -> None:
     """Do nothing."""
 
 
-class Followed:
+class Subscription:
     """A subscription that one task follows for all its users, and begins again after any
     failure."""
 
@@ -412,25 +380,25 @@ class Followed:
         return self._why if time.monotonic() - self._failed_s < TROUBLE_S else ""
 
     @contextmanager
-    def looked_at(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Follow the subscription; tell: called when something has happened."""
-        self._readers.append(tell)
+    def subscribe(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """Follow it inside the context; on_change: called when something has happened."""
+        self._readers.append(on_change)
         if self._task is None:
             self._begin()
             self._task = asyncio.create_task(self._run())
         try:
             yield
         finally:
-            self._readers.remove(tell)
+            self._readers.remove(on_change)
             if not self._readers:
                 self._task.cancel()
                 self._task = None
                 self._end()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Tell all users that something has happened."""
-        for tell in self._readers:
-            tell()
+        for on_change in self._readers:
+            on_change()
 
     async def _run(self) -> None:
         while True:
@@ -443,5 +411,5 @@ class Followed:
                 log.exception("the page follows %s no further; it begins again", self._what)
                 self._why = f"an error in following {self._what}: {error!r}; it begins again"
                 self._failed_s = time.monotonic()
-                self.tell()
+                self.notify()
                 await asyncio.sleep(RETRY_S)
