@@ -249,7 +249,7 @@ def test_states_are_listed_with_short_paths_and_say_who_has_measured_them(
     )
     print_status(make_console(), run_status(run))
     begun, final = capsys.readouterr().out.splitlines()[-2:]
-    assert " ".join(begun.split()) == "0 60 of the run that it went on from blobs/a"
+    assert " ".join(begun.split()) == "0 60 measured by the run that it resumed blobs/a"
     assert final.split() == ["1", "90", "final", "test.loss", "0.5", "/elsewhere/b"]
 
 

@@ -168,7 +168,7 @@ def test_bars_of_very_many_clients_are_those_of_the_newest_rounds() -> None:
     assert len(picture.svg) < 500_000
     assert "round 7: not answered so far" in picture.svg
     assert "round 4" not in picture.svg
-    assert panel.note.endswith(f" Of clients the newest {MAX_CLIENTS} at most.")
+    assert panel.note.endswith(f" Shows at most the newest {MAX_CLIENTS} clients.")
 
 
 def test_who_is_excused_is_drawn_and_the_bench_has_a_column_where_somebody_sits() -> None:

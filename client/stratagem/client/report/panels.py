@@ -73,15 +73,15 @@ def member_panels(run: ReportedRun) -> list[Panel]:
     notes = []
     if trained:
         notes.append(
-            "A client's bar reaches from when it was assigned until its update was there, with all "
-            f"waiting; the bar of a {EVALUATES} reaches over its whole membership."
+            "A client's bar reaches from its assignment to the arrival of its update, including "
+            f"all waiting; the bar of a {EVALUATES} covers its whole membership."
         )
     if trained > MAX_CLIENTS:
-        notes.append(f"Of clients the newest {MAX_CLIENTS} at most.")
+        notes.append(f"Shows at most the newest {MAX_CLIENTS} clients.")
     if aways:
         notes.append(
-            "While the coordinator was away, members went on with what they had; it may have left "
-            "later than drawn, as it writes down only what happens."
+            "While the coordinator was away, members continued with what they had; it may have "
+            "left later than drawn, because only events are journaled."
         )
     return [Panel("members", "Members", draw, " ".join(notes))]
 
@@ -152,7 +152,7 @@ def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "
         return topology(names, edges, title="Topology", workers=workers, width=wide, height=300)
 
     note = (
-        f"Which node exchanges parameters with whom, and at what weight: {aggregation['topology']}."
+        f"The exchanges of parameters between nodes, with their weights: {aggregation['topology']}."
     )
     return [Panel("topology", "Topology", draw, note)]
 

@@ -110,7 +110,7 @@ def nested_panels(run: ReportedRun) -> list[Panel]:
         return []
     drawn = [(path, found) for path in paths if (found := own_panels(run, path))]
     rest = len(drawn) - MAX_NESTED
-    note = f"Pictures of {rest} more of them are left out." if rest > 0 else ""
+    note = f"The pictures of {rest} more parties are left out." if rest > 0 else ""
     tree = partial(party_tree, [_row(run, path) for path in paths], title="Parties")
     return [
         Panel("parties", "Parties", by_width(tree), note),

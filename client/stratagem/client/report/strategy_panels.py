@@ -56,8 +56,8 @@ def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = N
             return histogram(times, title=title, name=name, form=duration, width=wide)
 
         note = (
-            "The time that a client's worker has computed for an update. Members shows the time "
-            "from when a client was assigned until its update was there, with all waiting."
+            "The time that a client's worker spent computing an update. Members shows the time "
+            "from a client's assignment to the arrival of its update, including all waiting."
         )
         panels.append(Panel("client-times", "How long clients take", seconds, note))
     return panels
@@ -191,7 +191,7 @@ def _work(
         return stages(names, tasks, title="Stages", unit=unit, width=width)
 
     lengths = (
-        "each stage's pieces of work together as long as it has computed in the newest step"
+        "with each stage's work as long as it computed in the newest step"
         if is_measured
         else "in forward passes of one stage, all stages equal"
     )
@@ -200,7 +200,7 @@ def _work(
         "forward one, and no time passes between stages."
     )
     if is_measured and (measured := _measured_bubble(run)):
-        note += f" With all waiting, the bubble of that step was {measured[1][-1]:.0%}."
+        note += f" Including all waiting, the bubble of that step was {measured[1][-1]:.0%}."
     yield Panel("stages", "Stages in one step", draw, note)
 
 
@@ -219,12 +219,12 @@ def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
     )
     if measured.error_s:
         note += (
-            " Workers of several machines have clocks of their own; how far these are apart "
-            "follows from what the workers have received from each other, to "
+            " Workers of several machines have clocks of their own; the offsets between these "
+            "follow from the messages between the workers, to "
             f"± {duration(measured.error_s)}."
         )
     if not measured.is_whole:
-        note += " Not all micro-batches are shown; others were worked on where nothing is drawn."
+        note += " Not all micro-batches are shown; others were processed where nothing is drawn."
     return Panel("stages", "Stages in one step", draw, note)
 
 
@@ -236,8 +236,8 @@ def _bubble(run: ReportedRun) -> Iterator[Panel]:
     line = Line("bubble", measured[0], [100 * share for share in measured[1]])
     draw = partial(curve, [line], title="Bubble, in %", height=204)
     note = (
-        "Measured: the share of a step, as long as that of the slowest worker, in which the "
-        "workers did not compute."
+        "Measured: the share of a step, as long as the slowest worker's, in which the workers "
+        "did not compute."
     )
     yield Panel("bubble", "Bubble, in %", by_width(draw), note)
 
@@ -258,7 +258,7 @@ def _memory(run: ReportedRun) -> Iterator[Panel]:
     ]
     if lines:
         draw = partial(curve, lines, title="Memory of the stages, in MB", height=218)
-        note = "Of the process of the worker that a stage is on, on a GPU of its tensors."
+        note = "The memory of the stage's worker process; on a GPU, that of its tensors."
         yield Panel("stage-memory", "Memory of the stages, in MB", by_width(draw), note)
 
 
@@ -273,16 +273,16 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
     options = run.strategy.get("options") or {}
     count, overlap = options.get("fragments") or 1, options.get("overlap_steps") or 0
     note = (
-        "The 2-norm of what a replica has moved away from what all have in common, at each step "
-        "after which this is summed."
+        "The 2-norm of the difference between a replica's parameters and those that all have in "
+        "common, at each step after which the differences are summed."
     )
     if count > 1:
         note += (
-            f" Each value is over one of {count} parts of the parameters, in turn; after the last "
-            "step of a training over all."
+            f" Each value covers one of {count} parts of the parameters, in turn; after the last "
+            "step of a training, all of them."
         )
     if overlap:
-        note += f" The outer step with it is made {overlap} steps later."
+        note += f" The outer step follows {overlap} steps later."
     drift, loss = ("replica-drift", "Drift of the replicas"), ("replica-loss", "Loss of replicas")
     return [
         *_of_parts(run, "replica", "train.drift", drift, note),
@@ -303,7 +303,7 @@ def _of_parts(
         return curve(lines, title=named[1], width=width, height=240, log=log)
 
     count = run.strategy["num_replicas"]
-    first = f"Of the first {len(lines)} of {count} {kind}s." if count > len(lines) else ""
+    first = f"Shows the first {len(lines)} of {count} {kind}s." if count > len(lines) else ""
     logarithmic = partial(draw, log=True)
     yield Panel(*named, draw, " ".join(filter(None, (note, first))), logarithmic)
 

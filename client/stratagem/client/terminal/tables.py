@@ -306,7 +306,7 @@ def _measured_elsewhere(status: RunStatus, commit: Commit) -> str:
     """Return a remark on a state without metrics: the run before this one has measured it."""
     begins_from = status.job.get("initial") or {}
     is_resumed = begins_from.get("resume") and commit.digest == begins_from.get("digest")
-    return "of the run that it went on from" if is_resumed else ""
+    return "measured by the run that it resumed" if is_resumed else ""
 
 
 def _path_text(path: str) -> str:
