@@ -60,7 +60,7 @@ def test_a_population_is_shown_with_its_winner_lineage_and_schedule(
     own.write_text("mine")
     refused = invoke(address, "population", "population", "--schedule", own)
     assert refused.exit_code == 1
-    said = f"error: --schedule: {own} is there already; nothing was written"
+    said = f"error: --schedule: {own} exists already; nothing was written"
     assert "".join(refused.stderr.split("\n")).replace(" ", "") == said.replace(" ", "")
     assert own.read_text() == "mine"
     refused = invoke(address, "population", "local")

@@ -82,7 +82,7 @@ def test_cells_may_make_packages_and_nothing_outside_of_their_folder(shell: Shel
     shell.cell("%%stratagem package/inner.py\nVALUE = 3\n")
     assert shell.user_ns["package"].inner.VALUE == 3
     for wrong in ("", "task", "../task.py", "/tmp/task.py", "a b.py", "task.py more"):
-        with pytest.raises(InvalidInputError, match="is not such as"):
+        with pytest.raises(InvalidInputError, match="is not a name such as"):
             shell.cell(f"%%stratagem {wrong}\n")
     with pytest.raises(ZeroDivisionError):
         shell.cell("%%stratagem task.py\n1 / 0\n")

@@ -337,7 +337,7 @@ def population(
     """
     with access.client() as client:
         if schedule is not None and schedule.exists():
-            text = f"{schedule} is there already; nothing was written"
+            text = f"{schedule} exists already; nothing was written"
             raise InvalidInputError.at("--schedule", text)
         run = client.get(run_id)
         found = run.population()

@@ -246,9 +246,9 @@ class Page:
         """Stop, resume or delete a run."""
         action = request.path_params["action"]
         if action not in ACTIONS:
-            raise NotFoundError(f"{action[:40]!r} is none of {', '.join(ACTIONS)}")
+            raise NotFoundError(f"{action[:40]!r} is not one of {', '.join(ACTIONS)}")
         if not self._settings.operates:
-            raise PermissionDeniedError("this page only shows; it was started without --operate")
+            raise PermissionDeniedError("this page is read-only; it was started without --operate")
         run = await self._client.get(request.path_params["run_id"])
         calls = {"stop": run.cancel, "resume": run.resume, "delete": run.delete}
         await calls[action]()
@@ -263,7 +263,7 @@ def _width(request: Request) -> int:
 def _view(request: Request) -> CurveView:
     first, last = _number(request, "from", 1), _number(request, "to", 0)
     if last and last <= first:
-        raise InvalidInputError.at("to", f"{last} is not behind {first}, where the steps begin")
+        raise InvalidInputError.at("to", f"{last} is not after {first}, the first step")
     columns = min(max(_number(request, "columns", 1), 1), 2)
     return CurveView(max(first, 1), last or None, "log" in request.query_params, columns)
 

@@ -96,9 +96,9 @@ def address_of(
         raise InvalidInputError.at("--behind-proxy", "needs --public-url, the proxy's own address")
     if not is_loopback(host) and not (has_token and (has_tls or behind_proxy)):
         text = (
-            f"{host} is reached from elsewhere, which takes --page-token-file, and "
+            f"{host} can be reached from elsewhere, which requires --page-token-file, and "
             "--page-tls-cert with --page-tls-key, or --behind-proxy with --public-url; 127.0.0.1 "
-            "takes none of them"
+            "requires none of them"
         )
         raise InvalidInputError.at("--listen", text)
     scheme = "https" if has_tls else "http"

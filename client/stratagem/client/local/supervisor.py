@@ -384,7 +384,7 @@ class ProcessSupervisor:
     def _raise_if_defective(self) -> None:
         if self._defect:
             raise UnavailableError(
-                f"the processes have ended, because what kept them alive has failed: {self._defect}"
+                f"the processes have ended, because their supervisor has failed: {self._defect}"
             )
 
     def _raise_if_hopeless(self, child: _Child) -> None:

@@ -144,8 +144,9 @@ def _display() -> Any:
         shell = None
     if shell is None or "text/html" not in shell.display_formatter.active_types:
         raise WrongStateError(
-            "show() is for notebooks, and this is none: follow the run with `stratagem attach RUN`,"
-            " or `for item in run.watch(): print(item)`; run.report(path) writes a page about it"
+            "show() is for notebooks, and this is not one: follow the run with "
+            "`stratagem attach RUN`, or `for item in run.watch(): print(item)`; run.report(path) "
+            "writes a page about it"
         )
     return display
 

@@ -48,7 +48,7 @@ class CellModules:
         file: such as task.py or package/task.py. Raises what the cell raises.
         """
         if not _FILE.fullmatch(file):
-            raise InvalidInputError.at("file", f"{file[:80]!r} is not such as task.py")
+            raise InvalidInputError.at("file", f"{file[:80]!r} is not a name such as task.py")
         folder = self._made()
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)

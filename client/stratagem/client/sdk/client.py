@@ -158,13 +158,13 @@ class AsyncClient:
         kept = ", ".join(str(commit.segment) for commit in status.commits)
         if not kept:
             raise WrongStateError(
-                f"run {run_id} has committed nothing yet, so no other run can go on from it"
+                f"run {run_id} has committed nothing yet, so no other run can continue from it"
             )
         if from_segment is None and not status.phase.is_final:
             raise WrongStateError(
-                f"run {run_id} still trains ({status.phase}, step {status.step}): stop it first "
-                f"(`stratagem stop {run_id}`, run.cancel()), or say from which of its commits the "
-                f"new run goes on (--from, from_segment=): {kept}"
+                f"run {run_id} is still training ({status.phase}, step {status.step}): stop it "
+                f"first (`stratagem stop {run_id}`, run.cancel()), or name the commit from which "
+                f"the new run continues (--from, from_segment=): {kept}"
             )
         if status.commit(which) is None:
             text = f"segment {from_segment} is no kept commit of run {run_id!r}; kept are {kept}"

@@ -29,7 +29,7 @@ def bundle_of(code: CodeSpec) -> bytes:
     """
     folder = Path(code.path or ".").absolute()
     if not folder.is_dir():
-        raise InvalidInputError.at("code.path", f"{folder} is no folder")
+        raise InvalidInputError.at("code.path", f"{folder} is not a folder")
     chosen = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
     if code.include is not None:
         included = _patterns("code.include", code.include)
@@ -38,7 +38,7 @@ def bundle_of(code: CodeSpec) -> bytes:
         excluded = _patterns("code.exclude", code.exclude)
         chosen = {name: path for name, path in chosen.items() if not excluded.match_file(name)}
     if not chosen:
-        raise InvalidInputError.at("code", f"{folder} holds no file to take along")
+        raise InvalidInputError.at("code", f"{folder} has no file that can travel with the job")
     try:
         check_names(chosen)
         check_size({name: path.stat().st_size for name, path in chosen.items()})

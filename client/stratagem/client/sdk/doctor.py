@@ -80,14 +80,16 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
     yield from findings.limits("coordinator", answer.environment)
     yield from findings.disk("coordinator", answer.environment)
     if not answer.workers and not answer.refused:
-        advice = "start one: `stratagem worker --coordinator HOST:PORT`; its log says what it meets"
+        advice = "start one: `stratagem worker --coordinator HOST:PORT`; its log shows any problem"
         yield Finding("workers", "coordinator", Level.WARN, "no worker is registered", advice)
     for worker in answer.workers:
         yield from _worker(worker, answer.store_id, measured.now_s)
     for refused in answer.refused:
         where = f" at {refused.address}" if refused.address else ""
         found = f"asks to be registered{where}, and is refused: {refused.reason}"
-        advice = "mend that, and it is in by itself: it goes on asking; for an address --advertise"
+        advice = (
+            "fix the cause: it keeps asking, and registers then; for an address, set --advertise"
+        )
         yield Finding("worker", refused.worker_id, Level.FAIL, found, advice)
     yield from _numerics(answer)
 
@@ -95,7 +97,7 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
 def _worker(worker: pb.WorkerDiagnosis, store_id: str, now_s: float) -> Iterator[Finding]:
     name = worker.info.worker_id
     if not worker.info.is_alive:
-        advice = "start it again, or forget it: runs go on without it"
+        advice = "start it again, or ignore it: runs continue without it"
         found = f"is lost, silent for {duration(worker.info.silent_s)}: {worker.problem}"
         yield Finding("worker", name, Level.WARN, found, advice)
         return
@@ -140,8 +142,8 @@ def _role(proof: Proof) -> Iterator[Finding]:
     except InvalidInputError:
         return  # said by findings.certificate
     if shown is not None and shown.role is not Role.CLIENT:
-        advice = f"make one for a client: `stratagem certs`; this one is of a {shown.role}"
-        yield Finding("certificate", "client", Level.FAIL, f"{shown} is no client", advice)
+        advice = f"make one for a client: `stratagem certs`; this one is for a {shown.role}"
+        yield Finding("certificate", "client", Level.FAIL, f"{shown} is not a client", advice)
 
 
 def _peers(worker: pb.WorkerDiagnosis) -> Iterator[Finding]:

@@ -143,7 +143,7 @@ def _free(path: Path, *, is_file: bool) -> str:
     """Return the absolute path. Raises InvalidInputError if it exists, or if no file can be made
     there."""
     if path.exists():
-        raise InvalidInputError.at("path", f"{path} is there already; nothing was written")
+        raise InvalidInputError.at("path", f"{path} exists already; nothing was written")
     if is_file and not path.absolute().parent.is_dir():
         text = f"{path}: there is no folder {str(path.absolute().parent)!r}; nothing was written"
         raise InvalidInputError.at("path", text)

@@ -116,7 +116,7 @@ def whole_folder(path: Path) -> Iterator[ShardFolder]:
     Raises InvalidInputError if `path` exists, and OSError that names `path`.
     """
     if path.exists():
-        text = f"{path} is there already; nothing was written"
+        text = f"{path} exists already; nothing was written"
         raise InvalidInputError.at("path", text)
     part = path.absolute().with_name(f".{path.absolute().name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a process of this number that was killed

@@ -181,10 +181,10 @@ def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
         f"{'the last part of ' * (kept[path].name == 'chain')}{path}.schedule" for path in reading
     )
     return (
-        f"schedule: {which} is spread over the whole training, and that has "
-        f"{' and '.join(changes)}: the learning rate goes on at step {commit.step} of the new "
-        f"curve, not where the old one stood; steps: {length} in {keep} keeps the old curve, which "
-        "stays at its end"
+        f"schedule: {which} spans the whole training, which now has "
+        f"{' and '.join(changes)}: the learning rate continues at step {commit.step} of the "
+        f"new curve, not at its old value; steps: {length} in {keep} keeps the old curve, which "
+        "then stays at its end"
     )
 
 

@@ -456,7 +456,7 @@ def _document_faults(error: InvalidInputError) -> Iterator[Finding]:
     yield from _refused(error.violations)
     if not error.violations:
         yield Finding("document", "", Level.FAIL, str(error))
-    advice = "mend the document first, and check again"
+    advice = "fix the document first, then check again"
     yield Finding("code", "", Level.WARN, "code, model and data are not checked", advice)
 
 
@@ -468,7 +468,7 @@ def _refused(violations: Iterable[Violation]) -> Iterator[Finding]:
 def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
     """Yield findings about whether the cluster has workers that fit the job."""
     alive = sorted((w for w in workers if w.is_alive), key=lambda worker: worker.worker_id)
-    waits = "until there is one the run waits, up to placement_timeout_s"
+    waits = "the run waits for one, up to placement_timeout_s"
     if not alive:
         yield Finding("workers", "", Level.WARN, "none is alive", waits)
         return
@@ -478,11 +478,11 @@ def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
     for field, partition in _partitions(spec.strategy, "strategy"):
         target = partition.target
         if not any(_fits(target, worker) for worker in alive):
-            found = f"no worker that is alive is {target}"
+            found = f"no live worker is {target}"
             yield Finding("workers", f"{field}.target", Level.WARN, found, waits)
     local = spec.data.worker_local
     if local is not None and not any(local in worker.local_data for worker in alive):
-        found = f'no worker that is alive has "{local}"'
+        found = f'no live worker has "{local}"'
         yield Finding("workers", "data.worker_local", Level.WARN, found, waits)
 
 
@@ -494,14 +494,16 @@ def _of_code(spec: JobSpec, alive: Sequence[Worker]) -> Iterator[Finding]:
     asking = [w.worker_id for w in alive if w.code_policy in ("signed", "digests")]
     advice = "have their operator set --allow-code, or install the package and leave `code` out"
     if len(refusing) == len(alive):
-        found = f"no worker that is alive takes code from jobs: {_listed(refusing)}"
+        found = f"no live worker accepts code from jobs: {_listed(refusing)}"
         yield Finding("workers", "code", Level.FAIL, found, advice)
     elif refusing:
-        found = f"these take no code from jobs, and are left out: {_listed(refusing)}"
+        found = f"these accept no code from jobs, and are left out: {_listed(refusing)}"
         yield Finding("workers", "code", Level.WARN, found, advice)
     if asking:
-        found = f"these take only code that their operator has signed or listed: {_listed(asking)}"
-        advice = "`stratagem code sign` prints what belongs into code.signature"
+        found = (
+            f"these accept only code that their operator has signed or listed: {_listed(asking)}"
+        )
+        advice = "`stratagem code sign` prints the value of code.signature"
         yield Finding("workers", "code", Level.WARN, found, advice)
 
 

@@ -59,7 +59,7 @@ def pack(data: InlineData) -> PackedData:
         name: value if _is_torch(value) else _plain(name, value) for name, value in _named(data)
     }
     if not named:
-        raise InvalidInputError.at("data", "holds no split; give {'train': (x, y)}")
+        raise InvalidInputError.at("data", "has no split; give {'train': (x, y)}")
     if any(_is_torch(value) for value in named.values()):
         from stratagem.client.sdk.torch_states import pack_tensors
 
@@ -123,7 +123,7 @@ def _side(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     if not (isinstance(value, np.ndarray) or _is_torch(value)):
         kind = type(value).__name__
-        raise InvalidInputError.at(f"data.{name}", f"a {kind} is no array or tensor")
+        raise InvalidInputError.at(f"data.{name}", f"a {kind} is not an array or tensor")
     if value.ndim == 0:
         raise InvalidInputError.at(f"data.{name}", "is a scalar; the first dimension counts rows")
     yield name, value
