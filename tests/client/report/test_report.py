@@ -464,10 +464,10 @@ def test_curves_can_have_a_logarithmic_axis_and_say_what_they_are() -> None:
     run = reported("golden-allreduce")
     curves = {panel.name: panel for panel in curve_panels(run)}
     loss = curves["loss"]
-    assert loss.drawn(400, log=True).svg != loss.drawn(400).svg == loss.draw(400).svg
-    assert loss.drawn(400, log=True).table == loss.draw(400).table
+    assert loss.picture(400, log=True).svg != loss.picture(400).svg == loss.draw(400).svg
+    assert loss.picture(400, log=True).table == loss.draw(400).table
     for panel in strategy_panels(run):
-        assert panel.drawn(400, log=True) == panel.draw(400)
+        assert panel.picture(400, log=True) == panel.draw(400)
     assert "the greatest norm" in curves["train.max_grad_norm"].note
 
 

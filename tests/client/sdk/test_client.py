@@ -261,7 +261,7 @@ def test_a_container_that_does_not_listen_yet_is_waited_for(
     if with_tls:
         init(tmp_path / "certs", workers=[], clients=["me"], hosts=[])
     tls = Authority(tmp_path / "certs").files("client-me") if with_tls else None
-    monkeypatch.setattr(connection, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(connection, "REPORTED_AFTER_S", 0.0)
     # The begin, the first failure, and its notice; late from then on.
     times_s = chain([0.0, 0.0, 0.0], repeat(connection.STARTING_S))
     monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: next(times_s)))

@@ -273,7 +273,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
 
     def begin(client: Client) -> tuple[RunHandle, int]:
         if not overrides:
-            return _resumed(client, run_id, from_segment)
+            return _resume_run(client, run_id, from_segment)
         segment = from_segment
         return client.resume_as(run_id, overrides, from_segment=segment, new_run_id=new_run_id), 0
 
@@ -293,7 +293,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
         _follow_local(following, local, data_dir)
 
 
-def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
+def _resume_run(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
     """Make the run continue, and return it with the index of its next event."""
     handle = client.get(run_id)
     before = handle.status()

@@ -468,7 +468,7 @@ class RunDisplay:
             line.say(Text(f"{self.run.run_id}  {self.run.strategy}"))
             for item in items:
                 with line.changing():
-                    found = self.told(item)
+                    found = self.fold(item)
                 if found:
                     line.say(Text(found.text))
 
@@ -476,7 +476,7 @@ class RunDisplay:
         """Print a few lines with the run's id."""
         for item in items:
             is_known = self._next < self.known
-            found = self.told(item)
+            found = self.fold(item)
             is_due = self.clock() >= self._due_s
             if found and (found.is_urgent or is_due or self.detail is Detail.EVENTS):
                 print_line(console, f"{self.run.run_id}  {found.text}")
@@ -486,7 +486,7 @@ class RunDisplay:
                 continue
             self._due_s = self.clock() + PLAIN_INTERVAL_S
 
-    def told(self, item: Event | Progress) -> Milestone | None:
+    def fold(self, item: Event | Progress) -> Milestone | None:
         """Fold an item, and return the line about it, if it is worth one."""
         before = self.run.phase
         self.run.update(item)

@@ -121,7 +121,7 @@ class Population:
         generation: the generation in which the member is meant, by default its newest one. Raises
         KeyError if there is none.
         """
-        return tuple(each.member for each in self._found(member, generation).past)
+        return tuple(each.member for each in self._member(member, generation).past)
 
     def schedule(
         self, member: int, generation: int | None = None
@@ -138,14 +138,14 @@ class Population:
 
         generation: as in `lineage`.
         """
-        past = self._found(member, generation).past
+        past = self._member(member, generation).past
         return tuple(
             each
             for before, each in zip((None, *past), past, strict=False)
             if before is None or (before.member, before.params) != (each.member, each.params)
         )
 
-    def _found(self, member: int, generation: int | None) -> MemberInGeneration:
+    def _member(self, member: int, generation: int | None) -> MemberInGeneration:
         wanted = reversed(self.generations)
         found = (each.of(member) for each in wanted if generation in (None, each.number))
         known = next((each for each in found if each is not None), None)

@@ -182,12 +182,12 @@ def _row(series: StepSeries) -> tuple[str, ...]:
     end = str(series.step[-1]) if len(series) else ""
     last, low, high = (each[np.isfinite(each)] for each in (series.last, series.min, series.max))
     values = (last[-1], low.min(), high.max()) if min(map(len, (last, low, high))) else ()
-    shown = [_shown(series.name, float(value)) for value in values] or ["", "", ""]
+    shown = [_value_text(series.name, float(value)) for value in values] or ["", "", ""]
     how = "observed" if series.observed else ""
     return (series.name, series.party, str(len(series)), end, *shown, how)
 
 
-def _shown(name: str, value: float) -> str:
+def _value_text(name: str, value: float) -> str:
     """Return a value in the form for people: a time as one, memory with its unit."""
     if name == "time.wall_s":
         return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

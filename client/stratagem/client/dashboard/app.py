@@ -99,18 +99,18 @@ class Page:
             Route("/static/pictures.css", self.picture_styles),
             Route("/static/{name}", self.static),
             Route("/api/session", self.begin, methods=["POST"]),
-            Route("/api/me", answered(self.me)),
-            Route("/api/runs", answered(self.runs)),
-            Route("/api/runs/{run_id}", answered(self.run)),
-            Route("/api/runs/{run_id}/{action}", answered(self.act), methods=["POST"]),
-            Route("/api/workers", answered(self.workers)),
-            Route("/api/panels", answered(self.panels)),
-            Route("/api/compare", answered(self.compare)),
-            Route("/pictures/{name}.svg", answered(self.picture)),
-            Route("/report/{run_id}.html", answered(self.report)),
-            Route("/api/events", answered(self.events)),
-            Route("/api/logs", answered(self.logs)),
-            Route("/api/stream", answered(self.stream)),
+            Route("/api/me", answer_errors(self.me)),
+            Route("/api/runs", answer_errors(self.runs)),
+            Route("/api/runs/{run_id}", answer_errors(self.run)),
+            Route("/api/runs/{run_id}/{action}", answer_errors(self.act), methods=["POST"]),
+            Route("/api/workers", answer_errors(self.workers)),
+            Route("/api/panels", answer_errors(self.panels)),
+            Route("/api/compare", answer_errors(self.compare)),
+            Route("/pictures/{name}.svg", answer_errors(self.picture)),
+            Route("/report/{run_id}.html", answer_errors(self.report)),
+            Route("/api/events", answer_errors(self.events)),
+            Route("/api/logs", answer_errors(self.logs)),
+            Route("/api/stream", answer_errors(self.stream)),
         ]
         app = Starlette(routes=routes, lifespan=self._life)
         return PageGate(app, self._settings.address, self._settings.sessions)
@@ -172,8 +172,8 @@ class Page:
         run, those of the events that could be read in time."""
         run_id = request.query_params.get("run", "")
         view = _view(request)
-        draw = partial(drawn, view=view)
-        text = await self._books.drawn(run_id, _width(request), draw, view)
+        draw = partial(panels_json, view=view)
+        text = await self._books.drawing(run_id, _width(request), draw, view)
         return Response(text, media_type="application/json")
 
     async def compare(self, request: Request) -> Response:
@@ -182,7 +182,7 @@ class Page:
         ids = list(dict.fromkeys(request.query_params.get("runs", "").split(",")))
         check_compared(ids)
         view = _view(request)
-        runs = await self._books.so_far(ids, view)
+        runs = await self._books.partial_runs(ids, view)
         panels = overlay_panels(runs, view.steps(max(run.status.step for run in runs)))
         pictures = await asyncio.to_thread(pictures_of, panels, _width(request), view)
         differences = job_differences([run.job for run in runs])
@@ -192,8 +192,8 @@ class Page:
     async def picture(self, request: Request) -> Response:
         """Return one picture of a run as a file of its own."""
         name, width = request.path_params["name"], _width(request)
-        draw = partial(drawn_alone, name=name)
-        svg = await self._books.drawn_whole(request.query_params.get("run", ""), width, draw)
+        draw = partial(picture_file, name=name)
+        svg = await self._books.complete_drawing(request.query_params.get("run", ""), width, draw)
         if not svg:
             raise NotFoundError(f"the run has no picture {name[:40]!r}")
         return Response(svg, media_type="image/svg+xml", headers=_WITH_STYLES)
@@ -271,7 +271,7 @@ def _view(request: Request) -> CurveView:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def answered(handler: Handler) -> Handler:
+def answer_errors(handler: Handler) -> Handler:
     """Return a handler that answers errors of the client with their messages."""
 
     async def handle(request: Request) -> Response:
@@ -313,13 +313,13 @@ async def _body(request: Request) -> bytes:
 # The page takes the pictures of a run as SVG text, and the same numbers as a table.
 
 
-def drawn(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
+def panels_json(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
     """Return the pictures of a run in the form for the page, with the number of their events."""
     pictures = pictures_of(panels_of(run, view), width, view)
     return as_json({**extent([run]), "panels": pictures})
 
 
-def drawn_alone(run: ReportedRun, width: int, name: str) -> str:
+def picture_file(run: ReportedRun, width: int, name: str) -> str:
     """Return one picture of a run as a file; "" if it has none of this name."""
     panel = next((each for each in panels_of(run) if each.name == name), None)
     return "" if panel is None else panel.draw(width).svg_file
@@ -341,7 +341,7 @@ def panels_of(run: ReportedRun, view: CurveView = WHOLE) -> list[Panel]:
 def pictures_of(panels: Sequence[Panel], width: int, view: CurveView) -> list[dict[str, Any]]:
     """Return pictures for a width, each with a table of its numbers."""
     pictures = [
-        (panel, panel.drawn(view.width_of(at, len(panels), width), log=view.log))
+        (panel, panel.picture(view.width_of(at, len(panels), width), log=view.log))
         for at, panel in enumerate(panels)
     ]
     return [

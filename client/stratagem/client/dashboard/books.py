@@ -70,7 +70,7 @@ class RunBook:
         self._drawn: OrderedDict[tuple[int, CurveView], Drawing] = OrderedDict()
         """The drawings of the events that were read, by width and view."""
 
-    async def drawn(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
+    async def drawing(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
         """Return the pictures of the present run, as far as it can be read in time."""
         key, asked_s = (width, view), time.monotonic()
         async with self._asking:
@@ -81,7 +81,7 @@ class RunBook:
             shown = await self._read_on(times * self._patience_s)
             known = self._drawn.get(key)  # which another run of this name has not
             if known is None or not self._is_as_now(known, shown):
-                viewed = await self._viewed(shown, view)
+                viewed = await self._with_view(shown, view)
                 async with self._taking:
                     num_events = shown.course.num_events
                     text = await asyncio.to_thread(draw, viewed, width)
@@ -92,7 +92,7 @@ class RunBook:
                     self._drawn.popitem(last=False)
             return known.text
 
-    async def drawn_whole(self, width: int, draw: Draw) -> str:
+    async def complete_drawing(self, width: int, draw: Draw) -> str:
         """Return drawings that need all events of the run."""
         async with self._asking:
             shown = await self._read_on(None)
@@ -108,9 +108,9 @@ class RunBook:
         """Return the present run, which the caller must use at once. With a patience, it may be
         incomplete."""
         async with self._asking:
-            return await self._viewed(await self._read_on(patience_s), view)
+            return await self._with_view(await self._read_on(patience_s), view)
 
-    async def _viewed(self, shown: ReportedRun, view: CurveView) -> ReportedRun:
+    async def _with_view(self, shown: ReportedRun, view: CurveView) -> ReportedRun:
         """Return the run with finer rows of the steps in view."""
         if not view.is_part:
             return shown
@@ -208,16 +208,18 @@ class RunBooks:
         """Return the status of a run. Raises NotFoundError if it does not exist."""
         return await self._of(run_id, lambda book: book.watch.status())
 
-    async def drawn(self, run_id: str, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
+    async def drawing(self, run_id: str, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
         """Return the pictures of a run for a width. Raises NotFoundError if it does not exist."""
-        return await self._of(run_id, lambda book: book.drawn(width, draw, view))
+        return await self._of(run_id, lambda book: book.drawing(width, draw, view))
 
-    async def drawn_whole(self, run_id: str, width: int, draw: Draw) -> str:
+    async def complete_drawing(self, run_id: str, width: int, draw: Draw) -> str:
         """Return drawings of a run with all of its events. Raises NotFoundError if it does not
         exist."""
-        return await self._of(run_id, lambda book: book.drawn_whole(width, draw))
+        return await self._of(run_id, lambda book: book.complete_drawing(width, draw))
 
-    async def so_far(self, run_ids: Iterable[str], view: CurveView = WHOLE) -> list[ReportedRun]:
+    async def partial_runs(
+        self, run_ids: Iterable[str], view: CurveView = WHOLE
+    ) -> list[ReportedRun]:
         """Return runs as far as they can be read in time. Raises NotFoundError if one does not
         exist."""
         asked = (self._of(each, lambda book: book.shown(PATIENCE_S, view)) for each in run_ids)

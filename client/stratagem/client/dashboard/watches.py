@@ -62,7 +62,7 @@ class CoordinatorWatch:
         await asyncio.sleep(self._asked_s + ASK_PAUSE_S - time.monotonic())
         self._asked_s = time.monotonic()
         self._began_s = self._asked_s if self._began_s is None else self._began_s
-        self._take(await self._asked())
+        self._take(await self._ask())
         return True
 
     @property
@@ -71,7 +71,7 @@ class CoordinatorWatch:
         since_s = self._began_s if self.answered_s is None else self.answered_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
-    async def _asked(self) -> CoordinatorHealth:
+    async def _ask(self) -> CoordinatorHealth:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self.client.workers()

@@ -82,7 +82,7 @@ def rows_of(line: Line) -> list[Row]:
     return [Row(*values) for values in zip(steps, last, low, high, strict=True)]
 
 
-def merged(rows: Sequence[Row], x: Axis, pixels: int = 1) -> list[Row]:
+def merge_rows(rows: Sequence[Row], x: Axis, pixels: int = 1) -> list[Row]:
     """Merge the rows within each column of so many pixels, in order."""
     found: list[Row] = []
     column, was_finite = -1, False
@@ -163,7 +163,7 @@ def curve(  # noqa: PLR0913  (the options of a curve)
     x = Axis(*(span or _span(every, marks)), box.left, box.right)
     y = axis_of(_shown_values(rows, log=log), box.bottom, box.top, log=log)
     drawn = [
-        merged(of_line, x, DOT_PIXELS if line.dots else 1)
+        merge_rows(of_line, x, DOT_PIXELS if line.dots else 1)
         for line, of_line in zip(lines, rows, strict=True)
     ]
     parts = [shown, *y_grid(y, box, count=max(2, round((box.bottom - box.top) / 44)))]
@@ -329,7 +329,8 @@ def _words(
 
 def _table(lines: Sequence[Line], rows: Sequence[Sequence[Row]], unit: str) -> NumberTable:
     """Return the rows of all lines, merged until they are few; least and greatest values stay."""
-    few = [merged(of_line, Axis(*_span(of_line, ()), 0, MAX_TABLE_ROWS - 1)) for of_line in rows]
+    columns = MAX_TABLE_ROWS - 1
+    few = [merge_rows(of_line, Axis(*_span(of_line, ()), 0, columns)) for of_line in rows]
     has_band = any(row.high > row.low for of_line in few for row in of_line)
     headings = ("series", unit, "value", *(("least", "greatest") if has_band else ()))
     listed = [

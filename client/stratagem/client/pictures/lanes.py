@@ -67,7 +67,7 @@ class Bar:
     count: int = 1
 
 
-def merged(bars: Sequence[Bar], x: Axis) -> list[Bar]:
+def merge_bars(bars: Sequence[Bar], x: Axis) -> list[Bar]:
     """Return the bars, with those of a lane and a colour merged that are too narrow to be told
     apart. No more are left than a lane has columns of pixels."""
     pixel = (x.high - x.low) / (x.end - x.start)
@@ -97,7 +97,7 @@ def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
     return is_covered or min(bar.end - bar.start, before.end - before.start) < 3 * pixel
 
 
-def _told_apart(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]]]:
+def _split_thin(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]]]:
     """Return the bars that are drawn alone, and thin ones by lane and colour if there are very
     many."""
     wide: list[Bar] = []
@@ -147,7 +147,7 @@ def lanes(
     box = Box(room, top + 2, width - EDGE, height - 2 - below(unit))
     x = Axis(0.0, max(end, 1e-9), box.left, box.right)
     parts = [shown, *_names(names, box, high)]
-    wide, thin = _told_apart(merged(bars, x), x)
+    wide, thin = _split_thin(merge_bars(bars, x), x)
     for of_one in thin:
         parts.append(_thin(of_one, x, box.top + high * of_one[0].lane, high))
     for bar in wide:
@@ -307,7 +307,7 @@ def members(
     bars = [
         Bar(
             *(place, stay.start, now if stay.end is None else stay.end, colours[stay.party]),
-            f"{stay.worker}{f', {stay.party}' if stay.party else ''}: {_told(stay)}",
+            f"{stay.worker}{f', {stay.party}' if stay.party else ''}: {_stay_text(stay)}",
             inside=stay.task or stay.party,
             ending="✕" if stay.is_lost else "",
         )
@@ -334,7 +334,7 @@ def members(
         (
             *(stay.worker, stay.party or "the run", duration(stay.start)),
             "" if stay.end is None else duration(stay.end),
-            _told(stay),
+            _stay_text(stay),
         )
         for stay in in_order
     ]
@@ -370,7 +370,7 @@ def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
     return names, places
 
 
-def _told(stay: Stay) -> str:
+def _stay_text(stay: Stay) -> str:
     ending = "still a member" if stay.end is None and not stay.ending else stay.ending
     return f"{stay.task}, {ending}" if stay.task else ending
 

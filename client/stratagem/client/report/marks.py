@@ -85,10 +85,10 @@ class TimeMarks:
         marks = self._marks.setdefault((span.lane, span.kind), [])
         marks.append(span)
         if len(marks) > 2 * MAX_MARKS:
-            marks[:] = merged(marks, span.end / MAX_MARKS)
+            marks[:] = merge_spans(marks, span.end / MAX_MARKS)
 
 
-def merged(spans: Iterable[Span], column_s: float) -> list[Span]:
+def merge_spans(spans: Iterable[Span], column_s: float) -> list[Span]:
     """Return marks of one kind and lane, merged if they overlap or lie within one column."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, each.end)):

@@ -34,7 +34,7 @@ class Panel:
     draw_log: Callable[[int], Picture] | None = None
     """A function that draws it with a logarithmic axis; None: there is no such form."""
 
-    def drawn(self, width: int, *, log: bool = False) -> Picture:
+    def picture(self, width: int, *, log: bool = False) -> Picture:
         """Return the picture for a width. log: with a logarithmic axis, if it can have one."""
         return (self.draw_log if log and self.draw_log else self.draw)(width)
 

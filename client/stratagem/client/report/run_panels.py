@@ -78,14 +78,16 @@ def strategy_of(run: ReportedRun, path: str) -> Strategy:
     strategy = run.strategy
     for _ in filter(None, path.split("/")):
         if strategy.get("type") == "Custom":
-            return _told(run, path)
+            return _inferred(run, path)
         strategy = (strategy.get("options") or {}).get("inner") or {"type": "Local"}
     party = run.course.parties.get(path)
     has_rounds = party is not None and bool(party.rounds)
-    return strategy if not has_rounds or strategy.get("type") == "Federated" else _told(run, path)
+    if not has_rounds or strategy.get("type") == "Federated":
+        return strategy
+    return _inferred(run, path)
 
 
-def _told(run: ReportedRun, path: str) -> Strategy:
+def _inferred(run: ReportedRun, path: str) -> Strategy:
     party = run.course.parties.get(path)
     if path in run.course.populations:
         return {"type": "PopulationBased"}

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 #
 # A notice says once that calls wait for a coordinator: why, and for what.
 
-TOLD_AFTER_S: Final = 1.0
+REPORTED_AFTER_S: Final = 1.0
 """The time after which an outage is reported: a shorter one is a restart, or a change of leader."""
 
 
@@ -65,10 +65,10 @@ _NO_ANSWERS: Final = frozenset(
 
 
 @dataclass(slots=True)
-class ToldOutage:
+class SharedOutage:
     """The state shared by all calls over a connection, so that one outage is reported once."""
 
-    is_told: bool = False
+    is_reported: bool = False
     """It was reported that nobody answers; ends when a coordinator answers any call."""
     refused: Counter[str] = field(default_factory=Counter)
     """The reasons for which calls are being refused, with the number of calls for each; the first
@@ -78,7 +78,7 @@ class ToldOutage:
 
     def end(self) -> None:
         """Note that a coordinator has answered."""
-        self.is_told = False
+        self.is_reported = False
         self.num_answers += 1
 
 
@@ -87,9 +87,9 @@ class OutageNotice:
     """The notice of one call or stream: a context around it."""
 
     address: str
-    outage: ToldOutage
+    outage: SharedOutage
     _since_s: float | None = field(default=None, init=False)
-    _is_told: bool = field(default=False, init=False)
+    _is_reported: bool = field(default=False, init=False)
     """This call has reported that nobody answers."""
     _reasons: set[str] = field(default_factory=set, init=False)
     """The reasons for which this call was refused so far."""
@@ -107,23 +107,23 @@ class OutageNotice:
     ) -> None:
         self._end_refusal()
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """Note that a coordinator has answered this call."""
-        self._since_s, self._is_told = None, False
+        self._since_s, self._is_reported = None, False
         self.outage.end()
         self._end_refusal()
 
-    def met(self) -> None:
+    def note_error(self) -> None:
         """Note that an error has come, before its meaning is known: until then a coordinator may
         answer other calls, and their outage is over."""
         self._met_after = self.outage.num_answers
 
-    def ended(self, error: grpc.RpcError) -> None:
+    def note_end(self, error: grpc.RpcError) -> None:
         """Note the error that ends this call, which may be an answer."""
         if name_of(error) or error.code() not in _NO_ANSWERS:
-            self.answered()
+            self.note_answer()
 
-    def failed(self, error: grpc.RpcError, waits: str) -> None:
+    def note_retry(self, error: grpc.RpcError, waits: str) -> None:
         """Note an error after which the call is made again. An error that lasts is reported once,
         and so is each reason of a refusal.
 
@@ -135,17 +135,17 @@ class OutageNotice:
         if self._since_s is None:
             self._since_s = time.monotonic()
         is_over = not name and self._met_after not in (None, self.outage.num_answers)
-        has_lasted = time.monotonic() - self._since_s >= TOLD_AFTER_S and not is_over
-        if has_lasted and self._is_first(self._told(error), is_refusal=bool(name)):
-            log.warning("%s; trying again %s", self._told(error), waits)
+        has_lasted = time.monotonic() - self._since_s >= REPORTED_AFTER_S and not is_over
+        if has_lasted and self._is_first(self._text(error), is_refusal=bool(name)):
+            log.warning("%s; trying again %s", self._text(error), waits)
 
     def _is_first(self, told: str, *, is_refusal: bool) -> bool:
         """Return whether no call has reported this yet, and note that it is reported now."""
         if not is_refusal:
-            if self._is_told:  # of an outage that may be over for others
+            if self._is_reported:  # of an outage that may be over for others
                 return False
-            was_told = self.outage.is_told
-            self._is_told = self.outage.is_told = True
+            was_told = self.outage.is_reported
+            self._is_reported = self.outage.is_reported = True
             return not was_told
         if told in self._reasons:
             return False
@@ -157,7 +157,7 @@ class OutageNotice:
         self.outage.refused -= Counter(self._reasons)  # and none is left of those that are 0
         self._reasons.clear()
 
-    def _told(self, error: grpc.RpcError) -> str:
+    def _text(self, error: grpc.RpcError) -> str:
         details = shown(error.details() or "") or error.code().name
         if name_of(error):
             return f"the coordinator at {self.address} cannot do it now: {details}"
@@ -213,7 +213,7 @@ class Connection:
         self._channel = CoordinatorChannel(self._coordinators, partial(open_channel, proof=proof))
         self._has_answered = False
         self._num_unanswered = 0
-        self._outage = ToldOutage()
+        self._outage = SharedOutage()
         several = self._coordinators.are_several
         self._timeout_s = ONE_OF_SEVERAL_TIMEOUT_S if several else CALL_TIMEOUT_S
         self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
@@ -237,20 +237,20 @@ class Connection:
                 try:
                     response = await method(request, timeout=self._timeout_s)
                 except grpc.aio.AioRpcError as error:
-                    notice.met()
+                    notice.note_error()
                     wait_s = await self._wait_s(error, asked)
                     if _is_at_work(error):  # an answer, from which on its patience counts
                         self._has_answered, began_s = True, time.monotonic()
                         backoff.reset()
                     if time.monotonic() >= began_s + wait_s:
-                        notice.ended(error)
+                        notice.note_end(error)
                         raise self.translated(error) from None
                     waits = "until it can" if wait_s == math.inf else f"for up to {wait_s:g} s"
-                    notice.failed(error, waits)
+                    notice.note_retry(error, waits)
                     await backoff.pause()
                 else:
                     self._has_answered = True
-                    notice.answered()
+                    notice.note_answer()
                     return response
 
     async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
@@ -286,17 +286,17 @@ class Connection:
                     async for message in self._messages(stream):
                         self._has_answered = True
                         backoff.reset()
-                        notice.answered()
+                        notice.note_answer()
                         yield message
                     return
                 except grpc.aio.AioRpcError as error:
-                    notice.met()
+                    notice.note_error()
                     await self._raise_identity_problem(error, asked)
                     if not self.may_retry(error, asked):
-                        notice.ended(error)
+                        notice.note_end(error)
                         raise self.translated(error) from None
                     log.info("coordinator at %s is away: %s", asked, error.details())
-                    notice.failed(error, "until one does")
+                    notice.note_retry(error, "until one does")
                 finally:
                     begin.cancel()
                     stream.cancel()
@@ -314,7 +314,7 @@ class Connection:
             if has_begun(await stream.initial_metadata()):
                 self._has_answered = True
                 backoff.reset()
-                notice.answered()
+                notice.note_answer()
 
     async def _messages(
         self, stream: grpc.aio.UnaryStreamCall[Request, Response]

@@ -115,7 +115,7 @@ class ExportedModel:
     """The inputs, such as "x float32[rows, 64]": all sizes but the number of rows are fixed."""
 
 
-async def exported(
+async def export_model(
     connection: Connection,
     run_id: RunId,
     which: str,

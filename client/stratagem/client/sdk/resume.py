@@ -66,7 +66,7 @@ async def _of_run(
             digest=digest,
             resume=True,
             step=commit.step,
-            metrics=counted(commit.metrics, JobSpec.parse(status.job), job) or None,
+            metrics=carried_metrics(commit.metrics, JobSpec.parse(status.job), job) or None,
             average=Digest(commit.average) if commit.average else None,
         )
         return spec, schedule_note(status, commit, job)
@@ -205,7 +205,9 @@ def _optimizers_of_groups(job: JobSpec) -> list[object]:
     ]
 
 
-def counted(metrics: Mapping[str, float], earlier: JobSpec, job: JobSpec) -> dict[str, float]:
+def carried_metrics(
+    metrics: Mapping[str, float], earlier: JobSpec, job: JobSpec
+) -> dict[str, float]:
     """Return the metrics of a commit that the new run continues: those of a metric that it follows
     as the earlier run did, and the skipped steps."""
     dropped = {

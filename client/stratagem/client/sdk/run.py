@@ -367,7 +367,7 @@ class AsyncRun:
         """
         job = JobSpec.parse(dict((await self.status()).job))
         asked = {"to": to, "shard_size": shard_size}
-        return await downloads.exported(
+        return await downloads.export_model(
             self._connection, self.run_id, which, job, Path(path), import_path, **asked
         )
 

@@ -472,7 +472,7 @@ def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
     if not alive:
         yield Finding("workers", "", Level.WARN, "none is alive", waits)
         return
-    listed = _listed([worker.worker_id for worker in alive])
+    listed = _names([worker.worker_id for worker in alive])
     yield Finding("workers", "", Level.OK, f"{len(alive)} are alive: {listed}")
     yield from _of_code(spec, alive)
     for field, partition in _partitions(spec.strategy, "strategy"):
@@ -494,20 +494,18 @@ def _of_code(spec: JobSpec, alive: Sequence[Worker]) -> Iterator[Finding]:
     asking = [w.worker_id for w in alive if w.code_policy in ("signed", "digests")]
     advice = "have their operator set --allow-code, or install the package and leave `code` out"
     if len(refusing) == len(alive):
-        found = f"no live worker accepts code from jobs: {_listed(refusing)}"
+        found = f"no live worker accepts code from jobs: {_names(refusing)}"
         yield Finding("workers", "code", Level.FAIL, found, advice)
     elif refusing:
-        found = f"these accept no code from jobs, and are left out: {_listed(refusing)}"
+        found = f"these accept no code from jobs, and are left out: {_names(refusing)}"
         yield Finding("workers", "code", Level.WARN, found, advice)
     if asking:
-        found = (
-            f"these accept only code that their operator has signed or listed: {_listed(asking)}"
-        )
+        found = f"these accept only code that their operator has signed or listed: {_names(asking)}"
         advice = "`stratagem code sign` prints the value of code.signature"
         yield Finding("workers", "code", Level.WARN, found, advice)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
 
 
