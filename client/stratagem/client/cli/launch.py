@@ -302,7 +302,7 @@ def ray(
 def _words(texts: list[str]) -> tuple[str, ...]:
     try:
         return tuple(word for text in texts for word in split(text))
-    except ValueError as error:  # a quotation that does not end
+    except ValueError as error:  # an unclosed quotation mark
         raise InvalidInputError.at("--worker", f"{' '.join(texts)!r}: {error}") from None
 
 

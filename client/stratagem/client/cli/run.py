@@ -297,7 +297,7 @@ def _resume_run(client: Client, run_id: str, segment: int | None) -> tuple[RunHa
     """Make the run continue, and return it with the index of its next event."""
     handle = client.get(run_id)
     before = handle.status()
-    # Its cluster may have been killed while it ran: then it goes on by itself.
+    # If its cluster was killed while it ran, it continues by itself.
     if not before.phase.is_final and segment is None:
         return handle, before.event_index
     handle.resume(segment)
@@ -373,7 +373,7 @@ def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
     except KeyboardInterrupt:
         complain(f"stopping run {handle.run_id}")
         handle.cancel()
-        with suppress(RunFailedError):  # it was cancelled, as we asked
+        with suppress(RunFailedError):  # we have cancelled it
             handle.result()
         commit = handle.status().commit()
         kept = "nothing was committed yet" if commit is None else f"step {commit.step} is kept"

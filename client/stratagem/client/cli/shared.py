@@ -158,7 +158,7 @@ def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str,
 
 # ---- Commands ----
 #
-# Options that several commands have are declared once, with the value that they make up.
+# Options of several commands are declared once, with a function that makes a value of them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ def complain(text: str) -> None:
 def complain_of_warnings() -> None:
     """Show warnings of the SDK on stderr, because stdout, where structlog would print, is for
     results. Only for a process that runs the command line."""
-    # Ctrl-C may come between the making of a call and its start; that is no fault to tell of.
+    # Ctrl-C may come between making a coroutine and starting it, which is not a fault.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     structlog.configure(
         processors=[_complaint],
@@ -356,7 +356,7 @@ def reporting() -> Iterator[None]:
         tracing.start("client")
         yield
     except KeyboardInterrupt as interrupt:
-        if text := str(interrupt):  # what has become of what was under way
+        if text := str(interrupt):  # the outcome of the interrupted work
             complain(text)
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -379,7 +379,7 @@ def describe(error: StratagemError | OSError) -> Iterator[str]:
             if error.traceback:
                 yield error.traceback.rstrip()
                 yield f"error: {error.type} in your code {where}"
-            else:  # of the job, or of numbers; nothing was raised in the user's code
+            else:  # an error of the job or of its numbers, not raised by the user's code
                 yield f"error: {error.message} ({where})"
         case InvalidInputError(violations=violations) if violations:
             for violation in violations:

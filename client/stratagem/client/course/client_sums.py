@@ -139,7 +139,7 @@ class ClientSums:
     def add(self, clients: Iterable[ClientInRound]) -> None:
         """Add the clients of the next round."""
         for each in clients:
-            if not each.staleness:  # which was seen in its own round
+            if not each.staleness:  # stale clients were seen in their own round
                 self._of.setdefault(each.client, _Sum()).add(each)
 
     @property

@@ -193,10 +193,10 @@ class OutagesFolding:
         """Take the next event of the run; return the outage before it, if there was one."""
         before, self._before = self._before, event
         if before is None or before.kind in ENDS:
-            return None  # a run that rests misses nobody
+            return None  # an ended run needs no leader
         led_from_s, led_to_s = before.leader_s, event.leader_s
         if not led_from_s or not led_to_s:
-            return None  # a coordinator of an older version does not tell
+            return None  # older versions do not report it
         away_s = (event.time_s - before.time_s) - max(led_to_s - led_from_s, 0.0)
         if away_s < MIN_AWAY_S:
             return None

@@ -187,7 +187,9 @@ class PopulationFolding:
     @property
     def population(self) -> Population:
         """Return the generations that have begun."""
-        begun = min(self._last or len(self.found), len(self.found))  # none follows the last one
+        begun = min(
+            self._last or len(self.found), len(self.found)
+        )  # no generation follows the last one
         generations = (_generation(number, self) for number in range(1, begun + 1))
         return replace(self.whole, generations=tuple(generations))
 
@@ -216,7 +218,7 @@ class PopulationFolding:
     def _close(self, fact: Mapping[str, Any]) -> None:
         generation = fact["generation"]
         self.closed[generation] = fact
-        if fact.get("by_policy"):  # each member has gone on by itself
+        if fact.get("by_policy"):  # each member has advanced by itself
             return
         for member, score in enumerate(fact["scores"]):
             self._score(member, generation, score)

@@ -291,7 +291,7 @@ class RoundsFolding:
                     state=ClientState.DONE,
                     loss=number(fact["loss"]),
                     num_samples=fact["num_samples"],
-                    seconds=number(fact["seconds"]) or math.nan,  # Not of a silo.
+                    seconds=number(fact["seconds"]) or math.nan,  # A silo reports none.
                     sent_bytes=(fact.get("traffic") or {}).get("sent_bytes", 0),
                     answered_s=event.time_s,
                     cause="",
@@ -332,7 +332,7 @@ class RoundsFolding:
         )
         is_known = self.number == begun.number and self._found[-1].is_open
         known = self._clients(len(self._found) - 1)[0] if is_known else {}
-        if known:  # it goes on with other clients besides
+        if known:  # the open round gets further clients
             begun = replace(begun, began_s=self._found[-1].began_s)
         clients = {each: ClientInRound(each, ClientState.SELECTED) for each in fact["clients"]}
         for excuse in fact.get("excused", ()):
@@ -364,7 +364,7 @@ class RoundsFolding:
         known = own.get(client)
         if known is None:
             return
-        if not self._found[at].is_open:  # it came after the close, which has said that it is late
+        if not self._found[at].is_open:  # the close has already marked it late
             changes.pop("state", None)
         own[client] = replace(known, **changes)
         self._put(at, own, stale)
@@ -373,7 +373,7 @@ class RoundsFolding:
     def _close(self, event: Event) -> None:
         fact = event.payload
         at = self._place(fact["round_num"])
-        if at is None:  # its begin was not seen
+        if at is None:  # its beginning was not read
             self._begin(Round(fact["round_num"], event.time_s, clients=()), {})
             at = len(self._found) - 1
         accepted = {each["client"]: each for each in fact["accepted"]}

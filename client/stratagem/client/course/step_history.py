@@ -104,7 +104,7 @@ class History(Mapping[str, StepSeries]):
         """Return the first step that the next answer must have: the first one of a row that may
         change."""
         last_of: dict[str, int] = {}
-        for each in self._series.values():  # the segments of a party end for all its series
+        for each in self._series.values():  # a segment ends for all series of its party
             certain = each.step[~each.provisional]
             last = int(certain[-1]) if len(certain) else 0
             last_of[each.party] = max(last, last_of.get(each.party, 0))
@@ -325,7 +325,7 @@ def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
         (high - low, ranks[0], rank) for (a, rank), (low, high) in between.items() if a == ranks[0]
     ]
     heapq.heapify(near)
-    while near:  # the closest bounds first, so that every clock is as certain as it can be
+    while near:  # the closest bounds first, which makes every clock as certain as possible
         width, known, rank = heapq.heappop(near)
         if rank in offsets:
             continue

@@ -304,7 +304,7 @@ def run_status(info: pb.RunInfo) -> RunStatus:
 
 
 def event(message: pb.RunEvent) -> Event:
-    # There may be very many: each field is named, which takes a quarter of the time.
+    # Events may be very many: naming each field takes a quarter of the time.
     return Event(
         index=message.index,
         time_s=message.time_s,

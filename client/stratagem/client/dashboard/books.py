@@ -76,10 +76,10 @@ class RunBook:
         async with self._asking:
             known = self._drawn.get(key)
             if known is not None and self._reader is not None and known.made_s >= asked_s:
-                return known.text  # who asks at the same time waits for the same answer
+                return known.text  # concurrent callers share one drawing
             times = MORE_PATIENCE if key in self._drawn else 1.0
             shown = await self._read_on(times * self._patience_s)
-            known = self._drawn.get(key)  # which another run of this name has not
+            known = self._drawn.get(key)  # empty if another run now has this name
             if known is None or not self._is_as_now(known, shown):
                 viewed = await self._with_view(shown, view)
                 async with self._taking:
@@ -170,7 +170,7 @@ class RunBook:
 
     async def _steps(self, status: RunStatus, course: RunCourse) -> History:
         """Return the steps of the run; those of an unfinished run may not be the newest."""
-        if course.num_returns > self._num_returns:  # what was recorded behind a commit is gone
+        if course.num_returns > self._num_returns:  # steps after the commit are gone
             self._history = History(())
             self._history_s, self._history_index = -HISTORY_S, -1
             self._num_returns = course.num_returns

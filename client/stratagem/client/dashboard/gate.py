@@ -208,7 +208,7 @@ class PageSessions:
         return hmac.compare_digest(signature.encode(), self._signature(number).encode())
 
     def _signature(self, number: str) -> str:
-        signed = f"{self.cookie} {number}"  # a page of the same token elsewhere is another one
+        signed = f"{self.cookie} {number}"  # another page may have the same token
         return hmac.new(self._token, signed.encode(), "sha256").hexdigest()
 
 

@@ -120,7 +120,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gate.end()
-        # What is left are connections that browsers are slow to close, which is no error.
+        # The remaining connections are slow to be closed by browsers, which is not an error.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
 

@@ -30,7 +30,7 @@ def page_beside(
         return
     try:
         server = page_of(coordinator, proof, {"listen": DEFAULT_LISTEN})
-    except UnavailableError:  # another page is there
+    except UnavailableError:  # another page has the port
         server = page_of(coordinator, proof, {"listen": ANY_PORT})
     with server.beside():
         typer.echo(f"page at {server.url}", err=True)

@@ -86,7 +86,7 @@ class TabStream:
 
     async def _facts(self, watch: RunWatch) -> AsyncGenerator[bytes]:
         """Yield the events of a run that were not sent yet, and beats between them."""
-        self._next = min(self._next, watch.next)  # behind it is another run of the name
+        self._next = min(self._next, watch.next)  # smaller if another run now has this name
         try:
             while self._next < watch.next:
                 if self._next >= watch.first:
@@ -102,10 +102,10 @@ class TabStream:
                             yield server_sent("fact", event, event.index)
                             for beat in self._beats(watch):
                                 yield beat
-                if self._next == first:  # the run is deleted
+                if self._next == first:  # the run was deleted
                     return
         except StratagemError:
-            await asyncio.sleep(RETRY_S)  # the beat says what it is
+            await asyncio.sleep(RETRY_S)  # the beat reports it
             self._news.set()
 
     def _beats(self, watch: RunWatch | RunsWatch) -> Iterator[bytes]:

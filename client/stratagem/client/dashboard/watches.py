@@ -79,7 +79,7 @@ class CoordinatorWatch:
             return CoordinatorHealth("away", f"{self.client.address} does not answer")
         except StratagemError as error:
             state, has_been = state_of(error), self.answered_s is not None
-            is_away = state == "away" and has_been  # the words of a broken connection help nobody
+            is_away = state == "away" and has_been  # the text of a connection error helps nobody
             why = f"{self.client.address} does not answer" if is_away else told(error)
             return CoordinatorHealth(state, why)
         self.answered_s = time.monotonic()
@@ -163,7 +163,7 @@ class RunWatch:
 
     def _begin(self) -> None:
         self.gone, self.ended_at, self.is_ready = b"", -1, False
-        self.changed()  # nobody has heard what happened meanwhile
+        self.changed()  # changes in the meantime were missed
 
     async def status(self) -> RunStatus:
         """Return the present status of the run; concurrent callers share one request."""
@@ -197,7 +197,7 @@ class RunWatch:
     async def _follow_to_the_end(self) -> None:
         """Follow the run to its end, then wait for further events."""
         newest = (await self.run.status()).event_index
-        if not self.is_ready or newest + 1 < self.next:  # the latter is another run of the name
+        if not self.is_ready or newest + 1 < self.next:  # smaller: another run has this name
             self._kept.clear()
             self._forget_progress()
             self.next, self.is_ready = newest + 1, True
@@ -206,7 +206,7 @@ class RunWatch:
             async for item in items:
                 self._take(item)
         self.ended_at = self.next
-        self._forget_progress()  # how it has ended is in its status
+        self._forget_progress()  # its status says how it ended
         self.subscription.notify()
         while (await self.run.status()).event_index < self.next:  # noqa: ASYNC110  (asked far away)
             await asyncio.sleep(RETRY_S)
@@ -221,7 +221,7 @@ class RunWatch:
             self._num_changes += 1
             self.subscription.notify()
             return
-        if item.reason or (self._latest and self._latest.reason):  # the status says so, too
+        if item.reason or (self._latest and self._latest.reason):  # the status has the reason too
             self._num_changes += 1
         self._latest = item
         if self._timer is None:
@@ -324,7 +324,7 @@ class RunsWatch:
         self._is_complete, self._time_s = change.is_complete, change.time_s
         if len(change.deleted) and sum(not brief for _, brief in self._runs.values()) > MAX_DELETED:
             self._runs = OrderedDict((id_, each) for id_, each in self._runs.items() if each[1])
-            self._generation += 1  # all tabs are told what is left
+            self._generation += 1  # all tabs get the remaining runs again
         self.subscription.notify()
 
     def _begin(self) -> None:
@@ -406,7 +406,7 @@ class Subscription:
                 if not await self._follow():
                     return
             except StratagemError:
-                await asyncio.sleep(RETRY_S)  # the beat says what it is
+                await asyncio.sleep(RETRY_S)  # the beat reports it
             except Exception as error:
                 log.exception("the page follows %s no further; it begins again", self._what)
                 self._why = f"an error in following {self._what}: {error!r}; it begins again"

@@ -40,7 +40,7 @@ def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
         f"--job-name={launch.run_id}",
         f"--ntasks={launch.num_workers}",
         f"--output={launch.run_id}-%j.log",
-        "--no-kill",  # a lost node takes its own workers along, and no others
+        "--no-kill",  # a lost node ends only its own workers
         "--requeue",
         "--open-mode=append",
         f"--signal=USR1@{GRACE_S}",

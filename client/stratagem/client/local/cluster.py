@@ -221,7 +221,7 @@ class LocalCluster:
         except BlockingIOError:
             os.close(self._lock)
             address = read_address(folder / "ready" / COORDINATOR)
-            where = f" {address}" if address else ""  # it is just starting
+            where = f" {address}" if address else ""  # empty while it is starting
             raise ConflictError(
                 f"another local cluster uses {folder}; talk to it with --coordinator{where}, "
                 "or name another folder with --data-dir"
@@ -229,12 +229,12 @@ class LocalCluster:
         return folder
 
     def _leave_folder(self) -> None:
-        shutil.rmtree(self._folder / "ready", ignore_errors=True)  # nothing serves any more
+        shutil.rmtree(self._folder / "ready", ignore_errors=True)  # no process serves now
         os.close(self._lock)
         if self._temporary is not None:
             self._temporary.remove()
             self._temporary = None
-        remove_temporary()  # of processes that were killed and did not come back
+        remove_temporary()  # folders of killed processes
 
     def _check_listen(self) -> None:
         """Raise InvalidInputError if the coordinator cannot listen at its address; its own log

@@ -311,7 +311,7 @@ class ProcessSupervisor:
         child.problem = ""
         self._changed.notify_all()
         if sys.platform == "linux":
-            with suppress(OSError):  # without one it is looked after now and then
+            with suppress(OSError):  # without one it is polled
                 child.end = end_descriptor(child.process)
 
     def _note_end(self, child: _Child) -> None:
@@ -327,7 +327,7 @@ class ProcessSupervisor:
         if child.end is not None:
             os.close(child.end)
             child.end = None
-        # An ordered end says nothing about the next start.
+        # An ordered end does not predict the next one.
         is_ordered = child.is_ordered or child.last_exit == KILLED_BY_FAILPOINT
         child.is_ordered = False
         is_quick = now_s - child.started_s < STABLE_S and not is_ordered

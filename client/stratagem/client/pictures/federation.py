@@ -157,7 +157,7 @@ def _cell(
 def _edge(x: float, y: float, side: float, state: str, *, is_small: bool = False) -> str:
     colour, _, dashes = STATES[state]
     shape: dict[str, Any] = {"x": x, "y": y, "width": side, "height": side}
-    if is_small:  # no room for a sign: the words are in its hint, and in the table
+    if is_small:  # no room for a sign; the tooltip and the table have the state
         return element("rect", **shape, fill="none", stroke=colour, stroke_width=1.2)
     shape |= {"rx": 3, "stroke_width": 2}
     return element("rect", **shape, fill="none", stroke=colour, stroke_dasharray=dashes)

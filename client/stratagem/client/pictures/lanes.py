@@ -323,7 +323,7 @@ def members(
     signs = [
         (box_sign(colours[party], fill_opacity="0.82"), party or "member") for party in parties
     ]
-    if len(parties) > NUM_SERIES:  # colours repeat: what is written in the bars tells them apart
+    if len(parties) > NUM_SERIES:  # colours repeat, so the bars have texts
         signs = [(box_sign("s1", fill_opacity="0.82"), f"member of one of {len(parties)} parties")]
     if any(stay.is_lost for stay in stays):
         signs.append((label(-5, 5, "✕", fill="bad", size=13, weight="700"), "lost"))

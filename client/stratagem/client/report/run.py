@@ -384,7 +384,7 @@ def with_history(
         own[_TRAIN] = mean
     found = {**lines, **own}
     if _GRAD_NORM in own:
-        found.pop("train.max_grad_norm", None)  # which its band shows
+        found.pop("train.max_grad_norm", None)  # the band shows it
     return found
 
 
@@ -434,7 +434,7 @@ def _with_band(line: Line, lines: Mapping[str, Line]) -> Line:
     metric = line.name.removesuffix(f".{CLIENT_MEAN}")
     low, high = (lines.get(f"{metric}.{end}") for end in (CLIENT_MIN, CLIENT_MAX))
     if low is None or high is None or not line.step == low.step == high.step:
-        return line  # of many values rows are made, and some rounds may have no spread
+        return line  # the rows may differ, and some rounds may have no spread
     return replace(line, low=low.last, high=high.last)
 
 

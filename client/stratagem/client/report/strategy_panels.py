@@ -406,6 +406,6 @@ def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:
                 kind = action.kind.name.lower()
                 tasks.append(Task(rank, start, free[rank], kind, action.micro_batch))
                 places[rank] += 1
-        if len(tasks) == before:  # no schedule of ours waits for ever
+        if len(tasks) == before:  # none of our schedules deadlocks
             return []
     return tasks

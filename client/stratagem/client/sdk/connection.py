@@ -130,7 +130,7 @@ class OutageNotice:
         waits: until when, such as "for up to 60 s".
         """
         name = name_of(error)
-        if name and name != StandbyError.__name__:  # who stands by answers for nobody else
+        if name and name != StandbyError.__name__:  # a standby answers only for itself
             self.outage.end()
         if self._since_s is None:
             self._since_s = time.monotonic()
@@ -142,7 +142,7 @@ class OutageNotice:
     def _is_first(self, told: str, *, is_refusal: bool) -> bool:
         """Return whether no call has reported this yet, and note that it is reported now."""
         if not is_refusal:
-            if self._is_reported:  # of an outage that may be over for others
+            if self._is_reported:  # reported, though the outage may be over for others
                 return False
             was_told = self.outage.is_reported
             self._is_reported = self.outage.is_reported = True
@@ -154,7 +154,7 @@ class OutageNotice:
         return self.outage.refused[told] == 1
 
     def _end_refusal(self) -> None:
-        self.outage.refused -= Counter(self._reasons)  # and none is left of those that are 0
+        self.outage.refused -= Counter(self._reasons)  # drops counts of 0
         self._reasons.clear()
 
     def _text(self, error: grpc.RpcError) -> str:
@@ -220,7 +220,7 @@ class Connection:
 
     async def close(self) -> None:
         if is_lost():
-            return  # the channel belongs to the process of which this one is a fork
+            return  # the channel belongs to the parent process
         _open.discard(self)
         await self._channel.close()
 
@@ -239,7 +239,7 @@ class Connection:
                 except grpc.aio.AioRpcError as error:
                     notice.note_error()
                     wait_s = await self._wait_s(error, asked)
-                    if _is_at_work(error):  # an answer, from which on its patience counts
+                    if _is_at_work(error):  # an answer, from which its patience is counted
                         self._has_answered, began_s = True, time.monotonic()
                         backoff.reset()
                     if time.monotonic() >= began_s + wait_s:
@@ -257,7 +257,7 @@ class Connection:
         """Return how long, from its beginning, a call that met this error is repeated."""
         await self._raise_identity_problem(error, asked)
         if _is_at_work(error):
-            return math.inf  # it will say how it ends
+            return math.inf  # it will answer when it is done
         if self.may_retry(error, asked):
             return self._patience_s
         return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
@@ -354,7 +354,7 @@ class Connection:
             self._coordinators.move_on(asked)  # it is frozen
             return True
         if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            # The latter is the last word of a process that ends; our own cancelling is no error.
+            # CANCELLED comes from a process that ends; our own cancelling is not an error.
             return False
         if self._coordinators.are_several and name_of(error) == StandbyError.__name__:
             self._has_answered = True  # there is a cluster, and soon a leader
@@ -393,7 +393,7 @@ def _is_starting(error: grpc.aio.AioRpcError) -> bool:
         return False
     reason = from_rpc_error(error)
     if isinstance(reason, StandbyError):
-        return not reason.leader  # one that leads elsewhere is for the caller to know
+        return not reason.leader  # the caller must know about a leader elsewhere
     return any(phrase in (error.details() or "") for phrase in _CLOSED)
 
 

@@ -140,7 +140,7 @@ def _role(proof: Proof) -> Iterator[Finding]:
     try:
         shown = None if proof.tls is None else proof.tls.read().cert_id
     except InvalidInputError:
-        return  # said by findings.certificate
+        return  # findings.certificate reports it
     if shown is not None and shown.role is not Role.CLIENT:
         advice = f"make one for a client: `stratagem certs`; this one is for a {shown.role}"
         yield Finding("certificate", "client", Level.FAIL, f"{shown} is not a client", advice)

@@ -119,7 +119,7 @@ def whole_folder(path: Path) -> Iterator[ShardFolder]:
         text = f"{path} exists already; nothing was written"
         raise InvalidInputError.at("path", text)
     part = path.absolute().with_name(f".{path.absolute().name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a process of this number that was killed
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed process with this id
     try:
         part.mkdir()
     except OSError as error:

@@ -44,7 +44,7 @@ async def resolve_initial(connection: Connection, job: JobSpec) -> tuple[JobSpec
     else:
         assert initial.file is not None  # exactly one of the three is set
         spec = InitialSpec(digest=await _upload(connection, Path(initial.file)))
-    # Read anew: what concerns several sections is checked with what has been found.
+    # Parse again, so that rules about several sections see the digest.
     return JobSpec.parse({**job.document(), "initial": spec.document()}), note
 
 
@@ -175,7 +175,7 @@ def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
     reading = {path: name for path, each in kept.items() if (name := _ends_with_all(each))}
     if not changes or not reading:
         return ""
-    length = status.num_steps or "N"  # its own number of steps is not known before it begins
+    length = status.num_steps or "N"  # its number of steps is not known before it begins
     which = ", ".join(f"{path}.schedule ({name})" for path, name in reading.items())
     keep = " and ".join(
         f"{'the last part of ' * (kept[path].name == 'chain')}{path}.schedule" for path in reading

@@ -168,7 +168,7 @@ def _read(source: IO[str], told: "SimpleQueue[str]") -> None:
 
 def _write(process: "subprocess.Popen[str]", line: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # a process that has ended is seen by its output
+    with suppress(BrokenPipeError):  # the end of a process is noticed by its output
         process.stdin.write(f"{line}\n")
         process.stdin.flush()
 
@@ -345,7 +345,7 @@ def resolve_parallelism(
     match job.execution.parallelism:
         case "None":
             return job, ""
-        case DataParallel(number):  # needs no look at the model
+        case DataParallel(number):  # does not depend on the model
             strategy = strategies.DataParallel(number, strategies.AllReduce())
             execution = job.execution.with_changes(parallelism="None")
             changed = job.with_changes(strategy=strategy, execution=execution)

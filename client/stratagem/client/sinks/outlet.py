@@ -67,7 +67,7 @@ def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) ->
     history = run.history((), ("*",), from_step=_first_step(cursor))
     for series in history.values():
         if is_of_newest_segment(series.party):
-            continue  # what later segments replace is no curve of the run
+            continue  # later segments replace it, so it is not a curve
         block = _lacking(series, cursor, is_whole=is_whole)
         if len(block.columns):
             sink.rows(block)
@@ -162,7 +162,7 @@ class Outlet:
         except InvalidInputError as error:
             self._problem, self.is_refused = str(error), True
             self._complain(f"{self._name}: {error}; nothing of the run is written there")
-        except Exception as error:  # of any library
+        except Exception as error:  # of any kind
             self._problem = f"{type(error).__name__}: {error}"
             self._let_go()
             if is_first:
@@ -172,7 +172,7 @@ class Outlet:
         self._cursor = None
         try:
             self._sink.close()
-        except Exception as error:  # it has failed already, and is opened again
+        except Exception as error:  # it failed before, and is opened again
             self._problem = f"{self._problem}; {error}"
 
 
@@ -223,7 +223,7 @@ class LogOutlets:
         for text, outlet in self._outlets.items():
             if problem := outlet.finish():
                 self.problems[text] = problem
-                if outlet.is_refused:  # it has said so, and completes nothing
+                if outlet.is_refused:  # it was reported, and cannot be completed
                     continue
                 completed = f'"stratagem export {self._run_id} --to {text}" completes it'
                 self._complain(f"{text}: not all is written ({problem}); {completed}")

@@ -105,7 +105,7 @@ def values_of(event: Event) -> tuple[int, dict[str, float]]:
         return 0, {}
     found = numbers(fact.get("metrics"))
     match event.kind:
-        case "SegmentFinished":  # what is of its training stands in the history of its steps
+        case "SegmentFinished":  # training metrics are in the step history
             step, kept = (
                 fact["step"],
                 {n: v for n, v in found.items() if not n.startswith("train.")},
@@ -173,7 +173,7 @@ class GrowingFile:
         if size and not self._cursor_path.exists():
             text = f"{str(path)!r} exists and is not of run {run.run_id}; name another file"
             raise InvalidInputError.at("target", text)
-        if size < self.cursor.size:  # somebody has cut or removed it: all is written anew
+        if size < self.cursor.size:  # cut or removed by others: write everything anew
             self.cursor = Cursor()
         write_cursor(self._cursor_path, self.cursor)
         self._file: BinaryIO = path.open("ab")

@@ -114,7 +114,7 @@ class FollowedRun:
     def _progress(self, item: Progress) -> None:
         self.is_waiting, self.latest = False, item
         self.step, self.num_steps = item.step, item.num_steps
-        # What closes a round or a generation is told before the state of it is committed.
+        # A round or generation closes before its state is committed.
         is_ahead = self.is_federated or self.is_population
         self.segment = max(self.segment, item.segment) if is_ahead else item.segment
         self.num_segments = item.num_segments

@@ -55,7 +55,7 @@ def live_line(run: FollowedRun, width: int) -> Text:
     if done is None or not _is_counting(run):
         return _joined(_fitted(fields, width), width)
     percent = f" {_percent(done):>4}"
-    # The name gives way to its shortest before the bar does; both give way to what is counted.
+    # The name is shortened before the bar; both make room for the count.
     for cells, name_cells in (
         (MAX_BAR_CELLS, None),
         (MIN_BAR_CELLS, None),
@@ -117,7 +117,7 @@ def clients_text(run: FollowedRun) -> str:
         return ""
     num_by_state = Counter(each.state for each in own)
     late = num_by_state[ClientState.LATE]
-    if run.latest is not None and newest.is_open:  # of earlier rounds, and they train on
+    if run.latest is not None and newest.is_open:  # those of earlier rounds, which still train
         late = run.latest.num_clients_late
     num_excused = num_by_state[ClientState.EXCUSED]
     parts = [f"{num_by_state[ClientState.DONE]} of {len(own) - num_excused} done"]
@@ -198,7 +198,7 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
     if latest is not None:
         yield from _of_speed(latest)
         yield from _of_time(latest)
-    if not run.is_population:  # its members' scores are shown already
+    if not run.is_population:  # the members' scores are shown already
         yield from (Field(printable(each, is_line=True)) for each in evaluation_texts(run))
     of_step = {} if latest is None else latest.metrics
     for name in few(sorted(of_step)):
@@ -211,7 +211,7 @@ def _phases(run: FollowedRun) -> Iterator[str]:
     """Yield the phases of the strategy and the training that are worth showing."""
     latest, newest = run.latest, run.rounds.newest
     if latest is None or (newest is not None and newest.is_open and latest.segment < run.segment):
-        return  # it is of the round before
+        return  # it belongs to the previous round
     for phase in (latest.strategy_phase, latest.training_phase):
         if phase not in QUIET_PHASES:
             yield phase.lower()
@@ -432,7 +432,7 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
             return _line(_round(run))
         case "GenerationClosed":
             return _line(_generation(run, item))
-        case "Evaluated" if not run.is_federated:  # a round's stands in the next line
+        case "Evaluated" if not run.is_federated:  # a round's is in the next line
             return Milestone(item.sentence)
         case "MembersFormed":
             is_first = item.payload.get("membership") == 1

@@ -153,7 +153,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         console.print(_commits_table(status, with_states=not console.is_terminal))
     for commit in status.commits if console.is_terminal else ():
         label = Text(f"{f'state {commit.segment}':<{LABEL_CELLS}}", style="bold")
-        # No line ends in a path that is to be copied, however long it is.
+        # A path must be copied whole, so its line is not folded.
         console.print(label.append(_state_text(commit), ""), soft_wrap=True)
 
 
