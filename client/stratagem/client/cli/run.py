@@ -140,32 +140,28 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     job = load_job(job_path, overrides or [])
     chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
 
-    def submitted(client: Client) -> RunHandle:
-        return client.submit(job, chosen, import_path=import_folders(job_path))
+    def submit(client: Client, where: str = "") -> _Following:
+        with view.doing(f"submitting {chosen}{where}"):
+            handle = client.submit(job, chosen, import_path=import_folders(job_path))
+        return _Following(handle, view, output, report=report, sinks=sinks)
 
     if local is None:
-        page = page_beside(access.coordinator, access.proof, is_wanted=web)
-        with access.client() as client, page:
-            with view.doing(f"submitting {chosen} to {access.coordinator}"):
-                handle = submitted(client)
-            following = _Following(handle, view, output, report=report, sinks=sinks)
-            _follow_remote(following, access.coordinator, detach=detach)
+        address = access.coordinator
+        with access.client() as client, page_beside(address, access.proof, is_wanted=web):
+            _follow_remote(submit(client, f" to {address}"), address, detach=detach)
         return
     if job.placement_timeout_s is None:
         job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
     folders = tuple(map(str, import_folders(job_path)))
     allow_code = "none" if job.code is None else "any"
-    each = threads_each(threads)
-    known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, each.number)
+    choice = threads_each(threads)
+    settings = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, choice.number)
     with (
-        _local_client(known, each, local, data_dir, view) as client,
+        _local_client(settings, choice, local, data_dir, view) as client,
         page_beside(client.address, is_wanted=web),
     ):
-        known.save(data_dir, chosen)
-        with view.doing(f"submitting {chosen}"):
-            handle = submitted(client)
-        following = _Following(handle, view, output, report=report, sinks=sinks)
-        _follow_local(replace(following, threads=known.threads), local, data_dir)
+        settings.save(data_dir, chosen)
+        _follow_local(replace(submit(client), threads=choice.number), local, data_dir)
 
 
 def attach(
