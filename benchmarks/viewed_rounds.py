@@ -14,13 +14,13 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from stratagem.client.course.views import Event, Phase  # noqa: E402
 from stratagem.client.pictures.svg import Picture  # noqa: E402
 from stratagem.client.report.panels import member_panels  # noqa: E402
 from stratagem.client.report.run import (  # noqa: E402
@@ -32,30 +32,23 @@ from stratagem.client.report.strategy_panels import federated_panels  # noqa: E4
 JOB = {"strategy": {"type": "Federated", "rounds": 10_000}}
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    kind: str
-    payload: Mapping[str, Any]
-    time_s: float
-    index: int = 0
-    sentence: str = ""
-    leader_s: float = 0.0
-    phase: str = "RUNNING"
+def made(kind: str, payload: Mapping[str, Any], time_s: float) -> Event:
+    return Event(0, time_s, kind, "", payload, Phase.RUNNING)
 
 
-def events_of(number: int, num_clients: int, began_s: float) -> Iterator[Made]:
+def events_of(number: int, num_clients: int, began_s: float) -> Iterator[Event]:
     """Yield the events of a round."""
     drawn = random.Random(number)
     base = {"party": "", "round_num": number}
     rejected, late, excused = drawn.sample(range(num_clients), 3)
     asked = [client for client in range(num_clients) if client != excused]
     told = {"excused": ({"clients": (excused,), "reason": "it is asked at night"},)}
-    yield Made("ClientsSelected", {**base, "clients": asked, **told}, began_s)
+    yield made("ClientsSelected", {**base, "clients": asked, **told}, began_s)
     assignments = [
         {"client": client, "member": {"worker_id": f"worker-{client:04}", "incarnation": "x"}}
         for client in asked
     ]
-    yield Made("ClientsAssigned", {**base, "assignments": assignments}, began_s + 0.01)
+    yield made("ClientsAssigned", {**base, "assignments": assignments}, began_s + 0.01)
     accepted = []
     for client in asked:
         if client == late:
@@ -63,20 +56,20 @@ def events_of(number: int, num_clients: int, began_s: float) -> Iterator[Made]:
         seconds, at_s = drawn.uniform(2.0, 9.0), began_s + drawn.uniform(2.0, 10.0)
         if client == rejected:
             why = {"cause": "not_finite", "reason": f"weight[{drawn.randrange(99)}] is nan"}
-            yield Made("UpdateRejected", {**base, "client": client, **why}, at_s)
+            yield made("UpdateRejected", {**base, "client": client, **why}, at_s)
             continue
         loss, samples = drawn.uniform(0.0, 3.0), 500 + client
         accepted.append({"client": client, "num_samples": samples})
         received = {"loss": loss, "num_samples": samples, "seconds": seconds, "metrics": {}}
         traffic = {"traffic": {"sent_bytes": 40_000 + client}}
-        yield Made("UpdateReceived", {**base, "client": client, **received, **traffic}, at_s)
+        yield made("UpdateReceived", {**base, "client": client, **received, **traffic}, at_s)
     metrics = {f"train.{name}": drawn.random() for name in ("loss", "loss_min", "loss_max")}
     reason = f"round {number}: {len(accepted)} of {len(asked)} updates, deadline passed"
     closed = {"accepted": accepted, "reason": reason, "metrics": metrics}
-    yield Made("RoundClosed", {**base, **closed}, began_s + 11.0)
+    yield made("RoundClosed", {**base, **closed}, began_s + 11.0)
     committed = {"party": "", "segment": number, "step": number}
     shown = {name: drawn.random() for name in ("test.loss", "test.accuracy", "train.loss")}
-    yield Made("SegmentCommitted", {**committed, "metrics": shown}, began_s + 11.5)
+    yield made("SegmentCommitted", {**committed, "metrics": shown}, began_s + 11.5)
 
 
 def memory_mb() -> float:

@@ -68,7 +68,7 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
     assert "stopping run mine" in said
     assert said[-1].startswith("stopped; step ")
     assert said[-1].endswith(
-        f"is kept; go on with: stratagem resume mine --local 1 --data-dir {state[1]}"
+        f"is kept; continue with: stratagem resume mine --local 1 --data-dir {state[1]}"
     )
     resumed = subprocess.Popen(
         # Only workers with as many threads can go on with it.

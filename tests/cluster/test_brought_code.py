@@ -131,7 +131,7 @@ def test_code_is_its_submitters_and_nothing_else_may_be_named(
     folder = make(tmp_path / "code", 7)
     with pytest.raises(NotFoundError, match=r"code\.digest: no code 0000"):
         client.submit(brought(folder, job(), code={"digest": "0" * 64}))
-    with pytest.raises(InvalidInputError, match="is no folder"):
+    with pytest.raises(InvalidInputError, match="is not a folder"):
         client.submit(brought(folder, job(), code=str(folder / "missing")))
     run = client.submit(brought(folder, job(), loss={"entrypoint": "os:system"}))
     with pytest.raises(UserCodeError, match='"os:system" is not allowed on this worker'):
@@ -155,7 +155,7 @@ def test_shared_clusters_take_no_code_unless_their_operator_says_so(
         (fault,) = (
             f for f in torch_process.check_job(spec, workers=client.workers()) if f.level == "fail"
         )
-        assert fault.found == "no worker that is alive takes code from jobs: worker-0"
+        assert fault.found == "no live worker accepts code from jobs: worker-0"
         run = client.submit(spec)
         waiting = next(item for item in run.watch() if isinstance(item, Progress))
         assert "no worker takes code from jobs: worker-0; their operator" in waiting.reason

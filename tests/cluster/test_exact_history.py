@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratagem.client.history.step_history import History, MeasuredStep, measured_step
+from stratagem.client.course.step_history import History, MeasuredStep, measured_step
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import JobSpec

@@ -38,5 +38,5 @@ def test_a_run_becomes_a_program(
     found = {name: each.detach() for name, each in program.state_dict().items()}
     assert found.keys() == outcome.state.keys()
     assert all(torch.equal(found[name], each) for name, each in outcome.state.items())
-    with pytest.raises(InvalidInputError, match=r"model\.pt2 is there already; nothing was"):
+    with pytest.raises(InvalidInputError, match=r"model\.pt2 exists already; nothing was"):
         outcome.run.export(path, "torch-export", import_path=[ROOT])

@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from stratagem.client.cli.main import app
-from stratagem.client.history.step_history import History
+from stratagem.client.course.step_history import History
 from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.client.sinks.sink import cursor_path, read_cursor
 from tests.cluster.jobs import Gates, data_parallel

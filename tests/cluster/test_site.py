@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.local.cluster import LocalCluster
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.code.bundle import digest_of
 from stratagem.common.code.signatures import make_keys, sign

@@ -102,7 +102,7 @@ def test_a_schedule_of_hyperparameters_goes_back_and_on_after_kills_to_the_same_
         assert outcome_of(run).digests == expected.digests
         shown = RunDisplay(FollowedRun.of(run.status()))
         for item in run.watch():
-            shown.told(item)
+            shown.fold(item)
         shown.run.phase = Phase.RUNNING  # as its line was before the last item
         assert plain_line(shown.run).startswith(f"{run.run_id}  100%  step 10/10  test.acc")
 

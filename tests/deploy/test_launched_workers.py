@@ -215,8 +215,8 @@ def test_every_run_has_a_name_that_pods_can_have(run_id: str) -> None:
         ),
         (1, (), {"secret": "s", "pool": "p q"}, "--pool: 'p q' is not a pool"),
         (1, (INSECURE,), {"image": "a b"}, "--image: 'a b' is not an image"),
-        (1, (INSECURE, "--listen=:1"), {}, "--worker: --listen is said by the launch"),
-        (1, ("--pool", "q"), {"secret": "s", "pool": "p"}, "--worker: --pool is said by"),
+        (1, (INSECURE, "--listen=:1"), {}, "--worker: --listen is set by the launch"),
+        (1, ("--pool", "q"), {"secret": "s", "pool": "p"}, "--worker: --pool is set by"),
         *(
             (1, (INSECURE,), {"job_name": name}, f"--job-name: '{name}' is not 1 to 50 of")
             for name in ("A", "a-", "a" * 51)

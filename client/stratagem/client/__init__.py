@@ -3,7 +3,6 @@ starts everything on this machine; `%load_ext stratagem.client` lets cells of a 
 of jobs. It imports neither torch nor the server parts.
 """
 
-from stratagem.client.code.notebook import register as load_ipython_extension
 from stratagem.client.course.client_sums import FederatedClient
 from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.population import Population
@@ -21,6 +20,7 @@ from stratagem.client.course.views import (
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.report.comparison import Comparison, JobDifference
 from stratagem.client.sdk.blocking import Client, RunHandle, RunResult
+from stratagem.client.sdk.cell_modules import register as load_ipython_extension
 from stratagem.client.sdk.client import AsyncClient
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.client.sdk.torch_process import (

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _starts_cluster(words: list[str]) -> bool:
-    """Whether a command will start processes on this machine, if nothing is wrong with it."""
+    """Return whether a command starts processes on this machine, if it is valid."""
     is_local = any(word == "--local" or word.startswith("--local=") for word in words)
     is_question = any(word in ("--help", "-h") for word in words)
     return not is_question and (words[:1] == ["up"] or (words[:1] in STARTING and is_local))

@@ -38,7 +38,7 @@ def test_a_whole_audit_says_how_long_it_is_and_its_head(audit: Path) -> None:
     assert code == 0
     assert said.splitlines() == [
         f"{audit}: 4 lines, none changed; last hash {heads(audit)[-1]}",
-        "a crash has cut off a line 1 time, as it says there",
+        "the file notes 1 line that a crash cut off",
     ]
 
 
@@ -47,7 +47,7 @@ def test_a_line_that_is_being_cut_off_is_no_change_and_a_changed_one_is_named(au
         file.write(b'{"kind":')
     code, said, _ = verified(str(audit))
     assert code == 0
-    assert "it ends in a line that a crash has cut off: nothing of that has left" in said
+    assert "it ends in a line that a crash cut off: nothing of that line has left" in said
     audit.write_bytes(audit.read_bytes().replace(b'"round"', b'"other"'))
     code, said, error = verified(str(audit))
     assert (code, said) == (1, "")
@@ -64,7 +64,7 @@ def test_a_head_that_was_noted_shows_lines_that_are_gone_and_a_file_that_is_not_
     assert verified(str(audit))[0] == 0
     code, _, error = verified(str(audit), "--head", noted)
     assert code == 1
-    assert f"no line has the hash {noted}: lines that were there are gone" in error
+    assert f"no line has the hash {noted}: lines have been removed" in error
     code, _, error = verified(f"{audit}.none")
     assert code == 1
     assert "none: No such file or directory" in error

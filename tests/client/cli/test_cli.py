@@ -68,7 +68,7 @@ def test_run_writes_a_report_however_it_ends(
     assert ("ValueError</strong>: bad hidden" in text) == (ending == "user error")
     refused = invoke("run", job_file, "--coordinator", address, "--detach", "--report", path)
     assert refused.exit_code == 1
-    assert "--report is of the end of the run" in refused.stderr
+    assert "--report is written at the end of the run" in refused.stderr
 
 
 def test_run_as_json_is_one_object_per_line_and_detached_prints_the_id(
@@ -176,8 +176,11 @@ def test_what_cannot_begin_is_one_line(job_file: Path, tmp_path: Path) -> None:
     for arguments, said in (
         (("run", missing), f"{missing}: No such file or directory"),
         (("run", job_file, "--local", "2", "--detach"), _DETACH),
-        (("run", job_file, "--tag", "gpu"), "--tag is of local workers; give --local N"),
-        (("run", job_file, "--threads", "2"), "--threads is of local workers; give --local N"),
+        (("run", job_file, "--tag", "gpu"), "--tag only concerns local workers; give --local N"),
+        (
+            ("run", job_file, "--threads", "2"),
+            "--threads only concerns local workers; give --local N",
+        ),
         (
             ("resume", "other", "--local", "1", "--data-dir", tmp_path),
             f"no local run other in {tmp_path}",
@@ -243,7 +246,7 @@ def test_ctrl_c_detaches_from_a_coordinator(
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 130
         assert process.stderr.read().splitlines() == [
-            f"detached; run mine goes on at {address}",
+            f"detached; run mine continues at {address}",
             f"see it again with: stratagem attach mine --coordinator {address}",
         ]
     assert fake.runs["mine"].phase == 3  # still running
@@ -326,7 +329,7 @@ def test_tags_are_of_one_local_worker_or_of_all() -> None:
     found = tag_arguments(["worker-1=gpu", "large", "worker-1=near"], 2)
     assert found == {"worker-0": ("--tags", "large"), "worker-1": ("--tags", "gpu,large,near")}
     assert tag_arguments([], 2) == {}
-    for tag, reason in (("worker-2=x", "'worker-2' is not one of"), ("worker-1=", "holds no tag")):
+    for tag, reason in (("worker-2=x", "'worker-2' is not one of"), ("worker-1=", "has no tag")):
         with pytest.raises(InvalidInputError, match=reason):
             tag_arguments([tag], 2)
 

@@ -60,12 +60,12 @@ def test_a_population_is_shown_with_its_winner_lineage_and_schedule(
     own.write_text("mine")
     refused = invoke(address, "population", "population", "--schedule", own)
     assert refused.exit_code == 1
-    said = f"error: --schedule: {own} is there already; nothing was written"
+    said = f"error: --schedule: {own} exists already; nothing was written"
     assert "".join(refused.stderr.split("\n")).replace(" ", "") == said.replace(" ", "")
     assert own.read_text() == "mine"
     refused = invoke(address, "population", "local")
     assert refused.exit_code == 1
-    assert refused.stderr == "error: run local is no population, or has not begun\n"
+    assert refused.stderr == "error: run local is not a population, or has not begun\n"
 
 
 def test_a_report_is_written_as_one_file(

@@ -169,7 +169,7 @@ def test_a_run_that_has_ended_is_not_stopped_and_is_pinned_unpinned_and_deleted(
     for command, said in (
         ("stop", "has ended already: COMPLETED"),
         ("pin", "is pinned"),
-        ("unpin", "is not pinned any more"),
+        ("unpin", "is no longer pinned"),
         ("delete", "is deleted"),
     ):
         done = invoke(command, "mine", *options)
@@ -214,7 +214,7 @@ def test_a_filter_that_no_run_passes_says_what_there_is(address: str, job_file: 
     invoke("run", job_file, *options, "--run-id", "mine", "--detach")
     done = invoke("list", *options, "--strategy", "Nope")
     assert (done.exit_code, done.stdout) == (0, "no runs\n")
-    assert done.stderr == "of 1 run none is so; phases: COMPLETED; strategies: Local\n"
+    assert done.stderr == "none of 1 run matches; phases: COMPLETED; strategies: Local\n"
     assert json.loads(invoke("list", *options, "--name", "x", "--format", "json").stdout) == []
     done = invoke("logs", "mine", *options, "--worker", "nope")
     assert (done.exit_code, done.stdout) == (0, "")
@@ -249,7 +249,7 @@ def test_states_are_listed_with_short_paths_and_say_who_has_measured_them(
     )
     print_status(make_console(), run_status(run))
     begun, final = capsys.readouterr().out.splitlines()[-2:]
-    assert " ".join(begun.split()) == "0 60 of the run that it went on from blobs/a"
+    assert " ".join(begun.split()) == "0 60 measured by the run that it resumed blobs/a"
     assert final.split() == ["1", "90", "final", "test.loss", "0.5", "/elsewhere/b"]
 
 

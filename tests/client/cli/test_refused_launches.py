@@ -10,7 +10,7 @@ import pytest
 
 from stratagem.client.cli.shared import INTERRUPTED
 from stratagem.client.course.views import Phase
-from stratagem.client.launch import slurm
+from stratagem.client.launch import scripts
 from stratagem.client.sdk.blocking import Client, RunHandle
 from tests.client.cli.command_line import invoke
 from tests.client.fake_coordinator import JOB, FakeCoordinator
@@ -21,7 +21,7 @@ WRONG = [
     pytest.param([*["kubernetes", "--service", "head"]], "--service: 'head' is not", id="service"),
     pytest.param(
         [*["kubernetes", "--worker", "--thread=4"]],
-        "--worker: '--thread=4' is no option of a worker; did you mean --threads?",
+        "--worker: '--thread=4' is not an option of a worker; did you mean --threads?",
         id="kubernetes' worker",
     ),
     pytest.param(
@@ -98,7 +98,7 @@ def test_an_interrupt_while_the_engine_is_asked_stops_a_run_that_the_launch_has_
     if was_there:
         launches.client.submit(JOB, "digits-1")
     launches.have("sbatch", "exit 0")
-    monkeypatch.setattr(slurm, "submit", interrupted)
+    monkeypatch.setattr(scripts, "submit_to_slurm", interrupted)
     done = launches.launch("slurm", "--run-id", "digits-1")
     assert done.exit_code == INTERRUPTED
     became = "which was there before, goes on" if was_there else "submitted for it, was stopped"
@@ -116,12 +116,12 @@ def test_an_interrupt_after_which_nobody_knows_says_how_to_stop_the_run(
     method: Any, what: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches.have("sbatch", "exit 0")
-    monkeypatch.setattr(slurm, "submit", interrupted)
+    monkeypatch.setattr(scripts, "submit_to_slurm", interrupted)
     owner = Client if method is Client.submit else RunHandle
     monkeypatch.setattr(owner, method.__name__, interrupted)
     done = launches.launch("slurm", "--run-id", "digits-1")
     assert done.exit_code == INTERRUPTED
-    how = f"`stratagem cancel digits-1 --coordinator {launches.address}` stops it"
+    how = f"`stratagem stop digits-1 --coordinator {launches.address}` stops it"
     assert done.stderr.splitlines()[-1] == f"interrupted; run digits-1 may {what}: {how}"
 
 
@@ -174,9 +174,7 @@ def test_what_is_printed_is_warned_of_as_what_is_submitted(
     said = ["--", "--nodes=2"] if name == "slurm" else []
     done = invoke("launch", name, job_file, "-n", 2, "--print", *more, *said)
     assert done.exit_code == 0, done.output
-    assert (
-        done.stderr == "127.0.0.1:7070 is this machine alone: workers elsewhere do not reach it\n"
-    )
+    assert done.stderr == "only this machine can reach 127.0.0.1:7070; workers elsewhere cannot\n"
     assert "127.0.0.1:7070" in done.stdout
     assert ("#SBATCH --nodes=2" in done.stdout) == (name == "slurm")
     assert list(job_file.parent.iterdir()) == [job_file]

@@ -1,32 +1,19 @@
 """When nobody led, by the two times that every event has."""
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 
 from stratagem.client.course.members import MIN_AWAY_S, Outage, OutagesFolding
+from stratagem.client.course.views import Event, Phase
 
 WALL_S = 1.7e9
 
 
-@dataclass
-class At:
+def at(wall_s: float, leader_s: float, kind: str = "SegmentFinished") -> Event:
     """An event, so many seconds after the beginning by the wall's clock and the leader's."""
-
-    wall_s: float
-    leader_s: float
-    kind: str = "SegmentFinished"
-    index: int = 0
-    sentence: str = ""
-    payload: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def time_s(self) -> float:
-        return WALL_S + self.wall_s
+    return Event(0, WALL_S + wall_s, kind, "", {}, Phase.RUNNING, leader_s)
 
 
-def outages_of(*events: At) -> list[tuple[float, float]]:
+def outages_of(*events: Event) -> list[tuple[float, float]]:
     folding = OutagesFolding()
     told = [folding.fold(event) for event in events]
     assert [each for each in told if each is not None] == list(folding.outages)
@@ -34,24 +21,24 @@ def outages_of(*events: At) -> list[tuple[float, float]]:
 
 
 def test_what_the_wall_has_gained_on_the_leader_nobody_led() -> None:
-    assert outages_of(At(0, 100), At(5, 105), At(20, 108), At(30, 118)) == [(5, 17)]
-    assert outages_of(At(0, 100), At(9, 109.0), At(10, 109.9)) == []
+    assert outages_of(at(0, 100), at(5, 105), at(20, 108), at(30, 118)) == [(5, 17)]
+    assert outages_of(at(0, 100), at(9, 109.0), at(10, 109.9)) == []
     assert Outage(3.0, 15.5).seconds == 12.5
 
 
 def test_a_clock_that_began_again_behind_the_event_before_has_led_for_nothing() -> None:
     """The journal of a standby may lag behind: the event before was the newest one it had."""
-    assert outages_of(At(0, 100), At(8, 99)) == [(0, 8)]
+    assert outages_of(at(0, 100), at(8, 99)) == [(0, 8)]
 
 
 @pytest.mark.parametrize("away_s", [0.0, MIN_AWAY_S - 0.01])
 def test_what_a_busy_machine_does_is_no_outage(away_s: float) -> None:
-    assert outages_of(At(0, 100), At(10 + away_s, 110)) == []
-    assert outages_of(At(0, 100), At(10 - away_s, 110)) == [], "the wall's clock was set back"
+    assert outages_of(at(0, 100), at(10 + away_s, 110)) == []
+    assert outages_of(at(0, 100), at(10 - away_s, 110)) == [], "the wall's clock was set back"
 
 
 def test_a_run_that_rests_and_a_coordinator_that_tells_no_time_have_none() -> None:
-    rests = At(5, 105, "RunFailed")
-    assert outages_of(At(0, 100), rests, At(90, 106, "RunResumed"), At(91, 107)) == []
-    assert outages_of(At(0, 0.0), At(90, 0.0)) == []
-    assert outages_of(At(0, 0.0), At(90, 50.0)) == []
+    rests = at(5, 105, "RunFailed")
+    assert outages_of(at(0, 100), rests, at(90, 106, "RunResumed"), at(91, 107)) == []
+    assert outages_of(at(0, 0.0), at(90, 0.0)) == []
+    assert outages_of(at(0, 0.0), at(90, 50.0)) == []

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -99,10 +100,17 @@ def test_the_winner_of_a_status_is_said_in_one_line() -> None:
     )
     job = {"evaluation": {"split": "test", "best": "accuracy"}}
     of_member = replace(commit, member=3, hyperparameters=values)
-    text = winner_text(SimpleNamespace(commits=(of_member,), job=job))
-    assert text == "member 3, optimizer.lr 0.0314159, optimizer.momentum 0.9, score 0.9444"
-    assert winner_text(SimpleNamespace(commits=(commit,), job=job)) == ""
-    assert winner_text(SimpleNamespace(commits=(), job=job)) == ""
+
+    def winner(*commits: Commit) -> str:
+        status: Any = SimpleNamespace(commits=commits, job=job)
+        return winner_text(status)
+
+    assert (
+        winner(of_member)
+        == "member 3, optimizer.lr 0.0314159, optimizer.momentum 0.9, score 0.9444"
+    )
+    assert winner(commit) == ""
+    assert winner() == ""
 
 
 def test_members_share_their_pasts() -> None:

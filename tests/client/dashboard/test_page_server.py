@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stratagem.client.dashboard import books, watches
-from stratagem.client.dashboard.app import drawn
+from stratagem.client.dashboard.app import panels_json
 from stratagem.client.dashboard.gate import CONTENT_POLICY
 from stratagem.client.dashboard.server import PageOptions, PageServer
 from stratagem.client.dashboard.values import CurveView
@@ -117,9 +117,9 @@ def test_pictures_are_drawn_once_for_all_tabs_until_something_happens(
 
     def counted(run: ReportedRun, width: int, view: CurveView) -> str:
         drawings.append(run.course.num_events)
-        return drawn(run, width, view)
+        return panels_json(run, width, view)
 
-    monkeypatch.setattr("stratagem.client.dashboard.app.drawn", counted)
+    monkeypatch.setattr("stratagem.client.dashboard.app.panels_json", counted)
     with rig(tmp_path, operates=True) as at:
         at.submit("r-1")
         at.client.get("r-1").cancel()

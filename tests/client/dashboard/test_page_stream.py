@@ -13,7 +13,7 @@ from stratagem.client.course import views
 from stratagem.client.course.views import Event, Phase, Progress, RunsChange, RunStatus
 from stratagem.client.dashboard import stream, watches
 from stratagem.client.dashboard.stream import TabResponse, TabStream
-from stratagem.client.dashboard.watches import CoordinatorWatch, RunsWatch, RunWatch, ToldRuns
+from stratagem.client.dashboard.watches import CoordinatorWatch, RunsWatch, RunWatch, SentRuns
 from stratagem.client.sdk.client import AsyncClient
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.v1 import coordinator_pb2 as pb
@@ -137,7 +137,7 @@ async def test_ten_tabs_are_one_subscription_and_ask_once_how_a_run_stands(
     assert (await watch.status()).event_index == 5, "what has changed is asked for again"
     for tab in tabs:
         await tab.messages.aclose()
-    assert not watch.is_followed
+    assert not watch.subscription.is_on
 
 
 async def test_a_tab_that_reads_slowly_is_told_all_once_and_nothing_waits_for_it(
@@ -250,7 +250,7 @@ async def test_a_tab_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) 
         sent.append(message)
 
     answering = asyncio.create_task(TabResponse(messages).stream_response(send))
-    await until(lambda: len(sent) == 3 and not watch.is_followed)
+    await until(lambda: len(sent) == 3 and not watch.subscription.is_on)
     reads.set()
     await answering
     assert [message.get("more_body") for message in sent] == [None, True, True, False]
@@ -266,12 +266,12 @@ def change(*runs: tuple[str, int], deleted: tuple[str, ...] = (), **flags: bool)
     return RunsChange(tuple(brief(*run) for run in runs), deleted, time_s=1.0, **flags)
 
 
-def told(watch: RunsWatch, seen: ToldRuns) -> list[dict[str, Any]]:
+def told(watch: RunsWatch, seen: SentRuns) -> list[dict[str, Any]]:
     return [json.loads(each.decode().partition("data: ")[2]) for each in watch.news(seen)]
 
 
 def test_each_tab_is_told_of_runs_what_it_has_not_been_told() -> None:
-    watch, early = RunsWatch(cast(AsyncClient, None)), ToldRuns()
+    watch, early = RunsWatch(cast(AsyncClient, None)), SentRuns()
     assert told(watch, early) == []
     watch._take(change(("a", 1), ("b", 1), is_complete=False, is_first=True))
     assert [run["run_id"] for run in told(watch, early)[0]["runs"]] == ["a", "b"]
@@ -285,7 +285,7 @@ def test_each_tab_is_told_of_runs_what_it_has_not_been_told() -> None:
     assert [(run["run_id"], run["event_index"]) for run in news["runs"]] == [("a", 3)]
     assert news["deleted"] == ["b"]
     assert told(watch, early) == []
-    late = ToldRuns()
+    late = SentRuns()
     [news] = told(watch, late)
     assert (news["is_first"], news["is_complete"], len(news["runs"])) == (True, True, 1)
     watch._take(change(("c", 1), is_first=True))  # after a cut
@@ -295,7 +295,7 @@ def test_each_tab_is_told_of_runs_what_it_has_not_been_told() -> None:
 
 
 def test_many_runs_are_several_messages() -> None:
-    watch, seen = RunsWatch(cast(AsyncClient, None)), ToldRuns()
+    watch, seen = RunsWatch(cast(AsyncClient, None)), SentRuns()
     watch._take(change(*((f"r-{n}", 1) for n in range(450)), is_first=True))
     news = told(watch, seen)
     assert [len(each["runs"]) for each in news] == [200, 200, 50]

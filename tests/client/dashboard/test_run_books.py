@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from stratagem.client.course import views
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Event, Phase, RunStatus
 from stratagem.client.dashboard.books import RunBook
-from stratagem.client.history.step_history import History
 from stratagem.client.report.run import ReportedRun
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.errors import UnavailableError
@@ -78,13 +78,13 @@ async def read(book: RunBook, num: int) -> None:
 async def test_a_long_past_is_drawn_as_far_as_it_was_read() -> None:
     run = SlowRun()
     book = book_of(run, patience_s=0.0)
-    assert json.loads(await book.drawn(400, told)) == [0, 400]
+    assert json.loads(await book.drawing(400, told)) == [0, 400]
     run.go_on(4)
     await read(book, 4)
     whole = asyncio.create_task(book.shown())
     run.go_on(NUM_EVENTS)
     assert (await whole).course.num_events == NUM_EVENTS, "this one waits for all of them"
-    assert json.loads(await book.drawn(400, told)) == [NUM_EVENTS, 400]
+    assert json.loads(await book.drawing(400, told)) == [NUM_EVENTS, 400]
     assert run.asked == [0], "nothing is read twice"
 
 
@@ -96,10 +96,10 @@ async def test_tabs_that_ask_while_it_is_read_share_a_picture() -> None:
         return told(shown, width)
 
     book = book_of(run, patience_s=0.0)
-    texts = {await book.drawn(400, counted)}
+    texts = {await book.drawing(400, counted)}
     run.go_on(4)
     book._patience_s = PATIENCE_S  # the moment in which they share it
-    asked: list[Any] = [asyncio.create_task(book.drawn(400, counted)) for _ in range(5)]
+    asked: list[Any] = [asyncio.create_task(book.drawing(400, counted)) for _ in range(5)]
     run.go_on(NUM_EVENTS)
     texts |= set(await asyncio.gather(*asked))
     assert [json.loads(text)[0] for text in sorted(texts)] == [0, NUM_EVENTS]
@@ -116,7 +116,7 @@ async def test_who_asks_during_a_drawing_is_given_it_while_there_is_more_to_read
 
     book = book_of(run, patience_s=0.0)
     await read(book, 4)
-    first, second = await asyncio.gather(book.drawn(400, counted), book.drawn(400, counted))
+    first, second = await asyncio.gather(book.drawing(400, counted), book.drawing(400, counted))
     assert first == second == json.dumps([4, 400])
     assert drawings == [4]
     book.close()

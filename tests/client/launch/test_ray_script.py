@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.launch.ray import ray_script
+from stratagem.client.launch.scripts import ray_script
 from stratagem.client.launch.workers import WorkerLaunch, launch_of
 from stratagem.common.base.ids import RunId
 from tests.client.cli.command_line import invoke
@@ -51,5 +51,5 @@ def test_what_is_no_option_is_refused_before_the_run_is_submitted(
     command = ["launch", "ray", "job.json", "-n", "2", "--coordinator", "nowhere:1"]
     done = invoke(*command, "--run-id", "r", "--", option)
     assert done.exit_code == 1
-    assert "is no option of ray job submit" in done.output
+    assert "is not an option of ray job submit" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.launch.slurm import slurm_script
+from stratagem.client.launch.scripts import slurm_script
 from stratagem.client.launch.workers import WorkerLaunch, launch_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
@@ -53,13 +53,13 @@ def test_options_of_sbatch_come_last_and_so_count_more() -> None:
 
 @pytest.mark.parametrize("option", ["fast", "--", "-", "--time=1\n#SBATCH --uid=0"])
 def test_what_is_no_option_is_refused(option: str) -> None:
-    with pytest.raises(InvalidInputError, match="is no option of sbatch"):
+    with pytest.raises(InvalidInputError, match="is not an option of sbatch"):
         slurm_script(launched(job()), (option,))
 
 
 @pytest.mark.parametrize("option", ["--rendezvous", "--for-run=x", "--coordinator", "--name"])
 def test_what_the_launch_says_is_left_out(option: str) -> None:
-    with pytest.raises(InvalidInputError, match="is said by the launch; leave it out"):
+    with pytest.raises(InvalidInputError, match="is set by the launch; leave it out"):
         launched(job(), option)
 
 

@@ -76,10 +76,13 @@ def test_a_worker_takes_what_a_launch_lets_through(text: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--thread", "4"], "'--thread' is no option of a worker; did you mean --threads?"),
-        (["--data_dir=/x"], "'--data_dir=/x' is no option of a worker; did you mean --data-dir?"),
-        (["-t"], "'-t' is no option of a worker; `stratagem worker --help` lists them"),
-        (["--"], "'--' is no option of a worker; `stratagem worker --help` lists them"),
+        (["--thread", "4"], "'--thread' is not an option of a worker; did you mean --threads?"),
+        (
+            ["--data_dir=/x"],
+            "'--data_dir=/x' is not an option of a worker; did you mean --data-dir?",
+        ),
+        (["-t"], "'-t' is not an option of a worker; `stratagem worker --help` lists them"),
+        (["--"], "'--' is not an option of a worker; `stratagem worker --help` lists them"),
         (["--tags", "a", "b"], "'b' belongs to no option; `stratagem worker --help` lists them"),
         (["--tags"], "--tags needs a value, as in --tags=VALUE"),
         (["--tags", "--tunnel"], "--tags needs a value, as in --tags=VALUE"),

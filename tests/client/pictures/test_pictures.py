@@ -14,7 +14,7 @@ import pytest
 
 from stratagem.client.pictures.axes import Axis, duration, short
 from stratagem.client.pictures.curves import Line, curve
-from stratagem.client.pictures.lanes import Bar, Span, Stay, members, merged, time_line
+from stratagem.client.pictures.lanes import Bar, Span, Stay, members, merge_bars, time_line
 from stratagem.client.pictures.population import BOLD, Trial, parallel_axes
 from stratagem.client.pictures.svg import DARK, LIGHT, Picture, width_of
 from tests.client.pictures.samples import make
@@ -231,10 +231,10 @@ def test_bars_on_each_other_and_more_lanes_than_rows_are_few_elements() -> None:
 def test_bars_that_can_be_told_apart_stay_apart() -> None:
     x = Axis(0, 100, 0, 1000)
     wide = [Bar(0, 10.0 * n, 10.0 * n + 10, "s1", f"{n}") for n in range(5)]
-    assert merged(wide, x) == wide
+    assert merge_bars(wide, x) == wide
     narrow = [Bar(0, 0.05 * n, 0.05 * n + 0.02, "s1", f"{n}") for n in range(5)]
     other_lane = [Bar(1, 0.0, 0.02, "s1", "alone"), Bar(0, 0.0, 0.02, "s2", "another colour")]
-    found = merged([*narrow, *other_lane], x)
+    found = merge_bars([*narrow, *other_lane], x)
     assert sorted(bar.count for bar in found) == [1, 1, 5]
 
 

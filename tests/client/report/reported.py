@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.client.course.step_history import StepSeries
 from stratagem.client.course.views import Commit, Phase, RunStatus
-from stratagem.client.history.step_history import StepSeries
 from stratagem.client.report.run import ReportedRun
 from stratagem.common.history import Columns
 from stratagem.common.job import JobSpec

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Commit, Event, Phase, UserError, Worker
-from stratagem.client.history.step_history import History
 from stratagem.client.report.notebook import (
     ListedEvents,
     ListedRuns,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Event, Phase, UserError, Worker
-from stratagem.client.history.step_history import History
 from stratagem.client.pictures.axes import duration, short
 from stratagem.client.report.notebook import (
     ListedEvents,
@@ -183,7 +183,7 @@ def test_every_member_of_a_population_of_pipelines_has_its_stages() -> None:
     assert [panel.name for panel in stages] == [f"member{n}:stages" for n in range(12)]
     assert stages[0].draw(720).table == strategy_panels(run)[0].draw(720).table
     tree = next(panel for panel in panels if panel.name == "parties")
-    assert tree.note == "Pictures of 8 more of them are left out."
+    assert tree.note == "The pictures of 8 more parties are left out."
     assert len(tree.draw(720).table.rows) == 20
 
 
@@ -286,7 +286,7 @@ def test_a_coordinator_that_was_away_has_a_lane_among_the_members_and_in_the_tim
     since = duration(events[at - 1].time_s - events[0].time_s)
     assert (row[0], row[2], row[4]) == ("coordinator", since, "coordinator away, 12 s at most")
     assert "coordinator away, 12 s at most" in panel.draw(720).description
-    assert "went on with what they had" in panel.note
+    assert "continued with what they had" in panel.note
     rows = time_line_panel(away).draw(720).table.rows
     assert rows[0] == ("coordinator", "coordinator away", "1", "12 s")
     assert rows[1:] == time_line_panel(run).draw(720).table.rows
@@ -336,7 +336,10 @@ def test_a_population_inside_another_has_pictures_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "at each step after which this is summed. Of the first 2 of 4 replicas."),
+        (
+            {},
+            "at each step after which the differences are summed. Shows the first 2 of 4 replicas.",
+        ),
         ({"fragments": 4, "overlap_steps": 5}, "one of 4 parts of the parameters, in turn"),
     ],
 )
@@ -461,10 +464,10 @@ def test_curves_can_have_a_logarithmic_axis_and_say_what_they_are() -> None:
     run = reported("golden-allreduce")
     curves = {panel.name: panel for panel in curve_panels(run)}
     loss = curves["loss"]
-    assert loss.drawn(400, log=True).svg != loss.drawn(400).svg == loss.draw(400).svg
-    assert loss.drawn(400, log=True).table == loss.draw(400).table
+    assert loss.picture(400, log=True).svg != loss.picture(400).svg == loss.draw(400).svg
+    assert loss.picture(400, log=True).table == loss.draw(400).table
     for panel in strategy_panels(run):
-        assert panel.drawn(400, log=True) == panel.draw(400)
+        assert panel.picture(400, log=True) == panel.draw(400)
     assert "the greatest norm" in curves["train.max_grad_norm"].note
 
 

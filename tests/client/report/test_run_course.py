@@ -12,7 +12,7 @@ from stratagem.client.course.rounds import KEPT_WHOLE, clients, rounds
 from stratagem.client.pictures.federation import RoundBar
 from stratagem.client.pictures.federation import rounds as rounds_picture
 from stratagem.client.pictures.lanes import Span, time_line
-from stratagem.client.report.marks import MAX_MARKS, TimeMarks, merged
+from stratagem.client.report.marks import MAX_MARKS, TimeMarks, merge_spans
 from stratagem.client.report.panels import MAX_CLIENTS
 from stratagem.client.report.run import MAX_POINTS, LinesFolding, RunCourse
 from stratagem.client.report.run_panels import strategy_panels
@@ -82,7 +82,7 @@ def test_lanes_of_a_time_line_have_an_order_that_does_not_depend_on_what_came_fi
 
 
 def test_marks_that_overlap_become_one_and_wide_ones_behind_each_other_do_not() -> None:
-    found = merged(
+    found = merge_spans(
         [Span("clients", at, at + 10.0, "client") for at in (0.0, 0.0, 4.0, 10.0, 20.0)], 0.01
     )
     assert [(span.start, span.end, span.count) for span in found] == [
@@ -168,7 +168,7 @@ def test_bars_of_very_many_clients_are_those_of_the_newest_rounds() -> None:
     assert len(picture.svg) < 500_000
     assert "round 7: not answered so far" in picture.svg
     assert "round 4" not in picture.svg
-    assert panel.note.endswith(f" Of clients the newest {MAX_CLIENTS} at most.")
+    assert panel.note.endswith(f" Shows at most the newest {MAX_CLIENTS} clients.")
 
 
 def test_who_is_excused_is_drawn_and_the_bench_has_a_column_where_somebody_sits() -> None:

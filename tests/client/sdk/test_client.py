@@ -261,7 +261,7 @@ def test_a_container_that_does_not_listen_yet_is_waited_for(
     if with_tls:
         init(tmp_path / "certs", workers=[], clients=["me"], hosts=[])
     tls = Authority(tmp_path / "certs").files("client-me") if with_tls else None
-    monkeypatch.setattr(connection, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(connection, "REPORTED_AFTER_S", 0.0)
     # The begin, the first failure, and its notice; late from then on.
     times_s = chain([0.0, 0.0, 0.0], repeat(connection.STARTING_S))
     monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: next(times_s)))
@@ -344,7 +344,7 @@ def test_a_model_is_downloaded_as_a_folder_of_files(
     assert index["weight_map"] == {"weight": first, "bias": second}
     tensors = load_file(folder / first)
     assert np.array_equal(tensors["weight"], np.arange(1_000_000, dtype=np.float32))
-    with pytest.raises(InvalidInputError, match="model is there already; nothing was written"):
+    with pytest.raises(InvalidInputError, match="model exists already; nothing was written"):
         run.download(folder, shard_size="5GB")
     with pytest.raises(InvalidInputError, match="shard_size: 'five' is no size such as 8GB"):
         run.download(tmp_path / "x", shard_size="five")
@@ -381,10 +381,13 @@ def test_tensors_and_arrays_have_the_same_digest(client: Client) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "data: holds no split"),
+        ({}, "data: has no split"),
         ({"train": 3}, "data.train: is not a pair (x, y)"),
-        ({"train": (np.ones(3), [1, 2, 3])}, "data.train.y: a list is no array or tensor"),
-        ({"train": (np.float32(1), np.ones(1))}, "data.train.x: a float32 is no array or tensor"),
+        ({"train": (np.ones(3), [1, 2, 3])}, "data.train.y: a list is not an array or tensor"),
+        (
+            {"train": (np.float32(1), np.ones(1))},
+            "data.train.x: a float32 is not an array or tensor",
+        ),
         ({"train": (np.array(1), None)}, "data.train.x: is a scalar"),
         (
             {"train": (np.ones(3), np.ones(2))},

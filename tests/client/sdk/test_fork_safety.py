@@ -63,5 +63,5 @@ def test_a_fork_with_an_open_client_says_what_it_cannot_do(address: str, tmp_pat
     begin = f"this process is a fork of process {parent}, in which a client of Stratagem was open"
     assert all(text.startswith(begin) for _, text in said[:3])
     assert "start processes with multiprocessing's spawn or forkserver" in said[0][1]
-    own = f"this local cluster belongs to process {parent}, of which this one is a fork"
+    own = f"this local cluster belongs to process {parent}, and this process is a fork of it"
     assert {text for _, text in said[3:]} == {own}

@@ -154,7 +154,7 @@ def test_a_state_without_a_model_leaves_nothing(tmp_path: Path) -> None:
 def test_what_is_there_already_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with (
-        pytest.raises(InvalidInputError, match="out is there already"),
+        pytest.raises(InvalidInputError, match="out exists already"),
         whole_folder(tmp_path / "out"),
     ):
         raise AssertionError

@@ -11,7 +11,7 @@ import pytest
 from stratagem.client import AsyncClient, Client, Phase
 from stratagem.client.sdk import connection as outage_notice
 from stratagem.client.sdk import connection as retrying_calls
-from stratagem.client.sdk.connection import Connection, OutageNotice, ToldOutage
+from stratagem.client.sdk.connection import Connection, OutageNotice, SharedOutage
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.errors import (
     InProgressError,
@@ -49,7 +49,7 @@ class Told:
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     """Each failure counts as one that has lasted."""
     made = Told()
-    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(outage_notice, "REPORTED_AFTER_S", 0.0)
     monkeypatch.setattr(outage_notice.log, "warning", made.warn)
     return made
 
@@ -57,13 +57,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set at each answer that is noted."""
-    noted, answered = asyncio.Event(), OutageNotice.answered
+    noted, answered = asyncio.Event(), OutageNotice.note_answer
 
     def note(notice: OutageNotice) -> None:
         answered(notice)
         noted.set()
 
-    monkeypatch.setattr(OutageNotice, "answered", note)
+    monkeypatch.setattr(OutageNotice, "note_answer", note)
     return noted
 
 
@@ -97,7 +97,7 @@ def test_who_waits_for_long_is_told_once_why_and_how_long(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", lasting_s)
+    monkeypatch.setattr(outage_notice, "REPORTED_AFTER_S", lasting_s)
     run = client.submit(JOB)
     for _ in range(2):
         fake.refusals = 3
@@ -180,17 +180,17 @@ async def test_an_answer_that_is_an_error_ends_an_outage(told: Told) -> None:
 
 
 def test_calls_that_are_refused_tell_it_once_whatever_others_are_answered(told: Told) -> None:
-    outage = ToldOutage()
+    outage = SharedOutage()
     for num_told in (1, 2):
         refused = [OutageNotice("here", outage) for _ in range(10)]
         for call in refused * 2:
             with OutageNotice("here", outage) as poll:
-                poll.answered()
-            call.failed(FULL, "a while")
+                poll.note_answer()
+            call.note_retry(FULL, "a while")
         assert len(told.texts) == num_told
         for call in refused[:5]:
-            call.answered()
-        refused[5].failed(FULL, "a while")
+            call.note_answer()
+        refused[5].note_retry(FULL, "a while")
         assert len(told.texts) == num_told
         for call in refused[5:]:
             call.__exit__(None, None, None)
@@ -219,36 +219,36 @@ async def test_what_a_coordinator_works_at_takes_none_of_the_patience(
 def test_an_outage_is_told_once_more_after_an_answer_and_not_for_an_error_from_before_it(
     told: Told,
 ) -> None:
-    outage = ToldOutage()
+    outage = SharedOutage()
     late, other = (OutageNotice("here", outage) for _ in range(2))
     for call in (late, other):
-        call.met()
-    other.failed(NOBODY, "a while")
-    other.answered()
-    late.failed(NOBODY, "a while")  # it was found out only now that nobody answered it
+        call.note_error()
+    other.note_retry(NOBODY, "a while")
+    other.note_answer()
+    late.note_retry(NOBODY, "a while")  # it was found out only now that nobody answered it
     assert len(told.texts) == 1
-    late.met()
+    late.note_error()
     for call in (late, other):
-        call.failed(NOBODY, "a while")
+        call.note_retry(NOBODY, "a while")
     assert len(told.texts) == 2, "nobody answers again, though who has told of it waits still"
 
 
 def test_calls_that_are_refused_for_two_reasons_at_a_time_tell_both_once(told: Told) -> None:
-    outage = ToldOutage()
+    outage = SharedOutage()
     first, second = OutageNotice("here", outage), OutageNotice("here", outage)
     for _ in range(2):
-        first.failed(FULL, "a while")
-        second.failed(BUSY, "a while")
+        first.note_retry(FULL, "a while")
+        second.note_retry(BUSY, "a while")
     reasons = ["the disk is full", "the journal is away"]
     texts = [
         f"the coordinator at here cannot do it now: {why}; trying again a while" for why in reasons
     ]
     assert told.texts == texts
-    second.failed(FULL, "a while")
+    second.note_retry(FULL, "a while")
     assert told.texts == texts, "one that another call has told"
-    first.answered()
-    second.answered()
-    first.failed(FULL, "a while")
+    first.note_answer()
+    second.note_answer()
+    first.note_retry(FULL, "a while")
     assert told.texts == [*texts, texts[0]], "another refusal"
 
 
@@ -256,7 +256,7 @@ def test_calls_that_are_refused_for_two_reasons_at_a_time_tell_both_once(told: T
 def test_a_refusal_is_an_answer_unless_it_is_that_of_a_standby(
     told: Told, between: grpc.aio.AioRpcError, num_told: int
 ) -> None:
-    outage = ToldOutage()
+    outage = SharedOutage()
     for error in (NOBODY, between, NOBODY):
-        OutageNotice("here", outage).failed(error, "a while")
+        OutageNotice("here", outage).note_retry(error, "a while")
     assert len([text for text in told.texts if text.startswith("no coordinator")]) == num_told

@@ -8,7 +8,7 @@ from stratagem.client import Client
 from stratagem.common.base.errors import InvalidInputError, WrongStateError
 from tests.client.fake_coordinator import JOB, FakeCoordinator
 
-LENGTH = "schedule: optimizer.schedule ({}) is spread over the whole training, and that has {}: "
+LENGTH = "schedule: optimizer.schedule ({}) spans the whole training, which now has {}: "
 
 
 def scheduled(schedule: Any) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def test_a_run_that_still_trains_is_named_with_what_can_be_done(
     with pytest.raises(WrongStateError) as refused:
         client.resume_as("first", ["epochs=4"])
     assert str(refused.value) == (
-        "run first still trains (RUNNING, step 20): stop it first (`stratagem stop first`, "
-        "run.cancel()), or say from which of its commits the new run goes on (--from, "
+        "run first is still training (RUNNING, step 20): stop it first (`stratagem stop first`, "
+        "run.cancel()), or name the commit from which the new run continues (--from, "
         "from_segment=): 1, 2"
     )
     with pytest.raises(InvalidInputError, match=r"segment 9 is no kept commit .*; kept are 1, 2"):

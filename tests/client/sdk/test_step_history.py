@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stratagem.client.history.step_history import History, StepSeries
+from stratagem.client.course.step_history import History, StepSeries
 from stratagem.common.history import Columns, clipped, joined
 
 STEPS = 203

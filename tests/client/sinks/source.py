@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stratagem.client.course.step_history import History, StepSeries
 from stratagem.client.course.views import Event, Phase, Progress, RunStatus
-from stratagem.client.history.step_history import History, StepSeries
 from stratagem.common.history.columns import Columns, coarsened, concatenated
 
 STRIDE = 4

@@ -93,7 +93,7 @@ def test_a_line_for_each_round_and_thirty_are_at_most_forty() -> None:
     run = FollowedRun("mine-1", "mine", "Federated/FedAvg", "test.accuracy", num_segments=30)
     shown = RunDisplay(run)
     items = list(federated(30))
-    lines = [found.text for item in items if (found := shown.told(item))]
+    lines = [found.text for item in items if (found := shown.fold(item))]
     assert len(items) > 448
     assert len(lines) <= 40
     assert lines[:2] == ["submitted", "members are w0"]
@@ -116,7 +116,7 @@ def test_a_line_for_each_generation() -> None:
     )
     assert lines == ["submitted", "COMPLETED  completed: all"]
     run = FollowedRun("mine-1", strategy="PopulationBased", scored_by="test.accuracy")
-    found = RunDisplay(run).told(generation(1, [0.5, 0.94], 1, copies=2))
+    found = RunDisplay(run).fold(generation(1, [0.5, 0.94], 1, copies=2))
     assert found
     assert found.text == "generation 1  best 0.940 (member 1)  optimizer.lr 0.031  2 copied"
 

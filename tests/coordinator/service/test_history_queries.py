@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.history.step_history import History
+from stratagem.client.course.step_history import History
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.history import Recorder, Series

@@ -393,18 +393,18 @@ def test_a_cluster_without_fitting_workers_is_a_warning(monkeypatch: pytest.Monk
 
     by_field = {f.about: f.found for f in told(spec, worker)}
     assert by_field[""] == "1 are alive: w"
-    assert by_field["strategy.partitions[0].target"].startswith("no worker that is alive is")
+    assert by_field["strategy.partitions[0].target"].startswith("no live worker is")
     (_, lacking) = told(document(data={"worker_local": "clinic"}, strategy=FEDERATED), worker)
-    assert lacking.found == 'no worker that is alive has "clinic"'
+    assert lacking.found == 'no live worker has "clinic"'
     coded = document(code=NOT_HERE)
     (_, code) = told(coded, worker)
     assert (code.level, code.about) == (Level.FAIL, "code")
-    assert code.found == "no worker that is alive takes code from jobs: w"
+    assert code.found == "no live worker accepts code from jobs: w"
     said = [
         f.found for f in told(coded, worker, replace(worker, worker_id="v", code_policy="signed"))
     ]
-    assert "these take no code from jobs, and are left out: w" in said
-    assert "these take only code that their operator has signed or listed: v" in said
+    assert "these accept no code from jobs, and are left out: w" in said
+    assert "these accept only code that their operator has signed or listed: v" in said
     assert [f.found for f in told(spec)] == ["none is alive"]
 
 

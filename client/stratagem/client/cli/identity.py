@@ -1,4 +1,5 @@
-"""Commands that make proofs of identity: certificates for development, tokens for people.
+"""Define the commands that make proofs of identity: certificates for development, tokens for
+people.
 
 They write files on this machine and open no connection.
 """
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from stratagem.client.cli.shared import complain, make_console, reporting
+from stratagem.client.cli.shared import as_command, complain, make_console
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.identity.callers import Scope, add_token, new_token, read_tokens, remove_token
 from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN, Role
@@ -62,6 +63,7 @@ TokensFileOption = Annotated[
 
 
 @certs.command("init")
+@as_command
 def init_certs(
     folder: FolderArgument,
     worker: WorkersOption = None,
@@ -93,20 +95,20 @@ def init_certs(
     """
     from stratagem.common.identity.certificates import init
 
-    with reporting():
-        made = init(
-            folder,
-            workers=worker or ([] if pool else ["w0"]),
-            pools=pool or [],
-            clients=client or ["me"],
-            hosts=host or [],
-            trust_domain=trust_domain,
-            days=days,
-        )
-        _print_certificates(made)
+    made = init(
+        folder,
+        workers=worker or ([] if pool else ["w0"]),
+        pools=pool or [],
+        clients=client or ["me"],
+        hosts=host or [],
+        trust_domain=trust_domain,
+        days=days,
+    )
+    _print_certificates(made)
 
 
 @certs.command("issue")
+@as_command
 def issue_certs(
     folder: MadeArgument,
     worker: WorkersOption = None,
@@ -125,19 +127,19 @@ def issue_certs(
     """
     from stratagem.common.identity.certificates import issue
 
-    with reporting():
-        made = issue(
-            folder,
-            workers=worker or [],
-            pools=pool or [],
-            clients=client or [],
-            renew=renew,
-            days=days,
-        )
-        _print_certificates(made)
+    made = issue(
+        folder,
+        workers=worker or [],
+        pools=pool or [],
+        clients=client or [],
+        renew=renew,
+        days=days,
+    )
+    _print_certificates(made)
 
 
 @certs.command("renew-authority")
+@as_command
 def renew_authority_certs(folder: MadeArgument) -> None:
     """Create a new authority next to the old one.
 
@@ -148,11 +150,11 @@ def renew_authority_certs(folder: MadeArgument) -> None:
     """
     from stratagem.common.identity.certificates import renew_authority
 
-    with reporting():
-        _print_certificates([renew_authority(folder)])
+    _print_certificates([renew_authority(folder)])
 
 
 @certs.command("retire-authority")
+@as_command
 def retire_authority_certs(folder: MadeArgument) -> None:
     """Remove the authority that no longer signs.
 
@@ -162,11 +164,11 @@ def retire_authority_certs(folder: MadeArgument) -> None:
     """
     from stratagem.common.identity.certificates import retire_authority
 
-    with reporting():
-        _print_certificates([retire_authority(folder)])
+    _print_certificates([retire_authority(folder)])
 
 
 @certs.command("show")
+@as_command
 def show_certs(
     files: Annotated[
         list[Path],
@@ -174,12 +176,12 @@ def show_certs(
     ],
 ) -> None:
     """Print who certificates belong to, and when they expire."""
-    with reporting():
-        certificates = [certificate for path in files for certificate in _certificates_in(path)]
-        _print_certificates(certificates)
+    folders = (sorted(path.glob("*.crt")) if path.is_dir() else [path] for path in files)
+    _print_certificates([certificate for folder in folders for certificate in folder])
 
 
 @certs.command("revoke")
+@as_command
 def revoke_certs(
     holders: Annotated[
         list[str],
@@ -204,16 +206,16 @@ def revoke_certs(
     """
     from stratagem.common.identity.callers import add_revoked, fingerprint
 
-    with reporting():
-        named = [
-            fingerprint(Path(holder).read_bytes()) if Path(holder).is_file() else _holder(holder)
-            for holder in holders
-        ]
-        add_revoked(revoked_file, named)
-        complain(f"{revoked_file} names: {', '.join(named)}")
+    named = [
+        fingerprint(Path(holder).read_bytes()) if Path(holder).is_file() else _holder(holder)
+        for holder in holders
+    ]
+    add_revoked(revoked_file, named)
+    complain(f"{revoked_file} names: {', '.join(named)}")
 
 
 @token.command("create")
+@as_command
 def create_token(
     name: Annotated[
         str,
@@ -242,28 +244,26 @@ def create_token(
     The file keeps only its hash, name, scopes and expiry. A running coordinator picks it up at
     once.
     """
-    with reporting():
-        wanted = [_scope(part) for part in scopes.split(",")]
-        seconds = _seconds(expires)
-        secret, known = new_token(name, wanted, None if seconds is None else time.time() + seconds)
-        add_token(tokens_file, known)
-        complain(f"token {name} is in {tokens_file}; it is not shown again:")
-        print(secret)
+    wanted = [_scope(part) for part in scopes.split(",")]
+    seconds = _seconds(expires)
+    secret, known = new_token(name, wanted, None if seconds is None else time.time() + seconds)
+    add_token(tokens_file, known)
+    complain(f"token {name} is in {tokens_file}; it is not shown again:")
+    print(secret)
 
 
 @token.command("list")
+@as_command
 def list_tokens(tokens_file: TokensFileOption) -> None:
     """Print names, scopes and expiry of the tokens in a file."""
-    with reporting():
-        table = Table("name", "scopes", "expires", box=None, pad_edge=False)
-        for read_token in read_tokens(tokens_file):
-            table.add_row(
-                read_token.name, ", ".join(read_token.scopes), _when(read_token.expires_s)
-            )
-        make_console().print(table if table.row_count else "no tokens")
+    table = Table("name", "scopes", "expires", box=None, pad_edge=False)
+    for read_token in read_tokens(tokens_file):
+        table.add_row(read_token.name, ", ".join(read_token.scopes), _when(read_token.expires_s))
+    make_console().print(table if table.row_count else "no tokens")
 
 
 @token.command("revoke")
+@as_command
 def revoke_token(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name with which the token was created.")
@@ -274,13 +274,8 @@ def revoke_token(
 
     A running coordinator refuses it from the next call on.
     """
-    with reporting():
-        remove_token(tokens_file, name)
-        complain(f"token {name} is revoked")
-
-
-def _certificates_in(path: Path) -> list[Path]:
-    return sorted(path.glob("*.crt")) if path.is_dir() else [path]
+    remove_token(tokens_file, name)
+    complain(f"token {name} is revoked")
 
 
 def _print_certificates(files: list[Path]) -> None:
@@ -295,7 +290,7 @@ def _print_certificates(files: list[Path]) -> None:
 
 
 def _holder(word: str) -> str:
-    """The entry of the file of the revoked for worker/w3, or for a fingerprint."""
+    """Return the entry of a revocation list for a holder such as worker/w3 or a fingerprint."""
     if word.startswith("sha256:"):
         return word
     role, _, name = word.partition("/")

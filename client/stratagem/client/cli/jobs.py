@@ -10,25 +10,25 @@ from typing import Annotated, Final, Literal, cast
 
 import typer
 
-from stratagem.client.cli.queries import client_of, connected
 from stratagem.client.cli.run import JobArgument, SetOption
 from stratagem.client.cli.shared import (
     FAILED,
-    CoordinatorOption,
+    Access,
+    AccessOptions,
     Format,
     FormatOption,
     OptionalCoordinatorOption,
+    ProofOptions,
     RunArgument,
     WhichOption,
+    as_command,
     complain,
     make_console,
     print_line,
-    reporting,
 )
-from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.course.views import Worker
 from stratagem.client.sdk.blocking import RunHandle
-from stratagem.client.sdk.client import DEFAULT_ADDRESS
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.client.sdk.downloads import ExportedModel
 from stratagem.client.sdk.torch_process import check_job, estimate_memory, import_folders
 from stratagem.client.sdk.torch_process import recommend as recommend_settings
@@ -93,16 +93,15 @@ def estimate(
     The steps are run with tensors that have shapes but no memory, so the model may be larger than
     this machine's memory. Shapes come from one row of the job's data.
     """
-    with reporting():
-        memory = estimate_memory(
-            load_job(job_path, overrides or []),
-            num_workers=workers,
-            inference=inference,
-            measure=measure,
-            device=device,
-            import_path=import_folders(job_path),
-        )
-        print(json.dumps(asdict(memory)) if form is Format.JSON else memory)
+    memory = estimate_memory(
+        load_job(job_path, overrides or []),
+        num_workers=workers,
+        inference=inference,
+        measure=measure,
+        device=device,
+        import_path=import_folders(job_path),
+    )
+    print(json.dumps(asdict(memory)) if form is Format.JSON else memory)
 
 
 def recommend(  # noqa: PLR0913  (each parameter is an option of the command line)
@@ -127,7 +126,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
         ),
     ] = None,
     coordinator: OptionalCoordinatorOption = None,
-    proof: Proof = PLAINTEXT,
+    proof: ProofOptions = PLAINTEXT,
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
 ) -> None:
@@ -135,22 +134,21 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
 
     Exit code: 0 if it fits, 1 if no settings make it fit.
     """
-    with reporting():
-        settings = recommend_settings(
-            load_job(job_path, overrides or []),
-            memory_bytes=None if memory is None else size_bytes(memory, "memory"),
-            num_workers=workers,
-            workers=workers_of(coordinator, proof),
-            device=device,
-            import_path=import_folders(job_path),
-        )
-        if form is Format.JSON:
-            print(json.dumps(asdict(settings)))
-        else:
-            print("\n".join(settings.reasons))
-            print(f"execution: {json.dumps(settings.execution)}")
-            print(f"strategy: {json.dumps(settings.strategy)}")
-            print(settings.estimate)
+    settings = recommend_settings(
+        load_job(job_path, overrides or []),
+        memory_bytes=None if memory is None else size_bytes(memory, "memory"),
+        num_workers=workers,
+        workers=workers_of(coordinator, proof),
+        device=device,
+        import_path=import_folders(job_path),
+    )
+    if form is Format.JSON:
+        print(json.dumps(asdict(settings)))
+    else:
+        print("\n".join(settings.reasons))
+        print(f"execution: {json.dumps(settings.execution)}")
+        print(f"strategy: {json.dumps(settings.strategy)}")
+        print(settings.estimate)
     if not settings.fits:
         raise typer.Exit(1)
 
@@ -159,7 +157,7 @@ def workers_of(coordinator: str | None, proof: Proof) -> tuple[Worker, ...] | No
     """Return the workers of a coordinator; None without one."""
     if coordinator is None:
         return None
-    with client_of(coordinator, proof) as client:
+    with Access(coordinator, proof).client() as client:
         return tuple(client.workers())
 
 
@@ -170,7 +168,7 @@ def check(
     job_path: JobArgument,
     overrides: SetOption = None,
     coordinator: OptionalCoordinatorOption = None,
-    proof: Proof = PLAINTEXT,
+    proof: ProofOptions = PLAINTEXT,
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
 ) -> None:
@@ -194,20 +192,19 @@ def check(
         if form is Format.TEXT:
             tables.print_finding(console, finding, is_first=len(so_far) == 1)
 
-    with reporting():
-        workers = workers_of(coordinator, proof)
-        try:
-            check_job(
-                lambda: load_job(job_path, overrides or []),
-                workers=workers,
-                device=device,
-                import_path=import_folders(job_path),
-                tell=tell,
-                complain=complain,
-            )
-        finally:
-            if form is Format.JSON:
-                print(tables.many_to_json(so_far))
+    workers = workers_of(coordinator, proof)
+    try:
+        check_job(
+            lambda: load_job(job_path, overrides or []),
+            workers=workers,
+            device=device,
+            import_path=import_folders(job_path),
+            tell=tell,
+            complain=complain,
+        )
+    finally:
+        if form is Format.JSON:
+            print(tables.many_to_json(so_far))
     if any(finding.level is Level.FAIL for finding in so_far):
         raise typer.Exit(FAILED)
 
@@ -221,7 +218,7 @@ MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
 
 
 def _forms(incomplete: str) -> list[str]:
-    """Return the beginnings of what names a form and its target."""
+    """Return the beginnings of an export's form and target."""
     forms = [f"{name}:" for name in MODEL_FORMS]
     return [*(each for each in forms if each.startswith(incomplete)), *sink_forms(incomplete)]
 
@@ -237,8 +234,7 @@ def export(  # noqa: PLR0913  (each parameter is an option of the command line)
             autocompletion=_forms,
         ),
     ],
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     which: WhichOption = "final",
     shard_size: Annotated[
         str, typer.Option("--shard-size", metavar="SIZE", help="For hf: maximum size of a file.")
@@ -270,7 +266,7 @@ def export(  # noqa: PLR0913  (each parameter is an option of the command line)
     Exit code: 1 also if a history is not written completely.
     """
     name, _, target = to.partition(":")
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         if name not in (*MODEL_FORMS, *sink_names()):
             raise InvalidInputError.at("--to", not_one_of(name, [*MODEL_FORMS, *sink_names()]))
         if not target:
@@ -327,17 +323,18 @@ SourceArgument = Annotated[
 
 
 @code.command("digest")
+@as_command
 def print_digest(source: SourceArgument = Path()) -> None:
     """Print the digest of code.
 
     Workers with `--allow-code digests:FILE` accept code whose digest is in FILE. A digest depends
     only on the names and the contents of the files.
     """
-    with reporting():
-        print(_digest_of(source))
+    print(_digest_of(source))
 
 
 @code.command("keygen")
+@as_command
 def make_signing_keys(
     private: Annotated[Path, typer.Argument(metavar="FILE", help="New file for the private key.")],
 ) -> None:
@@ -346,14 +343,14 @@ def make_signing_keys(
     Add FILE.pub to the file that a worker's `--allow-code signed:FILE` names; that file may hold
     several keys, one after another.
     """
-    with reporting():
-        public = private.with_name(f"{private.name}.pub")
-        make_keys(private, public)
-        print(f"{private}: the private key, for `stratagem code sign --key`")
-        print(f"{public}: the public key, for workers")
+    public = private.with_name(f"{private.name}.pub")
+    make_keys(private, public)
+    print(f"{private}: the private key, for `stratagem code sign --key`")
+    print(f"{public}: the public key, for workers")
 
 
 @code.command("sign")
+@as_command
 def sign(
     key: Annotated[
         Path, typer.Option("--key", metavar="FILE", help="Private key made by `code keygen`.")
@@ -361,8 +358,7 @@ def sign(
     source: SourceArgument = Path(),
 ) -> None:
     """Print the signature of code, for `code.signature` of the job."""
-    with reporting():
-        print(signature_of(_digest_of(source), key))
+    print(signature_of(_digest_of(source), key))
 
 
 def _digest_of(source: Path) -> Digest:

@@ -1,6 +1,9 @@
-"""`stratagem launch`: a run, and workers for it that an engine starts on many machines."""
+"""Define `stratagem launch`: submit a run, and have an engine start workers for it."""
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from shlex import split
@@ -8,40 +11,27 @@ from typing import Annotated, Final
 
 import typer
 
-from stratagem.client.cli.queries import client_of
 from stratagem.client.cli.run import JobArgument, RunIdOption, SetOption
-from stratagem.client.cli.shared import CoordinatorOption, complain, reporting, with_proof
+from stratagem.client.cli.shared import Access, AccessOptions, MadeBy, as_command, complain
 from stratagem.client.launch import kubernetes as kubernetes_job
-from stratagem.client.launch import ray as ray_script
-from stratagem.client.launch import slurm as slurm_script
+from stratagem.client.launch import scripts
 from stratagem.client.launch.workers import (
+    SiteProgram,
     WorkerLaunch,
     check_addresses,
     check_options,
     launch_of,
     submitted_run,
 )
-from stratagem.client.sdk.client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId, check_run_id, new_run_id
 from stratagem.common.base.text import is_loopback, split_address
 from stratagem.common.job import JobSpec, load_job
-from stratagem.common.rpc.channel import PLAINTEXT, Proof, split_addresses
+from stratagem.common.rpc.channel import split_addresses
 
 TAKES_OPTIONS: Final = {"allow_extra_args": True, "ignore_unknown_options": False}
 
-NumOption = Annotated[
-    int, typer.Option("-n", "--workers", metavar="N", min=1, help="Number of workers.")
-]
-WorkerOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--worker",
-        metavar="OPTIONS",
-        help="Options for each worker, such as '--threads 4 --tags fast'; repeatable.",
-    ),
-]
 PrintOption = Annotated[
     bool,
     typer.Option("--print", help="Print what would be submitted, and submit nothing."),
@@ -123,6 +113,85 @@ JobNameOption = Annotated[
     ),
 ]
 
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A run to submit, with the workers that an engine is to start for it."""
+
+    job_path: Path
+    job: JobSpec
+    run_id: RunId
+    num_workers: int
+    worker_options: tuple[str, ...]
+    access: Access
+
+    def launch_here(self) -> WorkerLaunch:
+        """Return a launch on nodes with this Python and the user's folders at the same places."""
+        check_addresses("--coordinator", self.access.coordinator)
+        folders = tuple(str(folder.resolve()) for folder in import_folders(self.job_path))
+        return self.launch(self.access.coordinator, sys.executable, folders)
+
+    def launch(self, coordinator: str, python: str, folders: tuple[str, ...]) -> WorkerLaunch:
+        """Return a launch of the workers; see launch_of."""
+        of_each = (self.num_workers, python, folders, self.worker_options)
+        return launch_of(self.job, self.run_id, coordinator, *of_each)
+
+    def submit(
+        self,
+        launch: WorkerLaunch,
+        program: SiteProgram,
+        file: Path,
+        text: str,
+        submit: Callable[[], str],
+        *,
+        only_print: bool,
+    ) -> None:
+        """Submit the run, and let an engine take the file with its workers; or only print the file.
+
+        submit: hand the file over, and return the name of the engine's job.
+        """
+        hosts = [split_address(each)[0] for each in split_addresses(launch.coordinator)]
+        if any(map(is_loopback, hosts)):
+            complain(f"only this machine can reach {launch.coordinator}; workers elsewhere cannot")
+        if only_print:
+            print(text, end="")
+            return
+        program.check()
+        file.write_text(text)
+        with (
+            self.access.client() as client,
+            submitted_run(client, self.job, self.run_id, self.job_path),
+        ):
+            name = submit()
+        print(f"run {self.run_id}; {name}, of {file}")
+        address = self.access.coordinator
+        print(f"follow it with: stratagem attach {self.run_id} --coordinator {address}")
+
+
+def _request(
+    job_path: JobArgument,
+    workers: Annotated[
+        int, typer.Option("-n", "--workers", metavar="N", min=1, help="Number of workers.")
+    ],
+    access: AccessOptions,
+    overrides: SetOption = None,
+    run_id: RunIdOption = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker",
+            metavar="OPTIONS",
+            help="Options for each worker, such as '--threads 4 --tags fast'; repeatable.",
+        ),
+    ] = None,
+) -> _Request:
+    job = load_job(job_path, overrides or [])
+    chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
+    return _Request(job_path, job, chosen, workers, _words(worker or []), access)
+
+
+RequestOptions = Annotated[_Request, MadeBy(_request)]
+
 launch = typer.Typer(
     help="Submit a job, and have an engine start workers for it.", no_args_is_help=True
 )
@@ -133,15 +202,9 @@ def _launch() -> None:
     pass
 
 
-def slurm(  # noqa: PLR0913  (each parameter is an option of the command line)
+def slurm(
     context: typer.Context,
-    job_path: JobArgument,
-    workers: NumOption,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
-    overrides: SetOption = None,
-    run_id: RunIdOption = None,
-    worker: WorkerOption = None,
+    request: RequestOptions,
     only_print: PrintOption = False,
 ) -> None:
     """Submit a job, and a Slurm batch job with workers for it.
@@ -151,30 +214,18 @@ def slurm(  # noqa: PLR0913  (each parameter is an option of the command line)
     `-- --partition=gpu --gpus-per-task=1`. Workers exit when the run has ended; preempted ones
     commit and exit, and their Slurm job is requeued.
     """
-    with reporting():
-        job, chosen = _job_of(job_path, overrides, run_id)
-        wanted = _launch_here(job, chosen, coordinator, workers, job_path, worker)
-        text = slurm_script.slurm_script(wanted, tuple(context.args))
-        _warn_of_loopback(coordinator)
-        if only_print:
-            print(text, end="")
-            return
-        slurm_script.check_submit()
-        script = Path(f"{chosen}.sbatch")
-        script.write_text(text)
-        with client_of(coordinator, proof) as client, submitted_run(client, job, chosen, job_path):
-            number = slurm_script.submit(script)
-        _tell(chosen, coordinator, f"Slurm's job {number}, of {script}")
+    wanted = request.launch_here()
+    text = scripts.slurm_script(wanted, tuple(context.args))
+    script = Path(f"{request.run_id}.sbatch")
+
+    def submit() -> str:
+        return f"Slurm's job {scripts.submit_to_slurm(script)}"
+
+    request.submit(wanted, scripts.SBATCH, script, text, submit, only_print=only_print)
 
 
 def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command line)
-    job_path: JobArgument,
-    workers: NumOption,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
-    overrides: SetOption = None,
-    run_id: RunIdOption = None,
-    worker: WorkerOption = None,
+    request: RequestOptions,
     service: ServiceOption = "stratagem-coordinator:7070",
     namespace: NamespaceOption = "stratagem",
     image: ImageOption = None,
@@ -198,49 +249,32 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
     modules that the job names, under /srv/code, unless the job brings its code along. For a second
     kind of node, launch the same job again, with --run-id, --job-name and --node-label.
     """
-    with reporting():
-        job, chosen = _job_of(job_path, overrides, run_id)
-        words = _words(worker)
-        inside = (kubernetes_job.CODE,)
-        check_addresses("--service", service)
-        wanted = launch_of(job, chosen, service, workers, "python", inside, words)
-        name = "stratagem-worker-gpu" if gpus else "stratagem-worker"
-        shape = kubernetes_job.PodShape(
-            namespace=namespace,
-            image=image or f"{name}:{version('stratagem')}",
-            per_pod=per_pod,
-            cpus=cpus,
-            memory=memory,
-            gpus=gpus,
-            queue=queue,
-            secret=tls_secret,
-            pool=pool,
-            metrics=metrics,
-            node_labels=tuple(node_label or ()),
-            job_name=job_name,
-        )
-        text = kubernetes_job.as_text(kubernetes_job.kubernetes_job(wanted, shape), wanted)
-        _warn_of_loopback(service)
-        if only_print:
-            print(text, end="")
-            return
-        kubernetes_job.check_submit()
-        path = Path(f"{job_name or chosen}.yaml")
-        path.write_text(text)
-        with client_of(coordinator, proof) as client, submitted_run(client, job, chosen, job_path):
-            said = kubernetes_job.submit(path)
-        _tell(chosen, coordinator, f"{said}, of {path}")
+    check_addresses("--service", service)
+    wanted = request.launch(service, "python", (kubernetes_job.CODE,))
+    name = "stratagem-worker-gpu" if gpus else "stratagem-worker"
+    shape = kubernetes_job.PodShape(
+        namespace=namespace,
+        image=image or f"{name}:{version('stratagem')}",
+        per_pod=per_pod,
+        cpus=cpus,
+        memory=memory,
+        gpus=gpus,
+        queue=queue,
+        secret=tls_secret,
+        pool=pool,
+        metrics=metrics,
+        node_labels=tuple(node_label or ()),
+        job_name=job_name,
+    )
+    text = kubernetes_job.as_text(kubernetes_job.kubernetes_job(wanted, shape), wanted)
+    path = Path(f"{job_name or request.run_id}.yaml")
+    submit = partial(kubernetes_job.submit, path)
+    request.submit(wanted, kubernetes_job.KUBECTL, path, text, submit, only_print=only_print)
 
 
-def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
+def ray(
     context: typer.Context,
-    job_path: JobArgument,
-    workers: NumOption,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
-    overrides: SetOption = None,
-    run_id: RunIdOption = None,
-    worker: WorkerOption = None,
+    request: RequestOptions,
     cpus: CpusOption = 2,
     gpus: GpusOption = 0,
     only_print: PrintOption = False,
@@ -252,64 +286,26 @@ def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
     `-- --address=http://head:8265`. Workers exit when the run has ended; workers that lose their
     node are started again on another.
     """
-    with reporting():
-        check_options(context.args, "ray job submit")
-        job, chosen = _job_of(job_path, overrides, run_id)
-        wanted = _launch_here(job, chosen, coordinator, workers, job_path, worker)
-        host = split_address(split_addresses(coordinator)[0])[0]
-        text = ray_script.ray_script(wanted, cpus, gpus, host)
-        _warn_of_loopback(coordinator)
-        if only_print:
-            print(text, end="")
-            return
-        ray_script.check_submit()
-        script = Path(f"{chosen}.ray.py")
-        script.write_text(text)
-        with client_of(coordinator, proof) as client, submitted_run(client, job, chosen, job_path):
-            ray_script.submit(script, wanted, tuple(context.args))
-        _tell(chosen, coordinator, f"Ray's job {chosen}, of {script}")
+    check_options(context.args, "ray job submit")
+    wanted = request.launch_here()
+    host = split_address(split_addresses(wanted.coordinator)[0])[0]
+    text = scripts.ray_script(wanted, cpus, gpus, host)
+    script = Path(f"{request.run_id}.ray.py")
+
+    def submit() -> str:
+        scripts.submit_to_ray(script, wanted, tuple(context.args))
+        return f"Ray's job {request.run_id}"
+
+    request.submit(wanted, scripts.RAY, script, text, submit, only_print=only_print)
 
 
-def _job_of(
-    job_path: Path, overrides: list[str] | None, run_id: str | None
-) -> tuple[JobSpec, RunId]:
-    job = load_job(job_path, overrides or [])
-    return job, new_run_id(job.name) if run_id is None else check_run_id(run_id)
-
-
-def _launch_here(
-    job: JobSpec,
-    run_id: RunId,
-    coordinator: str,
-    num_workers: int,
-    job_path: Path,
-    worker: list[str] | None,
-) -> WorkerLaunch:
-    """Return a launch on nodes that have this Python and the user's folders at the same places."""
-    check_addresses("--coordinator", coordinator)
-    folders = tuple(str(folder.resolve()) for folder in import_folders(job_path))
-    words = _words(worker)
-    return launch_of(job, run_id, coordinator, num_workers, sys.executable, folders, words)
-
-
-def _tell(run_id: RunId, coordinator: str, what: str) -> None:
-    print(f"run {run_id}; {what}")
-    print(f"follow it with: stratagem attach {run_id} --coordinator {coordinator}")
-
-
-def _words(texts: list[str] | None) -> tuple[str, ...]:
+def _words(texts: list[str]) -> tuple[str, ...]:
     try:
-        return tuple(word for text in texts or () for word in split(text))
-    except ValueError as error:  # a quotation that does not end
-        raise InvalidInputError.at("--worker", f"{' '.join(texts or ())!r}: {error}") from None
+        return tuple(word for text in texts for word in split(text))
+    except ValueError as error:  # an unclosed quotation mark
+        raise InvalidInputError.at("--worker", f"{' '.join(texts)!r}: {error}") from None
 
 
-def _warn_of_loopback(coordinator: str) -> None:
-    hosts = [split_address(address)[0] for address in split_addresses(coordinator)]
-    if any(map(is_loopback, hosts)):
-        complain(f"{coordinator} is this machine alone: workers elsewhere do not reach it")
-
-
-launch.command("slurm", context_settings=TAKES_OPTIONS)(with_proof(slurm))
-launch.command("kubernetes")(with_proof(kubernetes))
-launch.command("ray", context_settings=TAKES_OPTIONS)(with_proof(ray))
+launch.command("slurm", context_settings=TAKES_OPTIONS)(as_command(slurm))
+launch.command("kubernetes")(as_command(kubernetes))
+launch.command("ray", context_settings=TAKES_OPTIONS)(as_command(ray))

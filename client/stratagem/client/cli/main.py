@@ -1,4 +1,4 @@
-"""Assembles the commands of `stratagem`."""
+"""Assemble the commands of `stratagem`."""
 
 from importlib.metadata import version
 from typing import Annotated, Final
@@ -8,7 +8,7 @@ import typer
 from stratagem.client.cli import identity, jobs, queries, servers
 from stratagem.client.cli import launch as launch_commands
 from stratagem.client.cli import run as run_commands
-from stratagem.client.cli.shared import with_proof
+from stratagem.client.cli.shared import as_command
 from stratagem.client.terminal import completion
 
 HELP: Final = """Train one PyTorch model on many machines, by a strategy that the job file names.
@@ -29,30 +29,30 @@ app = typer.Typer(
 
 PASS_THROUGH: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app.command()(with_proof(run_commands.run))
-app.command()(with_proof(jobs.check))
-app.command("list")(with_proof(queries.list_runs))
-app.command()(with_proof(queries.status))
-app.command()(with_proof(queries.logs))
-app.command()(with_proof(run_commands.watch))
-app.command()(with_proof(run_commands.attach))
-app.command()(with_proof(queries.stop))
-app.command()(with_proof(run_commands.resume))
-app.command()(with_proof(queries.delete))
-app.command()(with_proof(queries.pin))
-app.command()(with_proof(queries.unpin))
-app.command()(with_proof(queries.download))
-app.command()(with_proof(queries.backup))
-app.command()(with_proof(jobs.export))
-app.command()(with_proof(queries.report))
-app.command()(with_proof(queries.population))
-app.command()(with_proof(queries.workers))
-app.command(cls=servers.DoctorCommand)(with_proof(servers.doctor))
-app.command()(with_proof(servers.dashboard))
-app.command()(jobs.estimate)
-app.command()(with_proof(jobs.recommend))
-app.command()(servers.up)
-app.command()(servers.health)
+app.command()(as_command(run_commands.run))
+app.command()(as_command(jobs.check))
+app.command("list")(as_command(queries.list_runs))
+app.command()(as_command(queries.status))
+app.command()(as_command(queries.logs))
+app.command()(as_command(run_commands.watch))
+app.command()(as_command(run_commands.attach))
+app.command()(as_command(queries.stop))
+app.command()(as_command(run_commands.resume))
+app.command()(as_command(queries.delete))
+app.command()(as_command(queries.pin))
+app.command()(as_command(queries.unpin))
+app.command()(as_command(queries.download))
+app.command()(as_command(queries.backup))
+app.command()(as_command(jobs.export))
+app.command()(as_command(queries.report))
+app.command()(as_command(queries.population))
+app.command()(as_command(queries.workers))
+app.command(cls=servers.DoctorCommand)(as_command(servers.doctor))
+app.command()(as_command(servers.dashboard))
+app.command()(as_command(jobs.estimate))
+app.command()(as_command(jobs.recommend))
+app.command()(as_command(servers.up))
+app.command()(as_command(servers.health))
 app.command()(completion.completion)
 app.add_typer(identity.certs, name="certs")
 app.add_typer(identity.token, name="token")

@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from itertools import islice, zip_longest
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stratagem.client.cli.shared import (
-    CoordinatorOption,
+    AccessOptions,
     Format,
     FormatOption,
     RunArgument,
@@ -26,37 +25,20 @@ from stratagem.client.cli.shared import (
     complain,
     make_console,
     print_line,
-    reporting,
 )
 from stratagem.client.course.population import Population, replayed
 from stratagem.client.course.views import LogLine, Phase, RunStatus
 from stratagem.client.report.pages import comparison_page
 from stratagem.client.report.run import time_text
-from stratagem.client.sdk.blocking import Client
-from stratagem.client.sdk.client import DEFAULT_ADDRESS
 from stratagem.client.terminal import tables
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.text import counted, values_text
-from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 # ---- Queries and orders ----
 
 
-@contextmanager
-def connected(coordinator: str, proof: Proof) -> Iterator[Client]:
-    """A client whose errors end the command."""
-    with reporting(), client_of(coordinator, proof) as client:
-        yield client
-
-
-def client_of(coordinator: str, proof: Proof) -> Client:
-    """A client of a coordinator that is shown a proof."""
-    return Client(coordinator, tls=proof.tls, token_file=proof.token_file)
-
-
 def list_runs(
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
     phase: Annotated[
         list[Phase] | None,
@@ -93,7 +75,7 @@ def list_runs(
         is_so = run.strategy.lower().startswith(strategy.lower())
         return is_named and is_so and (not phase or run.phase in phase)
 
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         known = client.runs()
         runs = tuple(islice(filter(is_wanted, known), limit or None))
         if known and not runs:
@@ -105,20 +87,21 @@ def list_runs(
 
 
 def _none_of(known: Sequence[RunStatus]) -> str:
-    """Return that no run is as asked for, and what the runs are."""
+    """Return that no run matches, and which phases and strategies there are."""
     phases = ", ".join(sorted({str(run.phase) for run in known}))
     strategies = ", ".join(sorted({run.strategy for run in known}))
-    return f"of {counted(len(known), 'run')} none is so; phases: {phases}; strategies: {strategies}"
+    return (
+        f"none of {counted(len(known), 'run')} matches; phases: {phases}; strategies: {strategies}"
+    )
 
 
 def status(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Show a run: phase and reason, progress, metrics, commits."""
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         run_status = client.get(run_id).status()
         if form is Format.JSON:
             print(tables.to_json(run_status))
@@ -127,12 +110,11 @@ def status(
 
 
 def workers(
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """List registered workers, and refused ones with the reason."""
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         listed, refused = client.workers(), client.refused_workers()
         if form is Format.JSON:
             print(tables.many_to_json([*listed, *refused]))
@@ -142,8 +124,7 @@ def workers(
 
 def logs(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")
@@ -156,7 +137,7 @@ def logs(
 
     The output of your code comes from all workers, with their names.
     """
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         console, run, is_empty = make_console(), client.get(run_id), True
         for line in run.logs(follow=follow, worker=worker):
             print_line(console, _log_text(line) if form is Format.TEXT else tables.to_json(line))
@@ -168,51 +149,47 @@ def logs(
 
 def stop(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
 ) -> None:
     """Stop a run. Its last commit is kept: `stratagem resume RUN` continues from it."""
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         handle = client.get(run_id)
         phase = handle.status().phase
         if phase.is_final:
             complain(f"run {run_id} has ended already: {phase}")
             return
         handle.cancel()
-        complain(f"run {run_id} is stopping; go on later with: stratagem resume {run_id}")
+        complain(f"run {run_id} is stopping; continue it later with: stratagem resume {run_id}")
 
 
 def delete(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
 ) -> None:
     """Delete a run that has ended, with its states and its log."""
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         client.get(run_id).delete()
         complain(f"run {run_id} is deleted")
 
 
 def pin(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
 ) -> None:
     """Keep a run from expiring and being deleted, until unpinned."""
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         client.get(run_id).pin()
         complain(f"run {run_id} is pinned")
 
 
 def unpin(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
 ) -> None:
     """Unpin a run, so that it can expire and be deleted again."""
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         client.get(run_id).pin(False)
-        complain(f"run {run_id} is not pinned any more")
+        complain(f"run {run_id} is no longer pinned")
 
 
 def backup(
@@ -220,15 +197,14 @@ def backup(
         Path,
         typer.Argument(metavar="FOLDER", help="New folder, or the folder of an earlier backup."),
     ],
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
 ) -> None:
     """Back up the journal and all states of a running coordinator.
 
     If the folder holds an earlier backup, only what is new is copied. Requires the scope admin.
     `stratagem restore` makes the data of a new coordinator from a backup.
     """
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         done = client.back_up(folder)
     complain(
         f"{folder}: the journal of term {done.term} ({done.journal_bytes:,} bytes) and "
@@ -238,8 +214,7 @@ def backup(
 
 def download(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     which: WhichOption = "final",
     output: Annotated[
         Path | None,
@@ -283,7 +258,7 @@ def download(  # noqa: PLR0913  (each parameter is an option of the command line
     With --profile FILE the trace of a run with `execution.profiling: true` is written, as JSON for
     ui.perfetto.dev or chrome://tracing, with one row for each worker, all on one clock.
     """
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         run = client.get(run_id)
         if profile is not None and shard_size is not None:
             text = "a trace is one file; not with --profile"
@@ -310,8 +285,7 @@ def _log_text(line: LogLine) -> str:
 
 def report(
     run_ids: RunsArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -329,7 +303,7 @@ def report(
     jobs differ, and curves with one line per run. Neither page needs scripts or a network, and both
     print well. For a run that has not ended, a page shows what has happened so far.
     """
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         if len(run_ids) == 1:
             path = client.get(run_ids[0]).report(output or Path(f"{run_ids[0]}.html"))
         else:
@@ -341,8 +315,7 @@ def report(
 
 def population(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
     schedule: Annotated[
         Path | None,
@@ -362,14 +335,14 @@ def population(
     winner's state, bit for bit. FILE.json is written as JSON, any other name as YAML; an existing
     file is not overwritten.
     """
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         if schedule is not None and schedule.exists():
-            text = f"{schedule} is there already; nothing was written"
+            text = f"{schedule} exists already; nothing was written"
             raise InvalidInputError.at("--schedule", text)
         run = client.get(run_id)
         found = run.population()
         if not found.generations:
-            raise NotFoundError(f"run {run_id} is no population, or has not begun")
+            raise NotFoundError(f"run {run_id} is not a population, or has not begun")
         if schedule is not None:
             document = replayed(found, run.status().job).document()
             is_json = schedule.suffix == ".json"

@@ -1,42 +1,39 @@
 """Define the commands that follow a run to its end: run, attach, watch, resume.
 
-Ctrl-C stops a run on a cluster that the command itself has started, and the run can be resumed; a
-run on another coordinator goes on.
+Ctrl-C stops a run on a cluster that the command itself started, and the run can be resumed; a run
+on another coordinator continues.
 """
 
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from stratagem.client.cli.queries import client_of, connected
 from stratagem.client.cli.shared import (
     DATA_DIR,
-    CoordinatorOption,
+    AccessOptions,
     DataDirOption,
     Detail,
+    DetailOptions,
     Format,
     FormatOption,
     LocalOption,
     LogToOption,
-    QuietOption,
     RunArgument,
     RunDisplay,
     TagOption,
     ThreadsOption,
-    VerboseOption,
+    View,
     WebOption,
     complain,
-    doing,
     make_console,
     print_items,
     print_line,
-    reporting,
     show,
     tag_arguments,
 )
@@ -44,7 +41,6 @@ from stratagem.client.course.views import Event
 from stratagem.client.dashboard.start import page_beside
 from stratagem.client.local.cluster import LocalCluster, LocalRun, threads_each
 from stratagem.client.sdk.blocking import Client, RunHandle
-from stratagem.client.sdk.client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sinks.outlet import LogOutlets, sinks_of
 from stratagem.client.sinks.sink import Sink
@@ -56,10 +52,9 @@ from stratagem.common.base.ids import check_run_id, new_run_id
 from stratagem.common.base.text import counted
 from stratagem.common.job import entry_points, load_job, with_fields
 from stratagem.common.process.cpu_threads import ThreadChoice
-from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
-"""A worker of a local cluster that was killed is back in a few seconds."""
+"""The time allowed for placement: a killed worker of a local cluster is back in a few seconds."""
 
 JobArgument = Annotated[
     Path, typer.Argument(metavar="JOB", help="Job file, in YAML, TOML or JSON.")
@@ -95,9 +90,9 @@ RunIdOption = Annotated[
 
 def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     job_path: JobArgument,
+    *,
     local: LocalOption = None,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     overrides: SetOption = None,
     detach: DetachOption = False,
     output: OutputOption = None,
@@ -108,8 +103,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     tag: TagOption = None,
     threads: ThreadsOption = None,
     log_to: LogToOption = None,
-    verbose: VerboseOption = False,
-    quiet: QuietOption = False,
+    detail: DetailOptions,
     web: WebOption = False,
 ) -> None:
     """Submit a job and follow its run to the end.
@@ -129,76 +123,69 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
 
     Exit code: 0 completed, 1 failed, 130 interrupted.
     """
-    with reporting():
-        if local is not None and detach:
-            raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
-        if detach and report is not None:
-            raise InvalidInputError("--report is of the end of the run; leave out --detach")
-        for option, given in (("--tag", tag), ("--threads", threads)):
-            if local is None and given:
-                raise InvalidInputError(f"{option} is of local workers; give --local N")
-        if detach and log_to:
-            raise InvalidInputError(
-                "--detach follows nothing that could be logged; "
-                "use `stratagem export RUN --to SINK:TARGET --follow`"
-            )
-        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
-        sinks = sinks_of(log_to or ())
-        job = load_job(job_path, overrides or [])
-        chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
+    if local is not None and detach:
+        raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
+    if detach and report is not None:
+        raise InvalidInputError("--report is written at the end of the run; leave out --detach")
+    for option, given in (("--tag", tag), ("--threads", threads)):
+        if local is None and given:
+            raise InvalidInputError(f"{option} only concerns local workers; give --local N")
+    if detach and log_to:
+        raise InvalidInputError(
+            "--detach does not follow the run, so it logs nothing; "
+            "use `stratagem export RUN --to SINK:TARGET --follow`"
+        )
+    view = View(form, detail)
+    sinks = sinks_of(log_to or ())
+    job = load_job(job_path, overrides or [])
+    chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
 
-        def submitted(client: Client) -> RunHandle:
-            return client.submit(job, chosen, import_path=import_folders(job_path))
+    def submit(client: Client, where: str = "") -> _Following:
+        with view.doing(f"submitting {chosen}{where}"):
+            handle = client.submit(job, chosen, import_path=import_folders(job_path))
+        return _Following(handle, view, output, report=report, sinks=sinks)
 
-        if local is None:
-            page = page_beside(coordinator, proof, is_wanted=web)
-            with client_of(coordinator, proof) as client, page:
-                with view.doing(f"submitting {chosen} to {coordinator}"):
-                    handle = submitted(client)
-                following = _Following(handle, view, output, report=report, sinks=sinks)
-                _follow_remote(following, coordinator, detach=detach)
-            return
-        if job.placement_timeout_s is None:
-            job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
-        folders = tuple(map(str, import_folders(job_path)))
-        allow_code = "none" if job.code is None else "any"
-        each = threads_each(threads)
-        known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, each.number)
-        with (
-            _local_client(known, each, local, data_dir, view) as client,
-            page_beside(client.address, is_wanted=web),
-        ):
-            known.save(data_dir, chosen)
-            with view.doing(f"submitting {chosen}"):
-                handle = submitted(client)
-            following = _Following(handle, view, output, report=report, sinks=sinks)
-            _follow_local(replace(following, threads=known.threads), local, data_dir)
+    if local is None:
+        address = access.coordinator
+        with access.client() as client, page_beside(address, access.proof, is_wanted=web):
+            _follow_remote(submit(client, f" to {address}"), address, detach=detach)
+        return
+    if job.placement_timeout_s is None:
+        job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
+    folders = tuple(map(str, import_folders(job_path)))
+    allow_code = "none" if job.code is None else "any"
+    choice = threads_each(threads)
+    settings = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, choice.number)
+    with (
+        _local_client(settings, choice, local, data_dir, view) as client,
+        page_beside(client.address, is_wanted=web),
+    ):
+        settings.save(data_dir, chosen)
+        _follow_local(replace(submit(client), threads=choice.number), local, data_dir)
 
 
 def attach(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
+    *,
     form: FormatOption = Format.TEXT,
-    verbose: VerboseOption = False,
-    quiet: QuietOption = False,
+    detail: DetailOptions,
 ) -> None:
     """Follow a run until it ends. Ctrl-C detaches; the run continues.
 
     Earlier events are counted but not printed; `stratagem watch RUN` prints them.
     """
-    with connected(coordinator, proof) as client:
-        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
+    with access.client() as client:
         handle = client.get(run_id)
-        is_all_told = view.detail is Detail.EVENTS or form is Format.JSON
-        known = 0 if is_all_told else handle.status().event_index + 1
-        _follow_remote(_Following(handle, view, known=known), coordinator)
+        shows_earlier = detail is Detail.EVENTS or form is Format.JSON
+        known = 0 if shows_earlier else handle.status().event_index + 1
+        following = _Following(handle, View(form, detail), known=known)
+        _follow_remote(following, access.coordinator)
 
 
 def watch(
     run_id: RunArgument,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
     from_index: Annotated[
         int,
@@ -227,7 +214,7 @@ def watch(
 
     Ctrl-C only stops printing.
     """
-    with connected(coordinator, proof) as client:
+    with access.client() as client:
         run, kinds, backwards = client.get(run_id), kind or (), newest is not None
         items = run.watch(from_index, kinds=kinds, limit=newest, newest_first=backwards)
         console = make_console()
@@ -240,9 +227,9 @@ def watch(
 
 def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
+    *,
     local: LocalOption = None,
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     detach: DetachOption = False,
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
@@ -261,8 +248,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
         str | None,
         typer.Option("--run-id", metavar="ID", help="Id of the new run that --set creates."),
     ] = None,
-    verbose: VerboseOption = False,
-    quiet: QuietOption = False,
+    detail: DetailOptions,
 ) -> None:
     """Continue a run that has ended, or train it for longer.
 
@@ -277,51 +263,37 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     Use --local N for a run that was started with --local, in the same folder. Each worker has as
     many threads as it had then, so results stay bit-identical, whatever the number of workers.
     """
-    with reporting():
-        if new_run_id is not None and not overrides:
-            raise InvalidInputError("--run-id is of the new run that --set begins; give --set")
-        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
-        asked = _Resumption(run_id, from_segment, overrides or [], new_run_id)
-        if local is None:
-            with client_of(coordinator, proof) as client:
-                handle, from_index = asked.begin(client)
-                following = _Following(handle, view, from_index=from_index)
-                _follow_remote(following, coordinator, detach=detach)
-            return
-        known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(asked.overrides)
-        each = known.threads_of(local)
-        known = replace(known, threads=each.number)
-        with _local_client(known, each, local, data_dir, view) as client:
-            handle, from_index = asked.begin(client)
-            known.save(data_dir, handle.run_id)
-            following = _Following(handle, view, from_index=from_index, threads=known.threads)
-            _follow_local(following, local, data_dir)
+    if new_run_id is not None and not overrides:
+        raise InvalidInputError("--run-id names the new run that --set creates; give --set")
+    view = View(form, detail)
+
+    def begin(client: Client) -> tuple[RunHandle, int]:
+        if not overrides:
+            return _resume_run(client, run_id, from_segment)
+        segment = from_segment
+        return client.resume_as(run_id, overrides, from_segment=segment, new_run_id=new_run_id), 0
+
+    if local is None:
+        with access.client() as client:
+            handle, from_index = begin(client)
+            following = _Following(handle, view, from_index=from_index)
+            _follow_remote(following, access.coordinator, detach=detach)
+        return
+    known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(overrides or [])
+    each = known.threads_of(local)
+    known = replace(known, threads=each.number)
+    with _local_client(known, each, local, data_dir, view) as client:
+        handle, from_index = begin(client)
+        known.save(data_dir, handle.run_id)
+        following = _Following(handle, view, from_index=from_index, threads=known.threads)
+        _follow_local(following, local, data_dir)
 
 
-@dataclass(frozen=True, slots=True)
-class _Resumption:
-    """The run to go on with, and how."""
-
-    run_id: str
-    segment: int | None
-    overrides: list[str]
-    new_run_id: str | None
-
-    def begin(self, client: Client) -> tuple[RunHandle, int]:
-        """Return the run that goes on, and the index of its first event from now on."""
-        if not self.overrides:
-            return _resumed(client, self.run_id, self.segment)
-        handle = client.resume_as(
-            self.run_id, self.overrides, from_segment=self.segment, new_run_id=self.new_run_id
-        )
-        return handle, 0
-
-
-def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
-    """Return the run, going on, and the index of its first event from now on."""
+def _resume_run(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
+    """Make the run continue, and return it with the index of its next event."""
     handle = client.get(run_id)
     before = handle.status()
-    # Its cluster may have been killed while it ran: then it goes on by itself.
+    # If its cluster was killed while it ran, it continues by itself.
     if not before.phase.is_final and segment is None:
         return handle, before.event_index
     handle.resume(segment)
@@ -332,36 +304,24 @@ def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandl
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """How, and how much, a command shows."""
-
-    form: Format
-    detail: Detail
-
-    def doing(self, text: str, *, stays: bool = False) -> AbstractContextManager[None]:
-        """Say what is being done while it is."""
-        return doing(text, self.form, self.detail, stays=stays)
-
-
-@dataclass(frozen=True, slots=True)
 class _Following:
-    """A run that is shown to its end."""
+    """A run that is shown until its end."""
 
     handle: RunHandle
-    view: _View
+    view: View
     output: Path | None = None
     from_index: int = 0
     known: int = 0
-    """Events before this index are counted, and not shown."""
+    """The index of the first event that is shown; earlier ones are only counted."""
     report: Path | None = None
-    """Where a page about the run is written at its end, however it ends."""
+    """The file for a page about the run, which is written however the run ends."""
     sinks: Mapping[str, Sink] = field(default_factory=dict)
-    """By the text that names it."""
+    """The sinks by the text that names each."""
     threads: int | None = None
-    """Of each worker, where this command has started them."""
+    """The number of threads of each worker, if this command started them."""
 
     def say_why(self) -> None:
-        """Say what submitting the job has found out or decided."""
+        """Print the note about the submission, if there is one."""
         if self.handle.note:
             complain(self.handle.note)
 
@@ -397,7 +357,7 @@ def _follow_remote(following: _Following, coordinator: str, *, detach: bool = Fa
     try:
         following.to_the_end()
     except KeyboardInterrupt:
-        complain(f"detached; run {run_id} goes on at {coordinator}")
+        complain(f"detached; run {run_id} continues at {coordinator}")
         complain(f"see it again with: stratagem attach {run_id} --coordinator {coordinator}")
         raise
 
@@ -409,19 +369,19 @@ def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
     except KeyboardInterrupt:
         complain(f"stopping run {handle.run_id}")
         handle.cancel()
-        with suppress(RunFailedError):  # it was cancelled, as we asked
+        with suppress(RunFailedError):  # we have cancelled it
             handle.result()
         commit = handle.status().commit()
         kept = "nothing was committed yet" if commit is None else f"step {commit.step} is kept"
         where = "" if data_dir == DATA_DIR else f" --data-dir {shlex.quote(str(data_dir))}"
         resume = f"stratagem resume {handle.run_id} --local {local}{where}"
-        complain(f"stopped; {kept}; go on with: {resume}")
+        complain(f"stopped; {kept}; continue with: {resume}")
         raise
 
 
 @contextmanager
 def _local_client(
-    known: LocalRun, each: ThreadChoice, workers: int, data_dir: Path, view: _View
+    known: LocalRun, each: ThreadChoice, workers: int, data_dir: Path, view: View
 ) -> Iterator[Client]:
     cluster = LocalCluster(
         workers=workers,

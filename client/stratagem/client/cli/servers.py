@@ -18,27 +18,27 @@ from typer.core import TyperCommand
 from stratagem.client.cli.shared import (
     DATA_DIR,
     FAILED,
-    CoordinatorOption,
+    AccessOptions,
     DataDirOption,
     Format,
     FormatOption,
     TagOption,
     ThreadsOption,
     WebOption,
+    as_command,
     make_console,
-    reporting,
     tag_arguments,
 )
 from stratagem.client.dashboard.start import DEFAULT_LISTEN, page_beside, page_of
 from stratagem.client.local.cluster import LocalCluster, threads_each
 from stratagem.client.sdk.client import DEFAULT_ADDRESS
 from stratagem.client.sdk.doctor import examine
+from stratagem.client.sdk.torch_process import finding_in
 from stratagem.client.terminal import tables
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.base.text import counted, split_address
 from stratagem.common.identity.audit import check_lines, hashes
 from stratagem.common.observe.findings import Finding, Level
-from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.rpc.health_probe import TIMEOUT_S, health_of, is_healthy
 
 # ---- Servers ----
@@ -79,29 +79,27 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
     web: WebOption = False,
 ) -> None:
     """Run a coordinator and workers here, until Ctrl-C or SIGTERM."""
-    with reporting():
-        cluster = LocalCluster(
-            workers=workers,
-            data_dir=data_dir,
-            allow=allow or ("*:*",),
-            import_path=import_path or (Path.cwd(),),
-            data_root=import_path or (Path.cwd(),),
-            threads=threads,
-            listen=listen,
-            worker_arguments=tag_arguments(tag or (), workers),
-        )
-        signal.signal(signal.SIGTERM, _interrupt)
-        with cluster, page_beside(cluster.address, is_wanted=web):
-            who = f"{counted(workers, 'worker')}, {threads_each(threads).each}"
-            print(f"coordinator at {cluster.address}, {who}, state in {data_dir}")
-            print("submit with: stratagem run JOB.yaml; stop with Ctrl-C or SIGTERM", flush=True)
-            while True:
-                signal.pause()
+    cluster = LocalCluster(
+        workers=workers,
+        data_dir=data_dir,
+        allow=allow or ("*:*",),
+        import_path=import_path or (Path.cwd(),),
+        data_root=import_path or (Path.cwd(),),
+        threads=threads,
+        listen=listen,
+        worker_arguments=tag_arguments(tag or (), workers),
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    with cluster, page_beside(cluster.address, is_wanted=web):
+        who = f"{counted(workers, 'worker')}, {threads_each(threads).each}"
+        print(f"coordinator at {cluster.address}, {who}, state in {data_dir}")
+        print("submit with: stratagem run JOB.yaml; stop with Ctrl-C or SIGTERM", flush=True)
+        while True:
+            signal.pause()
 
 
 def dashboard(  # noqa: PLR0913  (each parameter is an option of the command line)
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     listen: Annotated[
         str,
         typer.Option("--listen", metavar="HOST:PORT", help="Address that the page is served on."),
@@ -152,24 +150,23 @@ def dashboard(  # noqa: PLR0913  (each parameter is an option of the command lin
     On 127.0.0.1 only this machine can reach the page. Any other address requires --page-token-file,
     and --page-tls-cert with --page-tls-key or --behind-proxy.
     """
-    with reporting():
-        server = page_of(
-            coordinator,
-            proof,
-            {
-                "listen": listen,
-                "operates": operate,
-                "token_file": page_token_file,
-                "tls_cert": page_tls_cert,
-                "tls_key": page_tls_key,
-                "public_url": public_url,
-                "behind_proxy": behind_proxy,
-            },
-        )
-        acts = " (its buttons act as you)" if operate else ""
-        signal.signal(signal.SIGTERM, _interrupt)
-        print(f"page of {coordinator} at {server.url}{acts}", flush=True)
-        server.serve()
+    server = page_of(
+        access.coordinator,
+        access.proof,
+        {
+            "listen": listen,
+            "operates": operate,
+            "token_file": page_token_file,
+            "tls_cert": page_tls_cert,
+            "tls_key": page_tls_key,
+            "public_url": public_url,
+            "behind_proxy": behind_proxy,
+        },
+    )
+    acts = " (its buttons act as you)" if operate else ""
+    signal.signal(signal.SIGTERM, _interrupt)
+    print(f"page of {access.coordinator} at {server.url}{acts}", flush=True)
+    server.serve()
 
 
 def health(
@@ -188,11 +185,10 @@ def health(
 
     Exit code: 0 if it is serving, else 1.
     """
-    with reporting():
-        try:
-            split_address(address)
-        except ValueError as error:
-            raise InvalidInputError.at("address", str(error)) from None
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise InvalidInputError.at("address", str(error)) from None
     answer = health_of(address, timeout)
     print(answer)
     raise typer.Exit(0 if is_healthy(answer) else 1)
@@ -237,7 +233,7 @@ WORKER_SETTINGS: Final = "--worker-settings"
 
 
 class DoctorCommand(TyperCommand):
-    """Typer command that passes all after `--worker-settings` on unparsed: these are options of a
+    """A command that leaves everything after `--worker-settings` unparsed: these are options of a
     worker, and not of this command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -247,8 +243,7 @@ class DoctorCommand(TyperCommand):
 
 
 def doctor(
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
-    proof: Proof = PLAINTEXT,
+    access: AccessOptions,
     form: FormatOption = Format.TEXT,
     is_worker: Annotated[
         bool,
@@ -272,12 +267,13 @@ def doctor(
     Exit code: 0 if nothing has failed (there may be warnings), else 1.
     """
     if worker_options and not is_worker:
-        raise typer.BadParameter(f"{worker_options[0]} stands for a worker: {WORKER_SETTINGS}")
-    with reporting():
-        if is_worker:
-            findings = _of_worker(worker_options or [])
-        else:
-            findings = asyncio.run(examine(coordinator, proof))
+        raise typer.BadParameter(
+            f"{worker_options[0]} is an option of a worker; write it after {WORKER_SETTINGS}"
+        )
+    if is_worker:
+        findings = _of_worker(worker_options or [])
+    else:
+        findings = asyncio.run(examine(access.coordinator, access.proof))
     if form is Format.JSON:
         print(tables.many_to_json(findings))
     else:
@@ -287,8 +283,8 @@ def doctor(
 
 
 def _of_worker(options: Sequence[str]) -> list[Finding]:
-    """Return the findings of a worker's own checks, made by a process of its own that loads torch
-    and the user's modules."""
+    """Return the findings of a worker's own checks, made by a process that loads torch and the
+    user's modules."""
     if importlib.util.find_spec("torch") is None:
         advice = "pip install 'stratagem[worker]', or run this where the worker runs"
         return [Finding("torch", "worker", Level.FAIL, "is not installed here", advice)]
@@ -297,10 +293,7 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
     if not ended.stdout.startswith("["):  # --help, or a failure that stderr explains
         print(ended.stdout, end="")
         raise typer.Exit(ended.returncode)
-    return [
-        Finding(**{**finding, "level": Level(finding["level"])})
-        for finding in json.loads(ended.stdout)
-    ]
+    return list(map(finding_in, json.loads(ended.stdout)))
 
 
 # ---- Audit ----
@@ -316,6 +309,7 @@ def _audit() -> None:
 
 
 @audit.command("verify")
+@as_command
 def verify(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Audit log file, such as audit.jsonl.")
@@ -330,25 +324,20 @@ def verify(
     Names the first line that was changed, removed or inserted. Removal of the last lines cannot be
     detected: note the last hash elsewhere, and pass it as --head later.
     """
-    with reporting():
-        try:
-            with file.open("rb") as lines:
-                checked = check_lines(lines)
-            if head and not _has(file, head):
-                raise IntegrityError(f"no line has the hash {head}: lines that were there are gone")
-        except OSError as error:
-            raise InvalidInputError(f"{file}: {error.strerror}") from None
-        except IntegrityError as error:
-            raise IntegrityError(f"{file}: {error}") from None
-        print(
-            f"{file}: {counted(checked.num_lines, 'line')}, none changed; last hash {checked.head}"
-        )
-        if checked.num_torn:
-            print(
-                f"a crash has cut off a line {counted(checked.num_torn, 'time')}, as it says there"
-            )
-        if checked.is_torn:
-            print("it ends in a line that a crash has cut off: nothing of that has left the site")
+    try:
+        with file.open("rb") as lines:
+            checked = check_lines(lines)
+        if head and not _has(file, head):
+            raise IntegrityError(f"no line has the hash {head}: lines have been removed")
+    except OSError as error:
+        raise InvalidInputError(f"{file}: {error.strerror}") from None
+    except IntegrityError as error:
+        raise IntegrityError(f"{file}: {error}") from None
+    print(f"{file}: {counted(checked.num_lines, 'line')}, none changed; last hash {checked.head}")
+    if checked.num_torn:
+        print(f"the file notes {counted(checked.num_torn, 'line')} that a crash cut off")
+    if checked.is_torn:
+        print("it ends in a line that a crash cut off: nothing of that line has left the site")
 
 
 def _has(file: Path, head: str) -> bool:

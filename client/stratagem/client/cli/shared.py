@@ -1,6 +1,4 @@
-"""This module defines the options that several commands share, the end of a command, and the
-display of a run.
-"""
+"""Define shared options of commands, the end of a command, and the display of a run."""
 
 import inspect
 import logging
@@ -8,7 +6,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
@@ -25,6 +23,7 @@ from structlog.typing import EventDict, WrappedLogger
 
 from stratagem.client.course.views import Event, Progress
 from stratagem.client.local.cluster import local_names
+from stratagem.client.sdk.blocking import Client
 from stratagem.client.sdk.client import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from stratagem.client.terminal.completion import run_ids, sink_forms
 from stratagem.client.terminal.followed import FollowedRun
@@ -39,7 +38,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.text import printable
 from stratagem.common.identity.tls import tls_files
 from stratagem.common.observe import tracing
-from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.schema.json import not_one_of
 
 # ---- Options ----
@@ -48,7 +47,7 @@ DATA_DIR: Final = Path(".stratagem")
 
 
 class Format(StrEnum):
-    """text for people, json for programs (one object per line where output goes on)."""
+    """The output format: text for people, json for programs (one object per line of a stream)."""
 
     TEXT = "text"
     JSON = "json"
@@ -72,7 +71,7 @@ OptionalCoordinatorOption = Annotated[
         help="Also take the workers of this coordinator into account.",
     ),
 ]
-"""Of commands that do their work without a coordinator."""
+"""The option of commands that also work without a coordinator."""
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 LocalOption = Annotated[
     int | None,
@@ -110,36 +109,6 @@ DataDirOption = Annotated[
         help="Folder for the journal, states and logs of a local cluster.",
     ),
 ]
-TlsCaOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca",
-        metavar="FILE",
-        envvar="STRATAGEM_TLS_CA",
-        help="CA certificates used to verify the coordinator.",
-    ),
-]
-TlsCertOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-cert", metavar="FILE", envvar="STRATAGEM_TLS_CERT", help="Your client certificate."
-    ),
-]
-TlsKeyOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-key", metavar="FILE", envvar="STRATAGEM_TLS_KEY", help="Private key of --tls-cert."
-    ),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        envvar="STRATAGEM_TOKEN_FILE",
-        help="File with your token, which replaces a client certificate.",
-    ),
-]
 WebOption = Annotated[
     bool,
     typer.Option("--web", help="Also serve the dashboard while this command runs."),
@@ -171,16 +140,9 @@ LogToOption = Annotated[
     ),
 ]
 
-_PROOF: Final = {
-    "tls_ca": TlsCaOption,
-    "tls_cert": TlsCertOption,
-    "tls_key": TlsKeyOption,
-    "token_file": TokenFileOption,
-}
-
 
 def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str, ...]]:
-    """Arguments for each worker of a local cluster, from TAG (of all) and WORKER=TAG (of one)."""
+    """Return arguments for each worker of a local cluster, from TAG (for all) and WORKER=TAG."""
     names = local_names(num_workers)
     tags_by_worker: dict[str, list[str]] = {name: [] for name in names}
     for pair in tags:
@@ -188,37 +150,123 @@ def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str,
         if worker and worker not in tags_by_worker:
             raise InvalidInputError.at("--tag", f"{not_one_of(worker, names)}")
         if not tag:
-            raise InvalidInputError.at("--tag", f"{pair!r} holds no tag")
+            raise InvalidInputError.at("--tag", f"{pair!r} has no tag")
         for name in [worker] if worker else names:
             tags_by_worker[name].append(tag)
     return {name: ("--tags", ",".join(of_one)) for name, of_one in tags_by_worker.items() if of_one}
 
 
-def with_proof(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options that make its parameter `proof`, after `coordinator`."""
-    parameters = inspect.signature(command, eval_str=True).parameters.values()
-    shown: list[inspect.Parameter] = []
-    for parameter in parameters:
-        if parameter.name != "proof":
-            shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        if parameter.name == "coordinator":
-            shown += [
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-                )
-                for name, annotation in _PROOF.items()
-            ]
+# ---- Commands ----
+#
+# Options of several commands are declared once, with a function that makes a value of them.
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """The mark of a parameter that a function makes: the command has the function's parameters as
+    options in its place."""
+
+    make: Callable[..., Any]
+
+
+def as_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function in the form that typer expects: with the options behind parameters marked
+    MadeBy, and with a failure as lines on stderr and an exit code."""
 
     def call(**given: Any) -> None:
-        ca, cert, key, token_file = (given.pop(name) for name in _PROOF)
         with reporting():
-            proof = Proof(tls_files(ca, cert, key, needs_cert=False), token_file)
-        command(**given, proof=proof)
+            _call(function, given)
 
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
-    call.__annotations__ = {option.name: option.annotation for option in shown}
-    call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    options = list(_options(function))
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__annotations__ = {option.name: option.annotation for option in options}
+    call.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return call
+
+
+def _options(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    for parameter, make in _parameters(function):
+        if make is not None:
+            yield from _options(make)
+        else:
+            yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+
+
+def _call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a function with the given options, and with values made from them."""
+    return function(
+        **{
+            parameter.name: given[parameter.name] if make is None else _call(make, given)
+            for parameter, make in _parameters(function)
+        }
+    )
+
+
+def _parameters(
+    function: Callable[..., Any],
+) -> Iterator[tuple[inspect.Parameter, Callable[..., Any] | None]]:
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        marks = getattr(parameter.annotation, "__metadata__", ())
+        yield parameter, next((mark.make for mark in marks if isinstance(mark, MadeBy)), None)
+
+
+def _proof(
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-ca",
+            metavar="FILE",
+            envvar="STRATAGEM_TLS_CA",
+            help="CA certificates used to verify the coordinator.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            metavar="FILE",
+            envvar="STRATAGEM_TLS_CERT",
+            help="Your client certificate.",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-key",
+            metavar="FILE",
+            envvar="STRATAGEM_TLS_KEY",
+            help="Private key of --tls-cert.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            envvar="STRATAGEM_TOKEN_FILE",
+            help="File with your token, which replaces a client certificate.",
+        ),
+    ] = None,
+) -> Proof:
+    return Proof(tls_files(tls_ca, tls_cert, tls_key, needs_cert=False), token_file)
+
+
+ProofOptions = Annotated[Proof, MadeBy(_proof)]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The address of a coordinator, and the proof of identity that it is shown."""
+
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS
+    proof: ProofOptions = PLAINTEXT
+
+    def client(self) -> Client:
+        """Return a client of the coordinator."""
+        return Client(self.coordinator, tls=self.proof.tls, token_file=self.proof.token_file)
+
+
+AccessOptions = Annotated[Access, MadeBy(Access)]
 
 
 # ---- Exit codes and failures ----
@@ -229,7 +277,7 @@ def with_proof(command: Callable[..., None]) -> Callable[..., None]:
 # 130 for an interrupt. A failure that the user can correct is shown without a traceback.
 
 UNLIMITED_WIDTH: Final = sys.maxsize
-"""The width of a file or a pipe: nothing is folded there, so that paths can be copied."""
+"""The width of a file or a pipe: lines are not folded there, so that paths can be copied."""
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
@@ -241,8 +289,8 @@ NO_COORDINATOR_HINT: Final = (
 
 
 class PlainConsole(Console):
-    """A console on which nothing moves but what this program moves: in all that it prints, whoever
-    has written it, control characters are written out."""
+    """A console on which only this program moves the cursor: control characters in text, whoever
+    wrote it, are printed in escaped form."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -257,7 +305,7 @@ class PlainConsole(Console):
                 yield Segment(printable(segment.text), segment.style)
 
     def _unpadded(self, table: Iterable[Segment]) -> Iterator[Segment]:
-        """Yield the lines of a table without the blanks that fill it up to its width."""
+        """Yield the lines of a table without the blanks at their ends."""
         for line in Segment.split_lines(table):
             text = "".join(segment.text for segment in line).rstrip()
             if text:
@@ -266,7 +314,7 @@ class PlainConsole(Console):
 
 
 def make_console() -> Console:
-    """Return the console for results; only a terminal has a width that tables are fitted to."""
+    """Return the console for results; tables are fitted to the width of a terminal only."""
     console = PlainConsole(highlight=False)
     return console if console.is_terminal else PlainConsole(highlight=False, width=UNLIMITED_WIDTH)
 
@@ -276,9 +324,9 @@ def complain(text: str) -> None:
 
 
 def complain_of_warnings() -> None:
-    """Show warnings of the SDK as complaints on stderr; stdout, where structlog would print, is for
-    results. For a process that is the command line, and nothing else."""
-    # Ctrl-C may come between the making of a call and its start; that is no fault to tell of.
+    """Show warnings of the SDK on stderr, because stdout, where structlog would print, is for
+    results. Only for a process that runs the command line."""
+    # Ctrl-C may come between making a coroutine and starting it, which is not a fault.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     structlog.configure(
         processors=[_complaint],
@@ -288,7 +336,7 @@ def complain_of_warnings() -> None:
 
 
 class _Complaints(logging.Handler):
-    """What the client tells a script by way of logging: that it waits for a coordinator."""
+    """A handler that prints the warnings of the client, such as that it waits for a coordinator."""
 
     def emit(self, record: logging.LogRecord) -> None:
         complain(f"{record.levelname.lower()}: {record.getMessage()}")
@@ -303,12 +351,12 @@ def _complaint(_logger: WrappedLogger, level: str, event: EventDict) -> NoReturn
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Turns what a command raises into lines on stderr and an exit code."""
+    """Turn the exception that ends a command into lines on stderr and an exit code."""
     try:
         tracing.start("client")
         yield
     except KeyboardInterrupt as interrupt:
-        if text := str(interrupt):  # what has become of what was under way
+        if text := str(interrupt):  # the outcome of the interrupted work
             complain(text)
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -323,7 +371,7 @@ def reporting() -> Iterator[None]:
 
 
 def describe(error: StratagemError | OSError) -> Iterator[str]:
-    """The lines that tell a user about an error."""
+    """Yield the lines that explain an error to a user."""
     match error:
         case UserCodeError():
             during = f", {error.activity}" if error.activity else ""
@@ -331,7 +379,7 @@ def describe(error: StratagemError | OSError) -> Iterator[str]:
             if error.traceback:
                 yield error.traceback.rstrip()
                 yield f"error: {error.type} in your code {where}"
-            else:  # of the job, or of numbers; nothing was raised in the user's code
+            else:  # an error of the job or of its numbers, not raised by the user's code
                 yield f"error: {error.message} ({where})"
         case InvalidInputError(violations=violations) if violations:
             for violation in violations:
@@ -352,7 +400,7 @@ def describe(error: StratagemError | OSError) -> Iterator[str]:
 # items of `watch`.
 
 PLAIN_INTERVAL_S: Final = 5.0
-"""Where there is no terminal, a line comes at most this often, but for what goes wrong."""
+"""The shortest time between two lines without a terminal; failures are printed at once."""
 
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also print every event of the run.")
@@ -363,49 +411,72 @@ QuietOption = Annotated[
 
 
 class Detail(Enum):
-    """How much is printed of a run that is followed."""
+    """The amount of output about a run that is followed."""
 
     END = auto()
     MILESTONES = auto()
     EVENTS = auto()
 
     @classmethod
-    def of(cls, *, verbose: bool, quiet: bool) -> "Detail":
-        """Return what two options ask for; raises InvalidInputError for both."""
+    def of(cls, *, verbose: VerboseOption = False, quiet: QuietOption = False) -> "Detail":
+        """Return the detail that the options ask for. Raises InvalidInputError for both options."""
         if verbose and quiet:
             raise InvalidInputError.at("--quiet", "is the opposite of --verbose; give one of them")
         return cls.EVENTS if verbose else cls.END if quiet else cls.MILESTONES
 
 
+DetailOptions = Annotated[Detail, MadeBy(Detail.of)]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The format and the detail of a command's output."""
+
+    form: Format
+    detail: Detail
+
+    @contextmanager
+    def doing(self, text: str, *, stays: bool = False) -> Iterator[None]:
+        """Show a text on a terminal while the body runs. stays: leave it there, and print it also
+        without a terminal."""
+        console = make_console()
+        is_said = self.form is Format.TEXT and self.detail is not Detail.END
+        if is_said and stays:
+            print_line(console, text)
+        is_live = is_said and not stays and console.is_terminal
+        with RedrawnLine(console, lambda width: _cut(text, width)) if is_live else nullcontext():
+            yield
+
+
 @dataclass(slots=True)
 class RunDisplay:
-    """Shows the items of one run as they come."""
+    """The display of one run, item by item."""
 
     run: FollowedRun
     detail: Detail = Detail.MILESTONES
     known: int = 0
-    """Events before this index have been seen; they are counted, and not said again."""
+    """The index of the first event that is shown; earlier ones are only counted."""
     clock: Callable[[], float] = time.monotonic
     _due_s: float = field(init=False, default=float("-inf"))
     _waits_for: str = field(init=False, default="")
     _next: int = field(init=False, default=0)
-    """Index of the event that comes next."""
+    """The index of the next event."""
 
     def on_terminal(self, console: Console, items: Iterable[Event | Progress]) -> None:
-        """Show a line that redraws itself, and above it a line per milestone."""
+        """Show a line that redraws itself, with a line per milestone above it."""
         with RedrawnLine(console, lambda width: live_line(self.run, width)) as line:
             line.say(Text(f"{self.run.run_id}  {self.run.strategy}"))
             for item in items:
                 with line.changing():
-                    found = self.told(item)
+                    found = self.fold(item)
                 if found:
                     line.say(Text(found.text))
 
     def as_lines(self, console: Console, items: Iterable[Event | Progress]) -> None:
-        """Print lines with the run's id, few of them."""
+        """Print a few lines with the run's id."""
         for item in items:
             is_known = self._next < self.known
-            found = self.told(item)
+            found = self.fold(item)
             is_due = self.clock() >= self._due_s
             if found and (found.is_urgent or is_due or self.detail is Detail.EVENTS):
                 print_line(console, f"{self.run.run_id}  {found.text}")
@@ -415,8 +486,8 @@ class RunDisplay:
                 continue
             self._due_s = self.clock() + PLAIN_INTERVAL_S
 
-    def told(self, item: Event | Progress) -> Milestone | None:
-        """Fold an item; return the line that it is worth."""
+    def fold(self, item: Event | Progress) -> Milestone | None:
+        """Fold an item, and return the line about it, if it is worth one."""
         before = self.run.phase
         self.run.update(item)
         is_known = self._next < self.known
@@ -438,7 +509,7 @@ def show(
     items: Iterable[Event | Progress],
     shown: RunDisplay,
 ) -> None:
-    """Show the items as they come, in the way that suits the output."""
+    """Show the items as they come, in the form that suits the output."""
     if shown.detail is Detail.END:
         for _ in items:
             pass
@@ -455,19 +526,6 @@ def print_items(console: Console, items: Iterable[Event | Progress]) -> None:
     for item in items:
         kind = "event" if isinstance(item, Event) else "progress"
         print_line(console, to_json(item, type=kind))
-
-
-@contextmanager
-def doing(text: str, form: Format, detail: Detail, *, stays: bool) -> Iterator[None]:
-    """Say on a terminal what is being done while it is. stays: leave it there, and say it too where
-    there is no terminal."""
-    console = make_console()
-    is_said = form is Format.TEXT and detail is not Detail.END
-    if is_said and stays:
-        print_line(console, text)
-    is_live = is_said and not stays and console.is_terminal
-    with RedrawnLine(console, lambda width: _cut(text, width)) if is_live else nullcontext():
-        yield
 
 
 def print_line(console: Console, text: str) -> None:

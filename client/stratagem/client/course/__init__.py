@@ -1,1 +1,1 @@
-"""Derive the course of a run from its facts, by pure functions over its events, in order."""
+"""Derive the course of a run by pure functions: from its events, in order, and its step history."""

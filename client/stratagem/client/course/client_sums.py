@@ -15,7 +15,7 @@ import numpy as np
 
 
 class ClientState(StrEnum):
-    """What has become of a client in a round."""
+    """The outcome of a client in a round."""
 
     SELECTED = "selected"
     """It was asked, and has not answered."""
@@ -35,22 +35,22 @@ class ClientInRound:
     client: int
     state: ClientState
     worker_id: str = ""
-    """Where it trains; empty while it waits for a worker."""
+    """The worker that trains it; empty while it waits for a worker."""
     loss: float = math.nan
     num_samples: int = 0
     seconds: float = math.nan
     sent_bytes: int = 0
-    """With a codec; 0 without."""
+    """The bytes of its update if a codec is used; otherwise 0."""
     cause: str = ""
-    """Of a rejected update: one of few words, such as "not_finite"."""
+    """The kind of reason that its update was rejected for, such as "not_finite"."""
     reason: str = ""
-    """Why it was rejected or excused, as a sentence."""
+    """The reason why it was rejected or excused, as a sentence."""
     staleness: int = 0
-    """How many rounds before this one the update was trained for."""
+    """The number of rounds between the one that the update was trained for and this one."""
     assigned_s: float | None = None
-    """Wall time at which it was given to its worker."""
+    """The wall time at which it was given to its worker."""
     answered_s: float | None = None
-    """Wall time of its update, or of its rejection."""
+    """The wall time of its update, or of its rejection."""
 
 
 def mean_loss(clients: Iterable[ClientInRound]) -> float:
@@ -69,27 +69,27 @@ class FederatedClient:
 
     client: int
     worker_id: str
-    """Where it lives, or where it trained last."""
+    """The worker that it lives on, or trained on last."""
     tags: tuple[str, ...]
     num_selected: int
     num_done: int
     num_late: int
     num_rejected: int
     causes: Mapping[str, int]
-    """How often its updates were rejected, by cause."""
+    """The number of rejected updates by cause."""
     state: ClientState | None
-    """In the newest round that it was selected for; None: in none so far."""
+    """The state in the newest round that it was selected for; None: it was never selected."""
     reason: str
-    """Why it was rejected last."""
+    """The reason for the last rejection."""
     loss: float
-    """Of its newest update."""
+    """The loss of its newest update."""
     num_samples: int
     seconds: float
-    """That its updates took, in the mean; NaN: it has sent none."""
+    """The mean time of its updates; NaN: it has sent none."""
     sent_bytes: int
-    """In all, with a codec."""
+    """The total bytes of its updates, if a codec is used."""
     benched_until: int | None = None
-    """The round from which on it may take part again; None: it sits on no bench."""
+    """The round from which it may take part again; None: it is not benched."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class _Sum:
     causes: Counter[str] = field(default_factory=Counter)
     newest: ClientInRound | None = None
     trained: ClientInRound | None = None
-    """As it was in the newest round in which it had an update."""
+    """The client in the newest round in which it had an update."""
     rejected: ClientInRound | None = None
     worker_id: str = ""
     num_times: int = 0
@@ -122,13 +122,13 @@ class _Sum:
 
 
 class ClientSums:
-    """The clients of rounds, which are added one after another."""
+    """The results of clients, summed up round by round."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Sum] = {}
 
     def copy(self) -> "ClientSums":
-        """Return sums to which more can be added, while these stay as they are."""
+        """Return a copy that can grow while these sums stay as they are."""
         made = ClientSums()
         made._of = {
             number: replace(of, states=Counter(of.states), causes=Counter(of.causes))
@@ -137,9 +137,9 @@ class ClientSums:
         return made
 
     def add(self, clients: Iterable[ClientInRound]) -> None:
-        """Take in the clients of the next round."""
+        """Add the clients of the next round."""
         for each in clients:
-            if not each.staleness:  # which was seen in its own round
+            if not each.staleness:  # stale clients were seen in their own round
                 self._of.setdefault(each.client, _Sum()).add(each)
 
     @property
@@ -148,7 +148,7 @@ class ClientSums:
         return self._of.keys()
 
     def client(self, number: int) -> FederatedClient:
-        """Return one client, whether or not it was seen; its tags are not known here."""
+        """Return one client, seen or not, without its tags."""
         of = self._of.get(number, _Sum())
         return FederatedClient(
             client=number,
@@ -189,21 +189,21 @@ _COLUMNS: Final = (
     ("assigned_s", "<f8"),
     ("answered_s", "<f8"),
 )
-"""What is stored of each; times that are not known are NaN."""
+"""The columns of a packed client; unknown times are NaN."""
 _ROW_BYTES: Final = sum(np.dtype(dtype).itemsize for _, dtype in _COLUMNS)
 _LEVEL: Final = 1
-"""Of zlib: others take longer, and save a twentieth."""
+"""The compression level of zlib: higher levels take longer and save only 5 %."""
 
 
 class SharedWords:
-    """Numbers of words that very many clients share: workers and causes."""
+    """Numbers for words that many clients share: workers and causes."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._words: list[str] = []
 
     def number(self, word: str) -> int:
-        """Return the number of a word, a new one where it has none."""
+        """Return the number of a word, a new one if it has none."""
         if word not in self._numbers:
             self._numbers[word] = len(self._words)
             self._words.append(word)
@@ -215,19 +215,20 @@ class SharedWords:
 
 
 class PackedClients(Sequence[ClientInRound]):
-    """The clients of a round in order, each as it was; unpacked when they are looked at."""
+    """The clients of a round in order, packed, and unpacked when they are read."""
 
     __slots__ = ("_counts", "_names", "_num", "_num_own", "_packed", "num_selected")
 
     def __init__(
         self, own: Mapping[int, ClientInRound], stale: Sequence[ClientInRound], names: SharedWords
     ) -> None:
-        """own: that were selected for the round; stale: of earlier ones, that count in it."""
+        """Pack clients. own: those selected for the round; stale: those of earlier rounds that
+        count in it."""
         clients = (*own.values(), *stale)
         self._names, self._num, self._num_own = names, len(clients), len(own)
         self._counts = tuple(sum(each.state is state for each in clients) for state in _STATES)
         self.num_selected = sum(not each.staleness for each in clients)
-        """Those whose update, if any, is of this round."""
+        """The number of clients that were selected for this round."""
         parts = [_shuffled(self._column(name, dtype, clients)) for name, dtype in _COLUMNS]
         reasons = {at: each.reason for at, each in enumerate(clients) if each.reason}
         parts.append(json.dumps(reasons, separators=(",", ":")).encode())
@@ -238,7 +239,8 @@ class PackedClients(Sequence[ClientInRound]):
         return self._counts[_STATES.index(state)]
 
     def unpacked(self) -> tuple[dict[int, ClientInRound], tuple[ClientInRound, ...]]:
-        """Return those that were selected for the round, by client, and those of earlier ones."""
+        """Return the clients that were selected for the round, by number, and those of earlier
+        rounds."""
         clients = self._unpacked()
         own = {each.client: each for each in clients[: self._num_own]}
         return own, tuple(clients[self._num_own :])
@@ -298,8 +300,8 @@ def in_order(clients: Iterable[ClientInRound]) -> tuple[ClientInRound, ...]:
 
 
 def _shuffled(column: Any) -> bytes:
-    """Return the first bytes of all values, then the second ones, and so on: equal ones are
-    together."""
+    """Return the first bytes of all values, then the second ones, and so on, so that equal bytes
+    are neighbours."""
     return bytes(column.view(np.uint8).reshape(len(column), column.itemsize).T.tobytes())
 
 

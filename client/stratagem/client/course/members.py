@@ -1,6 +1,5 @@
-"""Derive from a run's events when each worker was a member of which party, why it left, and when
-the coordinator was away.
-"""
+"""Derive from a run's events when workers were members of its parties, why they left, and when the
+coordinator was away."""
 
 import re
 from collections import deque
@@ -8,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from stratagem.client.course.views import ENDS, EventLike, ended_by, party_of
+from stratagem.client.course.views import ENDS, Event, ended_by, party_of
 
 # ---- Members ----
 
@@ -21,23 +20,23 @@ class MemberInterval:
     worker_id: str
     incarnation: str
     rank: int
-    """In the first membership of the interval."""
+    """The rank in the first membership of the interval."""
     began_s: float
-    """Wall time."""
+    """The wall time of its beginning."""
     ended_s: float | None
-    """None: it is a member now."""
+    """The wall time of its end; None: the worker is still a member."""
     ending: str
-    """Why it ended, as a sentence; empty while it has not."""
+    """The reason for the end, as a sentence; empty while the interval is open."""
     is_lost: bool
-    """The process has ended unasked, or was silent for too long."""
+    """The process died, or was silent for too long."""
     step: int | None = None
-    """Of a process that died: how many steps it had applied, if that is known."""
+    """The number of steps that a process had applied when it died, if known."""
 
 
-def members(events: Iterable[EventLike]) -> tuple[MemberInterval, ...]:
+def members(events: Iterable[Event]) -> tuple[MemberInterval, ...]:
     """Return the intervals of membership of all parties of a run, in order of their beginning.
 
-    An interval goes on where the next membership has the same process.
+    An interval continues if the next membership has the same process.
     """
     folding = MembersFolding()
     for event in events:
@@ -46,12 +45,12 @@ def members(events: Iterable[EventLike]) -> tuple[MemberInterval, ...]:
 
 
 class MembersFolding:
-    """Who was a member when, while the events of a run are read."""
+    """The members of all parties while the events of a run are read."""
 
     def __init__(self) -> None:
         self._ended: list[MemberInterval] = []
         self._open: dict[str, dict[tuple[str, str], MemberInterval]] = {}
-        """By party, then by worker and incarnation."""
+        """The open intervals by party, then by worker and incarnation."""
         self._died: dict[tuple[str, str], Mapping[str, Any]] = {}
 
     @property
@@ -63,7 +62,7 @@ class MembersFolding:
         )
         return tuple(sorted(found, key=lambda each: (each.began_s, each.party, each.rank)))
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         match event.kind:
             case "ProcessDied":
@@ -80,15 +79,13 @@ class MembersFolding:
                 for party in list(self._open):
                     self._end(party, list(self._open[party]), event, event.sentence)
 
-    def _end(
-        self, party: str, keys: Iterable[tuple[str, str]], event: EventLike, reason: str
-    ) -> None:
+    def _end(self, party: str, keys: Iterable[tuple[str, str]], event: Event, reason: str) -> None:
         for key in keys:
             interval = self._open[party].pop(key)
             self._ended.append(_ended(interval, event.time_s, reason, self._died))
 
 
-def _of_membership(event: EventLike) -> dict[tuple[str, str], MemberInterval]:
+def _of_membership(event: Event) -> dict[tuple[str, str], MemberInterval]:
     party = party_of(event)
     return {
         (each["worker_id"], each["incarnation"]): MemberInterval(
@@ -138,17 +135,16 @@ _STEP: Final = re.compile(r"training step (\d{1,18})")
 
 
 def failed_step(activity: str) -> int | None:
-    """Return the step that an error was raised in, which its activity names; None: in none."""
+    """Return the step that the activity of an error names; None if it names none."""
     found = _STEP.search(activity)
     return int(found[1]) if found else None
 
 
 def failure_text(committed: int, activity: str = "", reached: int = 0, of: int = 0) -> str:
-    """Return "committed to step 40 of 100; failed in step 47".
+    """Return a text such as "committed to step 40 of 100; failed in step 47".
 
-    committed: steps that the newest commit has. activity: of the error, as it has journaled what it
-    was raised in. reached: the newest step that was told of, where it is known. of: steps that the
-    run was to have.
+    committed: the steps of the newest commit. activity: of the error, as journaled. reached: the
+    newest step that was reported, if known. of: the steps of the whole run.
     """
     steps = f"{committed:,} of {of:,}" if of else f"{committed:,}"
     begin = f"committed to step {steps}" if committed else "no step committed"
@@ -168,9 +164,9 @@ def failure_text(committed: int, activity: str = "", reached: int = 0, of: int =
 # leader. The outage may begin as early as the earlier event, so this is its greatest length.
 
 MIN_AWAY_S: Final = 2.0
-"""Shorter ones are not told: a busy machine stands still for as long."""
+"""The shortest outage that is reported: a busy machine may stand still for less."""
 MAX_OUTAGES: Final = 1000
-"""The newest ones are kept."""
+"""The number of outages that are kept, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +178,7 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """Return how long it was at most."""
+        """Return the greatest possible length of the outage."""
         return self.ended_s - self.began_s
 
 
@@ -191,16 +187,16 @@ class OutagesFolding:
 
     def __init__(self) -> None:
         self.outages: deque[Outage] = deque(maxlen=MAX_OUTAGES)
-        self._before: EventLike | None = None
+        self._before: Event | None = None
 
-    def fold(self, event: EventLike) -> Outage | None:
+    def fold(self, event: Event) -> Outage | None:
         """Take the next event of the run; return the outage before it, if there was one."""
         before, self._before = self._before, event
         if before is None or before.kind in ENDS:
-            return None  # a run that rests misses nobody
-        led_from_s, led_to_s = (getattr(each, "leader_s", 0.0) for each in (before, event))
+            return None  # an ended run needs no leader
+        led_from_s, led_to_s = before.leader_s, event.leader_s
         if not led_from_s or not led_to_s:
-            return None  # a coordinator of an older version does not tell
+            return None  # older versions do not report it
         away_s = (event.time_s - before.time_s) - max(led_to_s - led_from_s, 0.0)
         if away_s < MIN_AWAY_S:
             return None

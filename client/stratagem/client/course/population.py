@@ -1,13 +1,11 @@
-"""Derive the generations of a population from its events: scores, hyperparameters, copies and the
-winner.
-"""
+"""Derive the generations of a population from its events: scores, copies and the winner."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from stratagem.client.course.views import EventLike, RunLike, number, party_of
+from stratagem.client.course.views import Event, RunStatus, number, party_of
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.text import values_text
 from stratagem.common.job import JobSpec, member_job
@@ -18,17 +16,17 @@ from stratagem.common.schema.json import JSON, thawed
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A stretch of one generation, in the past of a member's state."""
+    """A stretch of one generation in the past of a member's state."""
 
     generation: int
     member: int
     from_step: int
-    """Steps behind the state that it began from."""
+    """The number of steps of the state that it began from."""
     params: Mapping[str, Any]
-    """That it was trained with, by dotted path of the job, such as "optimizer.lr"."""
+    """The hyperparameters by dotted path of the job, such as "optimizer.lr"."""
     before: "Ancestor | None" = field(default=None, repr=False, compare=False)
-    """What came before it. Members share their pasts: a copy of each one's would grow with the
-    square of the generations."""
+    """The preceding stretch. Members share their pasts: copies would grow with the square of the
+    number of generations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +35,16 @@ class MemberInGeneration:
 
     member: int
     now: Ancestor
-    """This generation of itself."""
+    """The stretch of this generation."""
     score: float | None = None
-    """The value of the metric at the end; None: there is none, or the member has failed."""
+    """The value of the metric at the end; None: not yet known, or the member has failed."""
     is_scored: bool = False
-    """The generation is over for it."""
+    """The member has ended this generation."""
 
     @property
     def past(self) -> tuple[Ancestor, ...]:
-        """Return the past of its state, from the first generation on; the last one is this
-        generation of itself."""
+        """Return the past of its state from the first generation on, with this generation as the
+        last."""
         return tuple(_back_from(self.now))[::-1]
 
     @property
@@ -56,30 +54,30 @@ class MemberInGeneration:
 
     @property
     def parent(self) -> int:
-        """Return whose state it begins from: its own, unless it was replaced by a copy."""
+        """Return the member whose state it began from: itself, unless it was replaced by a copy."""
         return self.member if self.now.before is None else self.now.before.member
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One generation of the members that have come so far."""
+    """One generation with the members that have reached it."""
 
     number: int
     members: tuple[MemberInGeneration, ...]
-    """In order of member."""
+    """The members in order of number."""
     best: int | None = None
-    """The member whose state is the commit of the generation; None: it is not closed."""
+    """The member whose state is the commit of the generation; None: the generation is open."""
     step: int = 0
-    """Of that commit."""
+    """The step of that commit."""
 
     def of(self, member: int) -> MemberInGeneration | None:
-        """Return a member in this generation, if it has come so far."""
+        """Return a member in this generation, if it has reached it."""
         return next((each for each in self.members if each.member == member), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The best member of the generations that are closed."""
+    """The best member of the closed generations."""
 
     generation: int
     member: int
@@ -88,24 +86,24 @@ class Winner:
     step: int
 
     def __str__(self) -> str:
-        """Return for example "member 3, optimizer.lr 0.031, score 0.94"."""
+        """Return a text such as "member 3, optimizer.lr 0.031, score 0.94"."""
         values = values_text(self.params)
         return ", ".join(filter(None, [f"member {self.member}", values, f"score {self.score:.4g}"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """All generations so far, and what follows from them."""
+    """All generations so far, with the winner, lineages and schedules."""
 
     metric: str
-    """That the members are compared by, such as "test.accuracy"."""
+    """The metric by which members are compared, such as "test.accuracy"."""
     mode: str
-    """max or min: which values of it are better."""
+    """The better values of the metric: max or min."""
     generations: tuple[Generation, ...] = ()
 
     @property
     def best(self) -> Winner | None:
-        """Return the best member of the closed generations, of equal ones the first; None before
+        """Return the best member of the closed generations, the first of equal ones; None before
         there is one."""
         found: Winner | None = None
         for each in self.generations:
@@ -118,35 +116,36 @@ class Population:
         return found
 
     def lineage(self, member: int, generation: int | None = None) -> tuple[int, ...]:
-        """Return whose state a member's is, generation by generation; the last one is itself.
+        """Return the members whose states a member's state comes from, by generation, itself last.
 
-        generation: the member as it was in this one; unless given, in its newest one. KeyError when
-        there is none.
+        generation: the generation in which the member is meant, by default its newest one. Raises
+        KeyError if there is none.
         """
-        return tuple(each.member for each in self._found(member, generation).past)
+        return tuple(each.member for each in self._member(member, generation).past)
 
     def schedule(
         self, member: int, generation: int | None = None
     ) -> tuple[tuple[int, Mapping[str, Any]], ...]:
-        """Return (from step, hyperparameters) of all that a member's state was trained with.
+        """Return (from step, hyperparameters) of everything that a member's state was trained with,
+        including the past of states that it copied.
 
-        What it has copied is its past, too. generation: as in `lineage`.
+        generation: as in `lineage`.
         """
         return tuple((each.from_step, each.params) for each in self.past(member, generation))
 
     def past(self, member: int, generation: int | None = None) -> tuple[Ancestor, ...]:
-        """Return the stretches of a member's past in which it was trained under one setting.
+        """Return the stretches of a member's past, each trained with one setting.
 
         generation: as in `lineage`.
         """
-        past = self._found(member, generation).past
+        past = self._member(member, generation).past
         return tuple(
             each
             for before, each in zip((None, *past), past, strict=False)
             if before is None or (before.member, before.params) != (each.member, each.params)
         )
 
-    def _found(self, member: int, generation: int | None) -> MemberInGeneration:
+    def _member(self, member: int, generation: int | None) -> MemberInGeneration:
         wanted = reversed(self.generations)
         found = (each.of(member) for each in wanted if generation in (None, each.number))
         known = next((each for each in found if each is not None), None)
@@ -159,10 +158,10 @@ class Population:
         return score < other if self.mode == "min" else score > other
 
 
-def population(events: Iterable[EventLike], job: Mapping[str, Any]) -> Population:
-    """Return the generations of a population; none for a run that is no population.
+def population(events: Iterable[Event], job: Mapping[str, Any]) -> Population:
+    """Return the generations of a population; none for other runs.
 
-    job: of the run, as its status has it: it names the metric.
+    job: of the run, as in its status; it names the metric.
     """
     folding = PopulationFolding(job)
     for event in events:
@@ -171,28 +170,30 @@ def population(events: Iterable[EventLike], job: Mapping[str, Any]) -> Populatio
 
 
 class PopulationFolding:
-    """What is known while the events of a population are read, of the whole run or of a party."""
+    """The state of a population while its events are read, of the whole run or of one party."""
 
     def __init__(self, job: Mapping[str, Any], party: str = "") -> None:
         self._party = party
         self._last = _strategy_of(job, party).get("generations")
         self.whole = Population(*_judged_by(job))
         self.found: list[dict[int, MemberInGeneration]] = []
-        """By generation from 1 on, then by member."""
+        """The members of each generation from 1 on, by number."""
         self.closed: dict[int, Mapping[str, Any]] = {}
         self.newest: dict[int, int] = {}
-        """By member, its newest generation."""
+        """The newest generation by member."""
         self.steps: dict[str, int] = {}
-        """Of the newest commit, by path of the member."""
+        """The step of the newest commit by path of the member."""
 
     @property
     def population(self) -> Population:
         """Return the generations that have begun."""
-        begun = min(self._last or len(self.found), len(self.found))  # none follows the last one
+        begun = min(
+            self._last or len(self.found), len(self.found)
+        )  # no generation follows the last one
         generations = (_generation(number, self) for number in range(1, begun + 1))
         return replace(self.whole, generations=tuple(generations))
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         fact = event.payload
         if event.kind == "SegmentCommitted":
@@ -217,7 +218,7 @@ class PopulationFolding:
     def _close(self, fact: Mapping[str, Any]) -> None:
         generation = fact["generation"]
         self.closed[generation] = fact
-        if fact.get("by_policy"):  # each member has gone on by itself
+        if fact.get("by_policy"):  # each member has advanced by itself
             return
         for member, score in enumerate(fact["scores"]):
             self._score(member, generation, score)
@@ -233,7 +234,7 @@ class PopulationFolding:
 
     def _advance(self, copies: Mapping[int, Mapping[str, Any] | None]) -> None:
         """Let members begin their next generation, from one snapshot of all."""
-        newest = {member: self._newest(member) for member in self.newest}
+        newest = {m: self.found[number - 1][m].now for m, number in self.newest.items()}
         for member, copied in copies.items():
             generation = self.newest[member] + 1
             if copied is None:
@@ -250,12 +251,9 @@ class PopulationFolding:
             self.found[generation - 1][member] = MemberInGeneration(member, now)
             self.newest[member] = generation
 
-    def _newest(self, member: int) -> Ancestor:
-        return self.found[self.newest[member] - 1][member].now
-
 
 def _strategy_of(job: Mapping[str, Any], party: str) -> Mapping[str, Any]:
-    """Return the strategy of a party, as far as the job says it."""
+    """Return the strategy of a party, as far as the job specifies it."""
     strategy = job.get("strategy") or {}
     for _ in filter(None, party.split("/")):
         strategy = (strategy.get("options") or {}).get("inner") or {}
@@ -269,8 +267,8 @@ def _back_from(ancestor: Ancestor | None) -> Iterator[Ancestor]:
 
 
 def _known_at(donor: Ancestor, step: int) -> Ancestor:
-    """Return what a copied state of this step comes from: its donor may have begun another
-    generation since."""
+    """Return the stretch that a copied state of this step comes from: its donor may have begun
+    another generation since."""
     return next(each for each in _back_from(donor) if each.from_step < step or not each.before)
 
 
@@ -281,11 +279,9 @@ def _generation(number: int, folding: PopulationFolding) -> Generation:
     return Generation(number, in_order, closed.get("best"), closed.get("step", 0))
 
 
-def winner_text(run: RunLike) -> str:
-    """Return the winner of a population, as "member 3, optimizer.lr 0.031, score 0.94".
-
-    "" for a run that is none, and before there is a winner.
-    """
+def winner_text(run: RunStatus) -> str:
+    """Return the winner of a population, as "member 3, optimizer.lr 0.031, score 0.94"; "" for
+    other runs, and before there is a winner."""
     best = next((commit for commit in run.commits if commit.is_best), None)
     if best is None or best.member is None:
         return ""
@@ -311,9 +307,9 @@ MAX_NAME: Final = 64
 def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
     """Return a job that ends with the state of the population's winner, to the bit.
 
-    job: of the population. It is the job of the first member of the winner's lineage, with the
-    hyperparameters and the seed of each later one from the step on at which it has copied. Raises
-    NotFoundError where there is no winner yet.
+    job: of the population. The new job is that of the first member of the winner's lineage, with
+    the hyperparameters and the seed of each later member from the step of its copy on. Raises
+    NotFoundError if there is no winner yet.
     """
     winner = found.best
     if winner is None:
@@ -337,6 +333,6 @@ def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
 
 
 def _trained(past: Sequence[Ancestor], last_step: int) -> list[Ancestor]:
-    """Return the stretches of a lineage that have trained at least a step."""
+    """Return the stretches of a lineage with at least one step."""
     ends = (*(each.from_step for each in past[1:]), last_step)
     return [each for each, end in zip(past, ends, strict=True) if each.from_step < end]

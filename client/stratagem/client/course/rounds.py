@@ -1,6 +1,4 @@
-"""Derive the rounds of a federated run from its events: who was asked, who answered, who came
-late, and with what loss.
-"""
+"""Derive the rounds of a federated run from its events: clients, outcomes and losses."""
 
 import math
 from array import array
@@ -20,14 +18,14 @@ from stratagem.client.course.client_sums import (
     in_order,
     mean_loss,
 )
-from stratagem.client.course.views import EventLike, number, numbers, party_of, undone_from
+from stratagem.client.course.views import Event, number, numbers, party_of, undone_from
 
 # ---- Clients ----
 #
 # Clients are followed over all rounds of the run.
 
 
-def clients(events: Iterable[EventLike], party: str = "") -> tuple[FederatedClient, ...]:
+def clients(events: Iterable[Event], party: str = "") -> tuple[FederatedClient, ...]:
     """Return the clients of a federation, in order; empty for other runs."""
     folding, roster, benches = RoundsFolding(party), dict[int, Home](), dict[int, int]()
     for event in events:
@@ -43,15 +41,15 @@ Home = tuple[str, tuple[str, ...]]
 """The worker that a client lives on, and its tags."""
 
 
-def homes(event: EventLike) -> dict[int, Home]:
+def homes(event: Event) -> dict[int, Home]:
     """Return the clients that a fact of ROSTER_KINDS names."""
     listed = event.payload["clients"]
     return {each["client"]: (each["worker_id"], tuple(each.get("tags", ()))) for each in listed}
 
 
-def fold_benches(benches: dict[int, int], event: EventLike, party: str) -> None:
-    """Take the next event into the first round in which a benched client may take part, by client.
-    Who goes back to an earlier commit forgets benches."""
+def fold_benches(benches: dict[int, int], event: Event, party: str) -> None:
+    """Fold an event into the first rounds in which benched clients may take part again, by client.
+    Returning to an earlier commit clears benches."""
     if undone_from(event) is not None:
         benches.clear()
     elif event.kind == "ClientBenched" and party_of(event) == party:
@@ -64,8 +62,7 @@ def of_sums(
     roster: Mapping[int, Home],
     benches: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[FederatedClient, ...]:
-    """Return the clients of rounds up to the newest, and of a roster. benches: as `fold_benches`
-    has it."""
+    """Return the clients of rounds and of a roster. newest: round. benches: of `fold_benches`."""
     return tuple(
         _at_home(sums.client(each), roster.get(each), benches.get(each, 0), newest)
         for each in sorted(roster.keys() | sums.numbers)
@@ -75,7 +72,7 @@ def of_sums(
 def _at_home(
     client: FederatedClient, home: Home | None, until: int, newest: int
 ) -> FederatedClient:
-    """Return a client with where it lives, and the round until which it sits on a bench."""
+    """Return a client with its worker, and the round until which it is benched."""
     worker_id, tags = (client.worker_id, ()) if home is None else home
     benched_until = until if until > newest else None
     return replace(client, worker_id=worker_id, tags=tags, benched_until=benched_until)
@@ -85,10 +82,9 @@ def _at_home(
 
 TRAIN_LOSS: Final = "train.loss"
 KEPT_WHOLE: Final = 64
-"""Rounds, the newest ones, whose clients are kept as they are: what comes late is of one of these.
-Those of older ones are packed."""
+"""The number of newest rounds whose clients are not packed, because late events belong to them."""
 OUTSIDE_WINDOW: Final = "outside_window"
-"""Cause of the answer of a client that is willing at another hour."""
+"""The cause of a client's answer that it takes part only at other hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +93,23 @@ class Round:
 
     number: int
     began_s: float
-    """Wall time of the selection."""
+    """The wall time of the selection."""
     clients: Sequence[ClientInRound]
-    """In order of client. An update of an earlier round that counts here has its staleness."""
+    """The clients in order of number. An update from an earlier round has its staleness."""
     num_needed: int | None = None
-    """The round closes with the first updates of this number; None: it waits for all."""
+    """The number of updates with which the round closes; None: it waits for all."""
     deadline_s: float | None = None
-    """Seconds after the selection at which it closes; None: it has no deadline."""
+    """The seconds from the selection to the deadline; None: there is no deadline."""
     seconds: float | None = None
-    """From the selection to the close; None: it is open."""
+    """The time from the selection to the close; None: the round is open."""
     loss: float = math.nan
-    """Of the updates that count: sum of samples times loss, by the sum of samples."""
+    """The mean loss of the updates that count, weighted by samples."""
     told_loss: float | None = None
-    """The same as the coordinator has computed it; None: it is open, or of an early version."""
+    """The loss that the coordinator computed; None: the round is open, or of an early version."""
     reason: str = ""
-    """Why it was closed, as a sentence."""
+    """The reason for the close, as a sentence."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of its commit and its evaluation, as far as there are any."""
+    """The metrics of its commit and its evaluation, if any."""
 
     @property
     def is_open(self) -> bool:
@@ -122,8 +118,8 @@ class Round:
 
     @property
     def loss_so_far(self) -> float | None:
-        """Return the loss of the round, as the coordinator tells it where it does; of an open one
-        that of the updates so far. None before there is one."""
+        """Return the loss that the coordinator reported, else the mean over the updates so far;
+        None before there is one."""
         if self.told_loss is not None:
             return self.told_loss
         done = self.with_state(ClientState.DONE)
@@ -131,7 +127,7 @@ class Round:
 
     @property
     def num_selected(self) -> int:
-        """Return the number of clients but for those of earlier rounds."""
+        """Return the number of clients, without those of earlier rounds."""
         if isinstance(self.clients, PackedClients):
             return self.clients.num_selected
         return sum(not each.staleness for each in self.clients)
@@ -147,10 +143,10 @@ class Round:
         return tuple(client for client in self.clients if client.state is state)
 
 
-def rounds(events: Iterable[EventLike], party: str = "") -> tuple[Round, ...]:
-    """Return the rounds of a federation, the one of this path, in order; empty for other runs.
+def rounds(events: Iterable[Event], party: str = "") -> tuple[Round, ...]:
+    """Return the rounds of the federation with this path, in order; empty for other runs.
 
-    What a resumption from an earlier commit has undone is left out.
+    Rounds that a resumption from an earlier commit has undone are left out.
     """
     folding = RoundsFolding(party)
     for event in events:
@@ -162,20 +158,22 @@ class RoundsFolding:
     """The rounds of one federation while the events of its run are read."""
 
     def __init__(self, party: str = "", most: int | None = None) -> None:
-        """party: the path of the federation. most: keep only so many rounds, the newest."""
+        """Begin without rounds. party: the path of the federation. most: keep only so many newest
+        rounds."""
         self._party, self._most = party, most
         self._found: list[Round] = []
-        """Their clients are those of the last time that they were asked for."""
+        """The rounds, with the clients of the last time that they were requested."""
         self._own: list[dict[int, ClientInRound]] = []
-        """Of each round, the clients that were selected for it."""
+        """The clients that were selected for each round."""
         self._stale: list[tuple[ClientInRound, ...]] = []
-        """Of each round, the clients of earlier ones that count in it."""
+        """The clients of earlier rounds that count in each round."""
         self._changed: set[int] = set()
-        """Places of rounds whose clients have changed since."""
+        """The positions of rounds whose clients have changed since."""
         self._num_packed, self._names = 0, SharedWords()
-        """The first rounds, whose clients are packed, and kept nowhere else."""
+        """The number of first rounds, whose clients are packed and not kept elsewhere, and their
+        words."""
         self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
-        """Of the packed rounds."""
+        """The totals of the packed rounds."""
 
     @property
     def rounds(self) -> tuple[Round, ...]:
@@ -187,8 +185,7 @@ class RoundsFolding:
 
     @property
     def sums(self) -> ClientSums:
-        """Return what is known of the clients over all rounds so far, without unpacking old ones
-        again."""
+        """Return the sums over all rounds so far, without unpacking old ones again."""
         self._sum_up()
         found = self._sums.copy()
         for each in self.rounds[self._num_packed :]:
@@ -197,13 +194,13 @@ class RoundsFolding:
 
     @property
     def times(self) -> Sequence[float]:
-        """Return the seconds of all updates, those of earlier rounds where they count, too."""
+        """Return the seconds of all updates, including those of earlier rounds where they count."""
         self._sum_up()
         newest = (_times(each.clients) for each in self.rounds[self._num_packed :])
         return self._times + array("d", chain.from_iterable(newest))
 
     def _sum_up(self) -> None:
-        """Add up the packed rounds again, where something of them has changed."""
+        """Add up the packed rounds again if something in them has changed."""
         if self._are_sums_due:
             self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
             for each in self._found[: self._num_packed]:
@@ -250,7 +247,7 @@ class RoundsFolding:
     def _put(
         self, at: int, own: dict[int, ClientInRound], stale: tuple[ClientInRound, ...]
     ) -> None:
-        """Keep the clients of a round: packed, where it is long past."""
+        """Store the clients of a round, packed if it is an old one."""
         if at < self._num_packed:
             packed = PackedClients(own, stale, self._names)
             self._found[at] = replace(self._found[at], clients=packed)
@@ -260,7 +257,7 @@ class RoundsFolding:
             self._own[at], self._stale[at] = own, stale
             self._changed.add(at)
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         last = undone_from(event)
         if last is not None:
@@ -272,14 +269,14 @@ class RoundsFolding:
                 self._take(event, event.payload)
 
     def _leave(self, fact: Mapping[str, Any]) -> None:
-        """Excuse a client that has left, where the newest round still expects something of it."""
+        """Excuse a client that has left, if the newest round still expects its update."""
         at = self._place(self.number)
         left = None if at is None else self._clients(at)[0].get(fact["client"])
         if left is not None and left.state is ClientState.SELECTED:
             why = {"state": ClientState.EXCUSED, "reason": str(fact["reason"])}
             self._change({"round_num": self.number}, left.client, **why)
 
-    def _take(self, event: EventLike, fact: Mapping[str, Any]) -> None:
+    def _take(self, event: Event, fact: Mapping[str, Any]) -> None:
         match event.kind:
             case "ClientsSelected":
                 self._select(event)
@@ -294,7 +291,7 @@ class RoundsFolding:
                     state=ClientState.DONE,
                     loss=number(fact["loss"]),
                     num_samples=fact["num_samples"],
-                    seconds=number(fact["seconds"]) or math.nan,  # Not of a silo.
+                    seconds=number(fact["seconds"]) or math.nan,  # A silo reports none.
                     sent_bytes=(fact.get("traffic") or {}).get("sent_bytes", 0),
                     answered_s=event.time_s,
                     cause="",
@@ -324,7 +321,7 @@ class RoundsFolding:
         if count < self._num_packed:
             self._num_packed, self._are_sums_due = count, True
 
-    def _select(self, event: EventLike) -> None:
+    def _select(self, event: Event) -> None:
         fact = event.payload
         begun = Round(
             number=fact["round_num"],
@@ -335,7 +332,7 @@ class RoundsFolding:
         )
         is_known = self.number == begun.number and self._found[-1].is_open
         known = self._clients(len(self._found) - 1)[0] if is_known else {}
-        if known:  # it goes on with other clients besides
+        if known:  # the open round gets further clients
             begun = replace(begun, began_s=self._found[-1].began_s)
         clients = {each: ClientInRound(each, ClientState.SELECTED) for each in fact["clients"]}
         for excuse in fact.get("excused", ()):
@@ -344,7 +341,7 @@ class RoundsFolding:
         self._begin(begun, clients | known)
 
     def _begin(self, begun: Round, clients: Mapping[int, ClientInRound]) -> None:
-        """Add the newest round; others of its number and behind are forgotten."""
+        """Add the newest round, and forget rounds with its number or a greater one."""
         if self.number >= begun.number:
             self._keep(sum(each.number < begun.number for each in self._found))
         self._found.append(begun)
@@ -359,7 +356,7 @@ class RoundsFolding:
         self._pack()
 
     def _change(self, fact: Mapping[str, Any], client: int, **changes: Any) -> None:
-        """Change what is known of a client in the round that the fact names."""
+        """Change the client's entry in the round that the fact names."""
         at = self._place(fact["round_num"])
         if at is None:
             return
@@ -367,16 +364,16 @@ class RoundsFolding:
         known = own.get(client)
         if known is None:
             return
-        if not self._found[at].is_open:  # it came after the close, which has said that it is late
+        if not self._found[at].is_open:  # the close has already marked it late
             changes.pop("state", None)
         own[client] = replace(known, **changes)
         self._put(at, own, stale)
         self._are_sums_due |= at < self._num_packed
 
-    def _close(self, event: EventLike) -> None:
+    def _close(self, event: Event) -> None:
         fact = event.payload
         at = self._place(fact["round_num"])
-        if at is None:  # its begin was not seen
+        if at is None:  # its beginning was not read
             self._begin(Round(fact["round_num"], event.time_s, clients=()), {})
             at = len(self._found) - 1
         accepted = {each["client"]: each for each in fact["accepted"]}
@@ -400,7 +397,7 @@ class RoundsFolding:
         )
 
     def _late(self, client: int, accepted: Mapping[str, Any]) -> ClientInRound:
-        """Return a client of an earlier round, whose update counts in the newest one."""
+        """Return a client of an earlier round whose update counts in the newest one."""
         staleness = accepted.get("staleness", 0)
         earlier = self._place(self._found[-1].number - staleness)
         trained = None if earlier is None else self._clients(earlier)[0].get(client)
@@ -409,7 +406,8 @@ class RoundsFolding:
         return replace(trained, state=ClientState.DONE, staleness=staleness, num_samples=samples)
 
     def _place(self, number: int) -> int | None:
-        """Return where the round of a number is, if it is known: rounds follow each other."""
+        """Return the position of the round with this number, if it is known: rounds follow each
+        other."""
         at = number - self._found[0].number if self._found else -1
         return at if 0 <= at < len(self._found) and self._found[at].number == number else None
 
@@ -424,15 +422,15 @@ _KINDS: Final = frozenset((
 ))  # fmt: skip
 
 
-def _deadline(event: EventLike) -> float | None:
-    """Return how long after its selection a round closes, if it has a deadline and a coordinator of
-    this version tells the time by the same clock."""
-    deadline_s, leader_s = event.payload.get("deadline_s"), getattr(event, "leader_s", 0.0)
+def _deadline(event: Event) -> float | None:
+    """Return the seconds from the selection to the deadline, if a round has one and its coordinator
+    is recent enough to use one clock for both."""
+    deadline_s, leader_s = event.payload.get("deadline_s"), event.leader_s
     return deadline_s - leader_s if deadline_s is not None and leader_s else None
 
 
 def _closed(client: ClientInRound, accepted: Mapping[str, Any] | None) -> ClientInRound:
-    """Return the client as the close leaves it."""
+    """Return the client in its state after the close."""
     if accepted is not None:
         staleness = accepted.get("staleness", 0)
         if client.state is ClientState.DONE and client.staleness == staleness:

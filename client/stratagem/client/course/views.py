@@ -1,21 +1,19 @@
-"""This module holds the client's view of runs and workers as frozen values.
+"""Define the client's view of runs and workers as frozen values.
 
-It translates the messages of the coordinator; field names and units are those of
+They are read from messages of the coordinator; field names and units are those of
 coordinator.proto.
 """
 
 import json
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
-import numpy as np
 from google.protobuf.message import Message
-from numpy.typing import NDArray
 
 from stratagem.v1 import coordinator_pb2 as pb
 
@@ -25,7 +23,7 @@ T = TypeVar("T")
 
 
 class Phase(StrEnum):
-    """The phase of a run's life."""
+    """The phase of a run."""
 
     PENDING = "PENDING"
     PLACING = "PLACING"
@@ -42,16 +40,16 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The hyperparameters with which a member of a population has trained from a step on."""
+    """The hyperparameters of a population's member from a step on."""
 
     from_step: int
     values: Mapping[str, Any]
-    """By dotted path of the job, such as "optimizer.lr"."""
+    """The values by dotted path of the job, such as "optimizer.lr"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A state in the coordinator's store."""
+    """A committed state."""
 
     segment: int
     step: int
@@ -62,19 +60,19 @@ class Commit:
     path: str
     """The safetensors file on the coordinator's machine; empty in an object store."""
     member: int | None = None
-    """Of a population: the member whose state it is."""
+    """The member of a population whose state it is."""
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    """Of a population: what the member trained with when it reached its score."""
+    """The hyperparameters that a population's member had when it reached its score."""
     schedule: tuple[Hyperparameters, ...] = ()
-    """Of a population: all that the state was trained with, in order of step; what the member has
-    copied is its past, too."""
+    """All hyperparameters that a state of a population was trained with, in order of step,
+    including the past of states that the member copied."""
     average: str = ""
-    """Of a federation that keeps one: the digest of the state of averaged parameters."""
+    """The digest of the averaged parameters, if a federation keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserError:
-    """An exception of the user's own code, as it was raised on a worker."""
+    """An exception that the user's own code raised on a worker."""
 
     type: str
     message: str
@@ -91,7 +89,7 @@ class RunStatus:
     name: str
     phase: Phase
     reason: str
-    """Why the run is in this phase, as a sentence."""
+    """The reason why the run is in this phase, as a sentence."""
     strategy_phase: str
     strategy: str
     step: int
@@ -109,11 +107,11 @@ class RunStatus:
     engine: str
     reproducible: bool
     data_plane: str = ""
-    """Of its present workers: "tls", "trusted", or empty where they do not say."""
+    """The data plane of its present workers: "tls", "trusted", or empty if unknown."""
     submitted_by: str = ""
-    """As "client alice" or "token ci"; empty where callers are not authenticated."""
+    """The submitter, such as "client alice" or "token ci"; empty without authentication."""
     pinned: bool = False
-    """It is kept until it is unpinned."""
+    """The run is kept until it is unpinned."""
 
     @property
     def seconds(self) -> float | None:
@@ -121,7 +119,7 @@ class RunStatus:
         return None if self.ended_at_s is None else self.ended_at_s - self.submitted_at_s
 
     def commit(self, which: str = "final") -> Commit | None:
-        """The commit that `download(which)` would fetch, if there is one."""
+        """Return the commit that `download(which)` would fetch, or None."""
         match which:
             case "final":
                 finals = [commit for commit in self.commits if commit.is_final]
@@ -146,8 +144,8 @@ class Event:
     payload: Mapping[str, Any]
     phase: Phase
     leader_s: float = 0.0
-    """By the clock of all deadlines in payloads; what lies between two of them passed as well on
-    that of time_s, outages apart."""
+    """The leader's clock, by which all deadlines in payloads are given; between two events it
+    advances as much as time_s, except for outages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,41 +162,41 @@ class Progress:
     num_segments: int
     strategy_phase: str
     grad_norm: float = 0.0
-    """2-norm of the latest step's gradient before clipping; 0 where none is known."""
+    """The 2-norm of the latest step's gradient before clipping; 0 if unknown."""
     num_skipped_steps: int = 0
-    """Steps since the run began that were not finite and changed nothing."""
+    """The number of steps so far that were not finite and changed nothing."""
     training_phase: str = ""
-    """Under phase training: FULL, PREDICT or CORRECT."""
+    """The phase of predicted gradients: FULL, PREDICT or CORRECT."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the latest step, as its first member sees it."""
+    """The metrics of the latest step, as its first member sees it."""
     reason: str = ""
-    """Of a run without workers: what it waits for."""
+    """The reason why a run without workers waits."""
     lr: float = 0.0
-    """Learning rate of the latest step's update; 0 where none is known."""
+    """The learning rate of the latest step's update; 0 if unknown."""
     epoch: float = 0.0
-    """How often the rows have been gone through; 0 where that says nothing."""
+    """The number of passes over the rows; 0 if it is not defined."""
     elapsed_s: float = 0.0
-    """Since the run was submitted."""
+    """The time since the run was submitted."""
     eta_s: float | None = None
-    """Until the last step, at the pace of the last minute; None while there is no pace."""
+    """The time until the last step at the pace of the last minute; None if there is no pace."""
     may_end_early: bool = False
-    """eta_s is the most that is left."""
+    """The run may need less time than eta_s."""
     unit: str = "steps"
-    """What num_steps counts: steps, rounds or generations."""
+    """The unit of num_steps: steps, rounds or generations."""
     num_clients_rejected: int = 0
     num_clients_late: int = 0
     best: float | None = None
-    """Of a population: the best value of its newest closed generation."""
+    """The best value of a population's newest closed generation."""
     best_member: int | None = None
     num_copied: int = 0
-    """Of a population: members that were replaced by copies after that generation."""
+    """The number of a population's members that were replaced by copies after that generation."""
     bubble: float | None = None
-    """Of a pipeline: the share of its latest steps in which its ranks did not compute, 0 to 1."""
+    """The share of a pipeline's latest steps in which its ranks did not compute, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunBrief:
-    """What a list of runs shows of one."""
+    """A short form of a run's status, for a list of runs."""
 
     run_id: str
     name: str
@@ -220,17 +218,17 @@ class RunBrief:
 
 @dataclass(frozen=True, slots=True)
 class RunsChange:
-    """Runs that have changed; the first ones of a subscription name all runs."""
+    """Runs that have changed; the first changes of a subscription name all runs."""
 
     runs: tuple[RunBrief, ...]
     deleted: tuple[str, ...]
     is_complete: bool
-    """All runs that there were at the beginning have been named."""
+    """All runs that existed at the beginning have been named."""
     time_s: float
-    """The coordinator's clock."""
+    """The time by the coordinator's clock."""
     is_first: bool = False
-    """The subscription begins with this one, also anew: what is not named up to the first complete
-    one is gone."""
+    """A subscription begins here, or begins again: runs that are not named up to the first complete
+    change no longer exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +240,7 @@ class LogLine:
     level: str
     text: str
     line: int = 0
-    """Number of the line in the log, from 0."""
+    """The number of the line in the log, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +252,7 @@ class Worker:
     address: str
     is_alive: bool
     silent_s: float
-    """Seconds since its last heartbeat, also of one that is lost, as far as a coordinator led."""
+    """The seconds since its last heartbeat while a coordinator led, also of a lost worker."""
     device: str
     device_name: str
     memory_bytes: int
@@ -265,23 +263,24 @@ class Worker:
     run_ids: tuple[str, ...]
     reason: str
     data_plane: str = ""
-    """Who may read what it exchanges with other workers: "tls", "trusted", or unknown."""
+    """The data plane to other workers: "tls", "trusted", or empty if unknown."""
     code_policy: str = ""
-    """Which code jobs may bring to it: "none", "signed", "digests", "any", or unknown."""
+    """The code that jobs may bring to it: "none", "signed", "digests", "any", or empty if unknown.
+    """
     tunnelled: bool = False
-    """It is reached through connections of its own, has no address, and other workers do not reach
-    it."""
+    """The worker has no address: the coordinator reaches it through the worker's connections, and
+    other workers cannot reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedWorker:
-    """A worker that has asked to be registered, again and again, and is refused."""
+    """A worker that keeps asking for registration and is refused."""
 
     worker_id: str
     address: str
     reason: str
     silent_s: float
-    """Seconds since it last asked."""
+    """The seconds since it last asked."""
     num_times: int
     is_alive: bool = False
     is_refused: bool = True
@@ -305,7 +304,7 @@ def run_status(info: pb.RunInfo) -> RunStatus:
 
 
 def event(message: pb.RunEvent) -> Event:
-    # There may be very many: each field is named, which takes a quarter of the time.
+    # Events may be very many: naming each field takes a quarter of the time.
     return Event(
         index=message.index,
         time_s=message.time_s,
@@ -377,8 +376,7 @@ def _commit(info: pb.CommitInfo) -> Commit:
 
 
 def _read(kind: type[T], *messages: Message, **own: Any) -> T:
-    """Return the value whose fields are those that the messages have under the same names, and
-    `own`."""
+    """Return the value whose fields are those of the messages with the same names, and `own`."""
     for name in (each.name for each in fields(cast(Any, kind)) if each.name not in own):
         found = next(getattr(message, name) for message in messages if hasattr(message, name))
         match found:
@@ -391,68 +389,6 @@ def _read(kind: type[T], *messages: Message, **own: Any) -> T:
     return kind(**own)
 
 
-# ---- Protocols ----
-#
-# The functions of the course read only these attributes of events and runs; the SDK's values have
-# them, and more.
-
-
-class EventLike(Protocol):
-    """Something that has happened to a run; see Event of the SDK."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def time_s(self) -> float: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def sentence(self) -> str: ...
-    @property
-    def payload(self) -> Mapping[str, Any]: ...
-
-
-class CommitLike(Protocol):
-    """A state in the coordinator's store; see Commit of the SDK."""
-
-    @property
-    def segment(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def is_best(self) -> bool: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def member(self) -> int | None: ...
-    @property
-    def hyperparameters(self) -> Mapping[str, Any]: ...
-
-
-class RunLike(Protocol):
-    """The status of a run; see RunStatus of the SDK."""
-
-    @property
-    def commits(self) -> Sequence[CommitLike]: ...
-    @property
-    def job(self) -> Mapping[str, Any]: ...
-
-
-class SeriesLike(Protocol):
-    """Values of one series over the steps of a run; see StepSeries of the SDK."""
-
-    @property
-    def step(self) -> NDArray[np.int64]: ...
-    @property
-    def last(self) -> NDArray[np.float64]: ...
-    @property
-    def min(self) -> NDArray[np.float64]: ...
-    @property
-    def max(self) -> NDArray[np.float64]: ...
-    @property
-    def provisional(self) -> NDArray[np.bool_]: ...
-
-
 # ---- Payloads ----
 #
 # Values are read from the payloads of events: numbers that JSON has no form for, metrics,
@@ -463,7 +399,7 @@ ENDS: Final = frozenset({"RunCompleted", "StoppedEarly", "RunCancelled", "RunFai
 
 
 def number(value: Any) -> float:
-    """Return a number of a payload; text such as "NaN" or "-Infinity" and null are read, too."""
+    """Return a number of a payload; null and texts such as "NaN" or "-Infinity" are accepted."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):
@@ -476,13 +412,13 @@ def numbers(values: Any) -> dict[str, float]:
     return {str(name): number(value) for name, value in found.items()}
 
 
-def party_of(event: EventLike) -> str:
+def party_of(event: Event) -> str:
     """Return the path of the party that the event is about; "" for the root."""
     return str(event.payload.get("party") or "")
 
 
-def undone_from(event: EventLike) -> int | None:
-    """Return the segment behind which this event undoes all that has happened, if it does."""
+def undone_from(event: Event) -> int | None:
+    """Return the last segment that stays if this event returns to an earlier commit."""
     if event.kind != "RunResumed":
         return None
     segment = event.payload.get("from_segment")
@@ -490,7 +426,7 @@ def undone_from(event: EventLike) -> int | None:
 
 
 def ended_by(status: Any) -> str:
-    """Return how a process ended, as "SIGKILL" or "exit status 3"; "" when not observed."""
+    """Return how a process ended, as "SIGKILL" or "exit status 3"; "" if unknown."""
     if not isinstance(status, int):
         return ""
     if status >= 0:

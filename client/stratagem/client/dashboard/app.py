@@ -1,6 +1,5 @@
-"""Page serves the dashboard as an ASGI application, in which every route makes one or two calls of
-the client.
-"""
+"""Serve the dashboard as an ASGI application, in which every route makes one or two calls of the
+client."""
 
 import asyncio
 import time
@@ -58,7 +57,7 @@ _WITH_STYLES: Final = {
         "base-uri 'none'; form-action 'none'"
     )
 }
-"""Of a file that has its styles in it, and no script."""
+"""The content policy of a file with its own styles and no script."""
 MAX_LINES: Final = 1000
 MAX_BODY_BYTES: Final = 4096
 _STATUS: Final = (
@@ -74,21 +73,21 @@ ACTIONS: Final = ("stop", "resume", "delete")
 
 @dataclass(frozen=True, slots=True)
 class PageSettings:
-    """How a page is served."""
+    """The settings with which a page is served."""
 
     address: PageAddress
     sessions: PageSessions
     operates: bool
-    """Whether its buttons stop, resume and delete runs, as the page's own identity."""
+    """The page has buttons that stop, resume and delete runs, with the page's own identity."""
     is_secure: bool
-    """Whether browsers reach it over TLS only."""
+    """Browsers reach the page over TLS only."""
 
 
 class Page:
     """The routes of the page, over one client of the coordinator."""
 
     def __init__(self, settings: PageSettings, client: AsyncClient, asking: AsyncClient) -> None:
-        """asking: what the banner asks with, which waits less than `client`."""
+        """Make the routes. asking: the client of the banner, which waits less than `client`."""
         self._settings, self._client, self._asking = settings, client, asking
         self._watch, self._books = CoordinatorWatch(asking), RunBooks(client)
         self._runs = RunsWatch(client)
@@ -100,18 +99,18 @@ class Page:
             Route("/static/pictures.css", self.picture_styles),
             Route("/static/{name}", self.static),
             Route("/api/session", self.begin, methods=["POST"]),
-            Route("/api/me", answered(self.me)),
-            Route("/api/runs", answered(self.runs)),
-            Route("/api/runs/{run_id}", answered(self.run)),
-            Route("/api/runs/{run_id}/{action}", answered(self.act), methods=["POST"]),
-            Route("/api/workers", answered(self.workers)),
-            Route("/api/panels", answered(self.panels)),
-            Route("/api/compare", answered(self.compare)),
-            Route("/pictures/{name}.svg", answered(self.picture)),
-            Route("/report/{run_id}.html", answered(self.report)),
-            Route("/api/events", answered(self.events)),
-            Route("/api/logs", answered(self.logs)),
-            Route("/api/stream", answered(self.stream)),
+            Route("/api/me", answer_errors(self.me)),
+            Route("/api/runs", answer_errors(self.runs)),
+            Route("/api/runs/{run_id}", answer_errors(self.run)),
+            Route("/api/runs/{run_id}/{action}", answer_errors(self.act), methods=["POST"]),
+            Route("/api/workers", answer_errors(self.workers)),
+            Route("/api/panels", answer_errors(self.panels)),
+            Route("/api/compare", answer_errors(self.compare)),
+            Route("/pictures/{name}.svg", answer_errors(self.picture)),
+            Route("/report/{run_id}.html", answer_errors(self.report)),
+            Route("/api/events", answer_errors(self.events)),
+            Route("/api/logs", answer_errors(self.logs)),
+            Route("/api/stream", answer_errors(self.stream)),
         ]
         app = Starlette(routes=routes, lifespan=self._life)
         return PageGate(app, self._settings.address, self._settings.sessions)
@@ -169,20 +168,21 @@ class Page:
         return _json([*await client.workers(), *await client.refused_workers()])
 
     async def panels(self, request: Request) -> Response:
-        """Return the pictures of a run, drawn for a width, each with the table of its numbers: of
-        the events that could be read in a while, where there are many."""
+        """Return the pictures of a run for a width, each with a table of its numbers; of a long
+        run, those of the events that could be read in time."""
         run_id = request.query_params.get("run", "")
         view = _view(request)
-        draw = partial(drawn, view=view)
-        text = await self._books.drawn(run_id, _width(request), draw, view)
+        draw = partial(panels_json, view=view)
+        text = await self._books.drawing(run_id, _width(request), draw, view)
         return Response(text, media_type="application/json")
 
     async def compare(self, request: Request) -> Response:
-        """Return the curves of several runs in one picture each, and in what their jobs differ."""
+        """Return the curves of several runs in common pictures, and the differences of
+        their jobs."""
         ids = list(dict.fromkeys(request.query_params.get("runs", "").split(",")))
         check_compared(ids)
         view = _view(request)
-        runs = await self._books.so_far(ids, view)
+        runs = await self._books.partial_runs(ids, view)
         panels = overlay_panels(runs, view.steps(max(run.status.step for run in runs)))
         pictures = await asyncio.to_thread(pictures_of, panels, _width(request), view)
         differences = job_differences([run.job for run in runs])
@@ -192,8 +192,8 @@ class Page:
     async def picture(self, request: Request) -> Response:
         """Return one picture of a run as a file of its own."""
         name, width = request.path_params["name"], _width(request)
-        draw = partial(drawn_alone, name=name)
-        svg = await self._books.drawn_whole(request.query_params.get("run", ""), width, draw)
+        draw = partial(picture_file, name=name)
+        svg = await self._books.complete_drawing(request.query_params.get("run", ""), width, draw)
         if not svg:
             raise NotFoundError(f"the run has no picture {name[:40]!r}")
         return Response(svg, media_type="image/svg+xml", headers=_WITH_STYLES)
@@ -246,9 +246,9 @@ class Page:
         """Stop, resume or delete a run."""
         action = request.path_params["action"]
         if action not in ACTIONS:
-            raise NotFoundError(f"{action[:40]!r} is none of {', '.join(ACTIONS)}")
+            raise NotFoundError(f"{action[:40]!r} is not one of {', '.join(ACTIONS)}")
         if not self._settings.operates:
-            raise PermissionDeniedError("this page only shows; it was started without --operate")
+            raise PermissionDeniedError("this page is read-only; it was started without --operate")
         run = await self._client.get(request.path_params["run_id"])
         calls = {"stop": run.cancel, "resume": run.resume, "delete": run.delete}
         await calls[action]()
@@ -263,7 +263,7 @@ def _width(request: Request) -> int:
 def _view(request: Request) -> CurveView:
     first, last = _number(request, "from", 1), _number(request, "to", 0)
     if last and last <= first:
-        raise InvalidInputError.at("to", f"{last} is not behind {first}, where the steps begin")
+        raise InvalidInputError.at("to", f"{last} is not after {first}, the first step")
     columns = min(max(_number(request, "columns", 1), 1), 2)
     return CurveView(max(first, 1), last or None, "log" in request.query_params, columns)
 
@@ -271,8 +271,8 @@ def _view(request: Request) -> CurveView:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def answered(handler: Handler) -> Handler:
-    """Return a handler that answers errors of the client with their sentence."""
+def answer_errors(handler: Handler) -> Handler:
+    """Return a handler that answers errors of the client with their messages."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -313,36 +313,35 @@ async def _body(request: Request) -> bytes:
 # The page takes the pictures of a run as SVG text, and the same numbers as a table.
 
 
-def drawn(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
-    """Return the pictures of a run as the page takes them, and of how many of its events they
-    are."""
+def panels_json(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
+    """Return the pictures of a run in the form for the page, with the number of their events."""
     pictures = pictures_of(panels_of(run, view), width, view)
     return as_json({**extent([run]), "panels": pictures})
 
 
-def drawn_alone(run: ReportedRun, width: int, name: str) -> str:
-    """Return one picture of a run as a file of its own; "" where it has none of the name."""
+def picture_file(run: ReportedRun, width: int, name: str) -> str:
+    """Return one picture of a run as a file; "" if it has none of this name."""
     panel = next((each for each in panels_of(run) if each.name == name), None)
     return "" if panel is None else panel.draw(width).svg_file
 
 
 def extent(runs: Sequence[ReportedRun]) -> dict[str, int]:
-    """Return how many events of runs are read, and how many there are."""
+    """Return the number of events of runs that are read, and of all."""
     read = [run.course.num_events for run in runs]
     there = [run.status.event_index + 1 for run in runs]
     return {"num_read": sum(read), "num_events": sum(map(max, read, there))}
 
 
 def panels_of(run: ReportedRun, view: CurveView = WHOLE) -> list[Panel]:
-    """Return what the page shows of a run, in order."""
+    """Return the panels of a run on the page, in order."""
     curves = curve_panels(run, view.steps(run.status.step))
     return [*curves, *strategy_panels(run), time_line_panel(run)]
 
 
 def pictures_of(panels: Sequence[Panel], width: int, view: CurveView) -> list[dict[str, Any]]:
-    """Return pictures for a width, each with the table of its numbers."""
+    """Return pictures for a width, each with a table of its numbers."""
     pictures = [
-        (panel, panel.drawn(view.width_of(at, len(panels), width), log=view.log))
+        (panel, panel.picture(view.width_of(at, len(panels), width), log=view.log))
         for at, panel in enumerate(panels)
     ]
     return [

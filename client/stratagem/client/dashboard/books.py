@@ -1,7 +1,8 @@
-"""What the page knows of the runs that are looked at: read once for all tabs, and read on.
+"""The dashboard's state of the runs that are being viewed: read once for all tabs, and kept
+current.
 
-A run's events are read from where they were left, and its pictures drawn once for each width, until
-something more happens. A past that is long is drawn as far as it was read, while it is read on.
+Reading continues after the last event that was read, and pictures are drawn once for each width
+until something new happens. While a long past is being read, the part read so far is drawn.
 """
 
 import asyncio
@@ -11,27 +12,28 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import RunStatus
 from stratagem.client.dashboard.values import WHOLE, CurveView
 from stratagem.client.dashboard.watches import RunWatch
-from stratagem.client.history.step_history import History
 from stratagem.client.report.run import ReportedRun, RunCourse, recorded
 from stratagem.client.sdk.client import AsyncClient
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.errors import NotFoundError
 
 MAX_BOOKS: Final = 32
-"""Runs that are known at once; the one that was asked for least recently is read anew."""
+"""The most runs that are kept; the least recently used one is dropped."""
 MAX_DRAWINGS: Final = 8
-"""Of one run that are kept, each of a width and a view."""
+"""The number of drawings that are kept of one run, each for one width and view."""
 MAX_ROWS: Final = 2048
-"""Of a curve, more than a picture has columns."""
+"""The most rows of a curve, more than a picture has columns."""
 HISTORY_S: Final = 2.0
-"""Between two readings of the steps of a run that goes on."""
+"""The time between two readings of the steps of an unfinished run."""
 PATIENCE_S: Final = 0.8
-"""After which a run is drawn as far as its events were read."""
+"""The time after which a run is drawn although not all of its events have been read."""
 MORE_PATIENCE: Final = 2.5
-"""Times as long where there is such a picture already: nothing is read while another is drawn."""
+"""The factor by which this is longer if there is a picture already: reading stops while another is
+drawn."""
 
 T = TypeVar("T")
 
@@ -40,44 +42,46 @@ Draw = Callable[[ReportedRun, int], str]
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The pictures of a run for a width, and of what they are."""
+    """The pictures of a run for a width, with the state that they show."""
 
     text: str
     num_events: int
     history: object
     made_s: float
-    """By the clock of this process."""
+    """The time of drawing, by the clock of this process."""
 
 
 class RunBook:
-    """One run, as far as it was read."""
+    """One run, as far as its events were read."""
 
     def __init__(self, run: AsyncRun, patience_s: float) -> None:
-        """patience_s: after which the run is drawn as far as its events were read."""
+        """Make an empty book. patience_s: the time after which the part of the past that was read
+        is drawn."""
         self.watch, self._run, self._patience_s = RunWatch(run), run, patience_s
         self._asking, self._taking = asyncio.Lock(), asyncio.Lock()
-        """One question at a time; nothing is read on while it is drawn."""
+        """Locks that admit one question at a time, and no reading while the run is drawn."""
         self._reader: asyncio.Task[None] | None = None
         self._shown: ReportedRun | None = None
         self._history, self._num_returns = History(()), 0
-        """The steps that were read, and how often the run had gone back until then."""
+        """The steps that were read, and how often the run had returned to a commit by then."""
         self._history_s, self._history_index = -HISTORY_S, -1
-        """When the steps were read, by the clock of this process, and the newest event then."""
+        """The time of reading the steps, by the clock of this process, and the newest event then.
+        """
         self._drawn: OrderedDict[tuple[int, CurveView], Drawing] = OrderedDict()
-        """By width and view, the pictures of what was read."""
+        """The drawings of the events that were read, by width and view."""
 
-    async def drawn(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
-        """Return the pictures of the run as it is now, as far as it can be read in a while."""
+    async def drawing(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
+        """Return the pictures of the present run, as far as it can be read in time."""
         key, asked_s = (width, view), time.monotonic()
         async with self._asking:
             known = self._drawn.get(key)
             if known is not None and self._reader is not None and known.made_s >= asked_s:
-                return known.text  # who asks at the same time waits for the same answer
+                return known.text  # concurrent callers share one drawing
             times = MORE_PATIENCE if key in self._drawn else 1.0
             shown = await self._read_on(times * self._patience_s)
-            known = self._drawn.get(key)  # which another run of this name has not
+            known = self._drawn.get(key)  # empty if another run now has this name
             if known is None or not self._is_as_now(known, shown):
-                viewed = await self._viewed(shown, view)
+                viewed = await self._with_view(shown, view)
                 async with self._taking:
                     num_events = shown.course.num_events
                     text = await asyncio.to_thread(draw, viewed, width)
@@ -88,8 +92,8 @@ class RunBook:
                     self._drawn.popitem(last=False)
             return known.text
 
-    async def drawn_whole(self, width: int, draw: Draw) -> str:
-        """Return what is drawn of the run with all of its events."""
+    async def complete_drawing(self, width: int, draw: Draw) -> str:
+        """Return drawings that need all events of the run."""
         async with self._asking:
             shown = await self._read_on(None)
             async with self._taking:
@@ -101,13 +105,13 @@ class RunBook:
         return is_same and known.history is shown.history
 
     async def shown(self, patience_s: float | None = None, view: CurveView = WHOLE) -> ReportedRun:
-        """Return the run as it is now; what is taken from it has to be taken at once. With a
-        patience, it may be known in part only."""
+        """Return the present run, which the caller must use at once. With a patience, it may be
+        incomplete."""
         async with self._asking:
-            return await self._viewed(await self._read_on(patience_s), view)
+            return await self._with_view(await self._read_on(patience_s), view)
 
-    async def _viewed(self, shown: ReportedRun, view: CurveView) -> ReportedRun:
-        """Return the run with finer rows of those steps that are looked at."""
+    async def _with_view(self, shown: ReportedRun, view: CurveView) -> ReportedRun:
+        """Return the run with finer rows of the steps in view."""
         if not view.is_part:
             return shown
         first, last = view.first_step, view.last_step
@@ -117,13 +121,13 @@ class RunBook:
         return replace(shown, history=history.with_newest_of(self._history))
 
     def close(self) -> None:
-        """Read no further."""
+        """Stop reading."""
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
 
     async def _read_on(self, patience_s: float | None) -> ReportedRun:
-        """Return the run with the events that there are by now, or that were read by then."""
+        """Return the run with all present events, or those that were read in time."""
         until_s = None if patience_s is None else time.monotonic() + patience_s
         status, before = await self.watch.status(), self._shown
         if before is None or before.status.submitted_at_s != status.submitted_at_s:
@@ -146,7 +150,7 @@ class RunBook:
         return self._shown
 
     def _read_events(self, course: RunCourse, status: RunStatus) -> None:
-        """See to it that events are read for as long as there are some."""
+        """Keep reading events while there are any."""
         if self._reader is not None and self._reader.done():
             reader, self._reader = self._reader, None
             reader.result()
@@ -165,8 +169,8 @@ class RunBook:
             raise NotFoundError(f"run {self._run.run_id!r} has lost its events")
 
     async def _steps(self, status: RunStatus, course: RunCourse) -> History:
-        """Return the steps of the run: those of one that goes on are not always the newest."""
-        if course.num_returns > self._num_returns:  # what was recorded behind a commit is gone
+        """Return the steps of the run; those of an unfinished run may not be the newest."""
+        if course.num_returns > self._num_returns:  # steps after the commit are gone
             self._history = History(())
             self._history_s, self._history_index = -HISTORY_S, -1
             self._num_returns = course.num_returns
@@ -178,7 +182,7 @@ class RunBook:
         return self._history
 
     async def _read_steps(self, status: RunStatus) -> History:
-        """Return all steps; those that were certain are not read again until the run is over."""
+        """Return all steps; certain ones are not read again until the run is over."""
         wanted, from_step = recorded(status.job), self._history.next_step
         if from_step > 1 and not status.phase.is_final:
             later = await self._run.history(*wanted, from_step=from_step, max_rows=MAX_ROWS)
@@ -189,34 +193,35 @@ class RunBook:
 
 
 class RunBooks:
-    """The runs that were asked for most recently."""
+    """The most recently viewed runs."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._books: OrderedDict[str, RunBook] = OrderedDict()
 
     def watch(self, run_id: str) -> RunWatch:
-        """Return what happens to a run, whether or not there is one. Raises InvalidInputError for
-        what is no id."""
+        """Return the watch of a run, which need not exist. Raises InvalidInputError for an invalid
+        id."""
         return self._book(run_id).watch
 
     async def status(self, run_id: str) -> RunStatus:
-        """Return how a run stands now. Raises NotFoundError where there is no such run."""
+        """Return the status of a run. Raises NotFoundError if it does not exist."""
         return await self._of(run_id, lambda book: book.watch.status())
 
-    async def drawn(self, run_id: str, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
-        """Return the pictures of a run for a width. Raises NotFoundError where there is no such
-        run."""
-        return await self._of(run_id, lambda book: book.drawn(width, draw, view))
+    async def drawing(self, run_id: str, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
+        """Return the pictures of a run for a width. Raises NotFoundError if it does not exist."""
+        return await self._of(run_id, lambda book: book.drawing(width, draw, view))
 
-    async def drawn_whole(self, run_id: str, width: int, draw: Draw) -> str:
-        """Return what is drawn of a run with all of its events. Raises NotFoundError where there is
-        no such run."""
-        return await self._of(run_id, lambda book: book.drawn_whole(width, draw))
+    async def complete_drawing(self, run_id: str, width: int, draw: Draw) -> str:
+        """Return drawings of a run with all of its events. Raises NotFoundError if it does not
+        exist."""
+        return await self._of(run_id, lambda book: book.complete_drawing(width, draw))
 
-    async def so_far(self, run_ids: Iterable[str], view: CurveView = WHOLE) -> list[ReportedRun]:
-        """Return runs as far as they can be read in a while. Raises NotFoundError where there is
-        no such run."""
+    async def partial_runs(
+        self, run_ids: Iterable[str], view: CurveView = WHOLE
+    ) -> list[ReportedRun]:
+        """Return runs as far as they can be read in time. Raises NotFoundError if one does not
+        exist."""
         asked = (self._of(each, lambda book: book.shown(PATIENCE_S, view)) for each in run_ids)
         return list(await asyncio.gather(*asked))
 
@@ -225,7 +230,7 @@ class RunBooks:
         if book is None:
             book = self._books[run_id] = RunBook(self._client.handle(run_id), PATIENCE_S)
         self._books.move_to_end(run_id)
-        unwatched = [each for each, of in self._books.items() if not of.watch.is_followed]
+        unwatched = [each for each, of in self._books.items() if not of.watch.subscription.is_on]
         for each in unwatched[: max(len(self._books) - MAX_BOOKS, 0)]:
             if each != run_id:
                 self._books.pop(each).close()

@@ -1,8 +1,5 @@
-"""PageGate refuses requests that break the page's rules or lack a session, and sets the headers of
-every answer.
-
-It also ends open streams when the page ends.
-"""
+"""Refuse requests that break the page's rules or lack a session, set the headers of every answer,
+and end open streams when the page ends."""
 
 import asyncio
 import hmac
@@ -52,12 +49,12 @@ _SAME_SITE: Final = ("same-origin", "none")
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """Where the page listens, and the origins under which browsers know it."""
+    """The address on which the page listens, and the origins under which browsers know it."""
 
     host: str
     port: int
     origins: frozenset[str]
-    """Scheme and host with its port, such as http://127.0.0.1:7080; the first is printed."""
+    """The schemes, hosts and ports, such as http://127.0.0.1:7080; the first is printed."""
     printed: str
 
 
@@ -72,7 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_unspecified(host: str) -> bool:
-    """Return whether the host is all addresses of this machine, by which nobody opens a page."""
+    """Return whether the host means all addresses of this machine, by which nobody opens a page."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -89,19 +86,19 @@ def address_of(
     behind_proxy: bool,
     names: Sequence[str] = (),
 ) -> PageAddress:
-    """Return the address of the page, where it may be served there.
+    """Return the address of the page, if it may be served there.
 
-    public_url: how browsers reach it where that is not the address itself. names: the hosts that
-    its certificate names. Raises InvalidInputError: elsewhere than on this machine it takes a
-    token, and TLS of its own or of a proxy in front of it, and a name that browsers know.
+    public_url: the address by which browsers reach it, if it is another. names: the hosts in its
+    certificate. Raises InvalidInputError: an address that other machines reach requires a token,
+    TLS of the page or of a proxy in front of it, and a name that browsers know.
     """
     if behind_proxy and not public_url:
         raise InvalidInputError.at("--behind-proxy", "needs --public-url, the proxy's own address")
     if not is_loopback(host) and not (has_token and (has_tls or behind_proxy)):
         text = (
-            f"{host} is reached from elsewhere, which takes --page-token-file, and "
+            f"{host} can be reached from elsewhere, which requires --page-token-file, and "
             "--page-tls-cert with --page-tls-key, or --behind-proxy with --public-url; 127.0.0.1 "
-            "takes none of them"
+            "requires none of them"
         )
         raise InvalidInputError.at("--listen", text)
     scheme = "https" if has_tls else "http"
@@ -126,7 +123,8 @@ def address_of(
 
 
 def origin_of(url: str) -> str:
-    """Return scheme, host and port of a URL as browsers write them. Raises InvalidInputError."""
+    """Return the scheme, host and port of a URL as browsers write them. Raises
+    InvalidInputError."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -139,10 +137,10 @@ def origin_of(url: str) -> str:
 
 
 def why_not(address: PageAddress, method: str, headers: Mapping[str, str]) -> str:
-    """Return why a request is refused whoever makes it; "" when it is not.
+    """Return why a request is refused, whoever makes it; "" if it is not.
 
-    The host has to be ours, against names of others that lead to this machine (DNS rebinding);
-    whatever changes something has to come from a page of ours.
+    The host must be ours, against foreign names that lead to this machine (DNS rebinding). A
+    request that changes something must come from our page.
     """
     host = headers.get("host", "")
     if host not in {origin.partition("://")[2] for origin in address.origins}:
@@ -181,10 +179,10 @@ def token_in(path: Path) -> str:
 
 
 class PageSessions:
-    """The token of the page, and the cookies that were given for it.
+    """The token of the page, and the cookies that are given for it.
 
-    A cookie is a random number with its signature by the token. So none is kept, and a page that
-    is started again with the same token knows those of before.
+    A cookie is a random number signed with the token. Cookies need not be stored, and a page that
+    is started again with the same token accepts the earlier ones.
     """
 
     def __init__(self, token: str, port: int) -> None:
@@ -199,7 +197,7 @@ class PageSessions:
         return f"{number}.{self._signature(number)}"
 
     def knows(self, cookie_header: str) -> bool:
-        """Return whether a request carries a cookie that counts."""
+        """Return whether a request has a valid cookie."""
         try:
             morsel = SimpleCookie(cookie_header).get(self.cookie)
         except CookieError:
@@ -210,7 +208,7 @@ class PageSessions:
         return hmac.compare_digest(signature.encode(), self._signature(number).encode())
 
     def _signature(self, number: str) -> str:
-        signed = f"{self.cookie} {number}"  # a page of the same token elsewhere is another one
+        signed = f"{self.cookie} {number}"  # another page may have the same token
         return hmac.new(self._token, signed.encode(), "sha256").hexdigest()
 
 
@@ -221,7 +219,7 @@ OPEN_FOLDER = "/static/"
 
 
 class PageGate:
-    """An ASGI application around another one."""
+    """An ASGI application that guards another one."""
 
     def __init__(self, app: ASGIApp, address: PageAddress, sessions: PageSessions) -> None:
         self._app, self._address, self._sessions = app, address, sessions
@@ -229,7 +227,8 @@ class PageGate:
         self._has_ended = False
 
     def end(self) -> None:
-        """End all streams, and answer whoever still waits: a stream would never end by itself."""
+        """End all streams, and answer requests that still wait: a stream would never end by
+        itself."""
         self._has_ended = True
         for task in self._answering:
             task.cancel()
@@ -251,7 +250,11 @@ class PageGate:
         reason = why_not(self._address, scope["method"], headers)
         if reason:
             refusal = PlainTextResponse(reason, 403)
-        elif not self._is_open(scope["path"]) and not self._knows(headers):
+        elif not (
+            scope["path"] in OPEN_PATHS
+            or scope["path"].startswith(OPEN_FOLDER)
+            or self._sessions.knows(headers.get("cookie", ""))
+        ):
             text = "open this page by the address that it printed, or enter its token on it"
             refusal = PlainTextResponse(text, 401)
         else:
@@ -260,7 +263,7 @@ class PageGate:
         await refusal(scope, receive, send_with_headers)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer, unless the page ends before it has."""
+        """Let the application answer, unless the page ends first."""
         has_begun = False
 
         async def send_on(message: Message) -> None:
@@ -283,9 +286,3 @@ class PageGate:
                 await PlainTextResponse("the page has ended", 503)(scope, receive, send)
         finally:
             self._answering.discard(task)
-
-    def _is_open(self, path: str) -> bool:
-        return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
-
-    def _knows(self, headers: Headers) -> bool:
-        return self._sessions.knows(headers.get("cookie", ""))

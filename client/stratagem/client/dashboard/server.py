@@ -1,4 +1,4 @@
-"""Serves the page: in this process until it is stopped, or in a thread beside other work."""
+"""Serve the page, in this process until it is stopped, or in a thread beside other work."""
 
 import logging
 import secrets
@@ -22,16 +22,16 @@ from stratagem.common.identity.tls import certificates_in, names_of
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 PATIENCE_S: Final = 10.0
-"""How long a call of the page waits for a coordinator that is away: the banner says so sooner."""
+"""The time that a call waits for a coordinator that is away; the banner reports it sooner."""
 BANNER_PATIENCE_S: Final = 2.0
-"""How long the banner does, which then says what the coordinator has answered."""
+"""The time that the banner waits before it reports the coordinator's answer."""
 DEFAULT_PORT: Final = 7080
 _ENDING_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class PageOptions:
-    """What the command line says of a page."""
+    """The settings of a page from the command line."""
 
     listen: str
     operates: bool = False
@@ -46,7 +46,8 @@ class PageServer:
     """One page of one coordinator."""
 
     def __init__(self, options: PageOptions, coordinator: str, proof: Proof = PLAINTEXT) -> None:
-        """Raises InvalidInputError where the page may not be served like that."""
+        """Prepare a page. Raises InvalidInputError if the page may not be served with these
+        options."""
         try:
             host, port = split_address(options.listen)
         except ValueError as error:
@@ -76,7 +77,7 @@ class PageServer:
             for each in (PATIENCE_S, BANNER_PATIENCE_S)
         )
         self.url = address.printed if file else f"{address.printed}/#token={token}"
-        """Where to open it; with the token, unless the user has that in a file."""
+        """The address to open, with the token unless the user has it in a file."""
         self._server = _Server(Page(settings, client, asking).app(), options)
 
     def serve(self) -> None:
@@ -85,7 +86,7 @@ class PageServer:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Serve from a thread. Raises UnavailableError when it cannot begin."""
+        """Serve from a thread. Raises UnavailableError if it cannot begin."""
         thread = threading.Thread(target=self.serve, name="page", daemon=True)
         thread.start()
         while not self._server.started and thread.is_alive():
@@ -100,7 +101,7 @@ class PageServer:
 
 
 class _Server(uvicorn.Server):
-    """Ends what goes on before it waits for that."""
+    """A server that ends open streams before it waits for them."""
 
     def __init__(self, gate: PageGate, options: PageOptions) -> None:
         self._gate = gate
@@ -119,13 +120,13 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gate.end()
-        # What is left are connections that browsers are slow to close, which is no error.
+        # The remaining connections are slow to be closed by browsers, which is not an error.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
 
 
 def _named_in(path: Path) -> tuple[str, ...]:
-    """Return the hosts that a certificate names, patterns left out."""
+    """Return the hosts in a certificate, without patterns."""
     from cryptography import x509
 
     own = certificates_in("--page-tls-cert", path)[0]
@@ -134,7 +135,8 @@ def _named_in(path: Path) -> tuple[str, ...]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there. Raises UnavailableError where that cannot be."""
+    """Return a socket that listens at the address. Raises UnavailableError if that is
+    impossible."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host.strip("[]"), port), family=family)

@@ -1,6 +1,6 @@
-"""Begins a page: for the command that is one, and beside other work.
+"""Start a page, for the command that serves one and beside other work.
 
-Imports what serves the page only when one is wanted, as most commands serve none.
+The imports for serving are made only if a page is wanted, because most commands serve none.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,14 @@ ANY_PORT: Final = "127.0.0.1:0"
 def page_beside(
     coordinator: str, proof: Proof = PLAINTEXT, *, is_wanted: bool = True
 ) -> Iterator[None]:
-    """Serve a page of the coordinator from this process, if one is wanted, and say where."""
+    """Serve a page of the coordinator from this process, if one is wanted, and print its
+    address."""
     if not is_wanted:
         yield
         return
     try:
         server = page_of(coordinator, proof, {"listen": DEFAULT_LISTEN})
-    except UnavailableError:  # another page is there
+    except UnavailableError:  # another page has the port
         server = page_of(coordinator, proof, {"listen": ANY_PORT})
     with server.beside():
         typer.echo(f"page at {server.url}", err=True)
@@ -37,7 +38,7 @@ def page_beside(
 
 
 def page_of(coordinator: str, proof: Proof, options: dict[str, object]) -> "PageServer":
-    """Return the page of a coordinator. Raises UnavailableError where the extra is missing."""
+    """Return the page of a coordinator. Raises UnavailableError if the extra is missing."""
     try:
         from stratagem.client.dashboard.server import PageOptions, PageServer
     except ModuleNotFoundError as error:

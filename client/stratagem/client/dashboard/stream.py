@@ -1,13 +1,13 @@
-"""The event stream of one tab: a run's facts and progress, or all runs, and a beat.
+"""Stream events to one tab: a run's facts and progress, or all runs, and a beat.
 
-A tab is told at the pace at which it reads, and nothing waits for it in memory: who reads a run
-slowly gets events of its past later, and of all else the latest. One that reads nothing is cut.
+Each tab is served at the pace at which it reads, and nothing is queued for it: a slow reader gets
+events of the past later, and of everything else the latest. A tab that reads nothing is cut off.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from typing import Final, cast
 
 from starlette.responses import StreamingResponse
@@ -20,18 +20,18 @@ from stratagem.client.dashboard.watches import (
     CoordinatorWatch,
     RunsWatch,
     RunWatch,
-    ToldRuns,
+    SentRuns,
 )
 from stratagem.common.base.errors import StratagemError
 
 BEAT_S: Final = 10.0
 STALL_S: Final = 60.0
-"""Until a tab that reads nothing of what waits for it is cut; it comes back with the number of the
-last event it has seen."""
+"""The time after which a tab that reads nothing is cut off; it reconnects with the number of the
+last event that it has seen."""
 
 
 class TabStream:
-    """One tab's stream."""
+    """The stream of one tab."""
 
     def __init__(self, coordinator: CoordinatorWatch) -> None:
         self._coordinator = coordinator
@@ -39,13 +39,13 @@ class TabStream:
         self._beat_s = time.monotonic() - BEAT_S
         self._beat_of: object = None
         self._next = 0
-        """The event that the tab is told next."""
+        """The index of the event that the tab gets next."""
 
     async def of_run(self, watch: RunWatch, index: int) -> AsyncGenerator[bytes]:
         """Yield the messages of a run from an event on."""
         self._next = index
         num_progress, ended_at, is_gone = 0, -1, False
-        with self._coordinator.looked_at(self._news.set), watch.looked_at(self._news.set):
+        with self._subscribed(watch):
             while True:
                 self._news.clear()
                 for beat in self._beats(watch):
@@ -67,17 +67,26 @@ class TabStream:
 
     async def of_runs(self, watch: RunsWatch) -> AsyncGenerator[bytes]:
         """Yield the messages of all runs."""
-        seen = ToldRuns()
-        with self._coordinator.looked_at(self._news.set), watch.looked_at(self._news.set):
+        seen = SentRuns()
+        with self._subscribed(watch):
             while True:
                 self._news.clear()
                 for message in (*self._beats(watch), *watch.news(seen)):
                     yield message
                 await self._wait()
 
+    @contextmanager
+    def _subscribed(self, watch: RunWatch | RunsWatch) -> Iterator[None]:
+        on_change = self._news.set
+        with (
+            self._coordinator.subscription.subscribe(on_change),
+            watch.subscription.subscribe(on_change),
+        ):
+            yield
+
     async def _facts(self, watch: RunWatch) -> AsyncGenerator[bytes]:
-        """Yield the events of a run that have not been told, and beats between them."""
-        self._next = min(self._next, watch.next)  # behind it is another run of the name
+        """Yield the events of a run that were not sent yet, and beats between them."""
+        self._next = min(self._next, watch.next)  # smaller if another run now has this name
         try:
             while self._next < watch.next:
                 if self._next >= watch.first:
@@ -93,16 +102,16 @@ class TabStream:
                             yield server_sent("fact", event, event.index)
                             for beat in self._beats(watch):
                                 yield beat
-                if self._next == first:  # the run is deleted
+                if self._next == first:  # the run was deleted
                     return
         except StratagemError:
-            await asyncio.sleep(RETRY_S)  # the beat says what it is
+            await asyncio.sleep(RETRY_S)  # the beat reports it
             self._news.set()
 
     def _beats(self, watch: RunWatch | RunsWatch) -> Iterator[bytes]:
-        """Yield how the coordinator is, when that has changed or was not said for a while; and
-        before that, what went wrong in the page itself."""
-        trouble = watch.trouble or self._coordinator.trouble
+        """Yield the coordinator's state if it has changed or was not sent for a while, after any
+        failure of the page itself."""
+        trouble = watch.subscription.trouble or self._coordinator.subscription.trouble
         state = CoordinatorHealth("broken", trouble) if trouble else self._coordinator.state
         now_s = time.monotonic()
         if state == self._beat_of and now_s - self._beat_s < BEAT_S:
@@ -119,10 +128,11 @@ class TabStream:
 
 
 class TabResponse(StreamingResponse):
-    """The answer that a stream is: of a tab that reads nothing for a while, only its end waits."""
+    """An answer that is a stream; a tab that reads nothing for a while does not delay the stream's
+    end."""
 
     async def stream_response(self, send: Send) -> None:
-        """Send what there is until the tab goes or is cut."""
+        """Send messages until the tab leaves or is cut off."""
 
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(STALL_S):

@@ -1,6 +1,4 @@
-"""Convert values of the client to plain JSON for the page: printable text, and numbers that JSON
-has.
-"""
+"""Convert values of the client to plain JSON for the page: printable text, and finite numbers."""
 
 import json
 import math
@@ -14,7 +12,8 @@ from stratagem.common.base.text import printable
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can say it: what no number is becomes "nan", "inf" or "-inf"."""
+    """Return a value in the form of JSON: numbers that are not finite become "nan", "inf" or
+    "-inf"."""
     match value:
         case str():
             return printable(value)
@@ -38,8 +37,8 @@ def as_json(value: Any) -> str:
 
 
 def server_sent(kind: str, value: Any, index: int | None = None) -> bytes:
-    """Return one event of an event stream; index: its number, which the browser names when it
-    comes back."""
+    """Return one event of an event stream. index: its number, which the browser sends when it
+    reconnects."""
     numbered = "" if index is None else f"id: {index}\n"
     return f"{numbered}event: {kind}\ndata: {as_json(value)}\n\n".encode()
 
@@ -50,22 +49,22 @@ def server_sent(kind: str, value: Any, index: int | None = None) -> bytes:
 # side.
 
 BETWEEN: Final = 54
-"""Pixels between pictures side by side; see the frame and the gap of figures in style.css."""
+"""The pixels between pictures side by side; see the frame and the gap of figures in style.css."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveView:
-    """How the pictures of a page are looked at."""
+    """The view options of the pictures on a page."""
 
     first_step: int = 1
     last_step: int | None = None
-    """None: as far as the run has come."""
+    """The last step in view; None: the newest one."""
     log: bool = False
     columns: int = 1
-    """Of pictures: the last one of an odd number fills two."""
+    """The number of columns of pictures; the last one of an odd number fills two."""
 
     def width_of(self, at: int, num_pictures: int, width: int) -> int:
-        """Return the width of a picture where a column is so wide."""
+        """Return the width of a picture in a column of this width."""
         is_alone = self.columns == 2 and at == num_pictures - 1 and num_pictures % 2 == 1
         return 2 * width + BETWEEN if is_alone else width
 
@@ -75,7 +74,7 @@ class CurveView:
         return self.first_step > 1 or self.last_step is not None
 
     def steps(self, reached: int) -> tuple[float, float] | None:
-        """Return the ends of the frame of runs that have reached a step; None: all of them."""
+        """Return the ends of the frame for runs that have reached a step; None: all steps."""
         if not self.is_part:
             return None
         last = max(reached, 1) if self.last_step is None else self.last_step

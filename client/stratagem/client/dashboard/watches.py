@@ -5,7 +5,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, cast
@@ -29,47 +29,40 @@ from stratagem.common.base.errors import (
 # The coordinator is asked for its health at intervals, for the banner of the page.
 
 ASK_PAUSE_S: Final = 2.0
-"""Between two questions to the coordinator."""
+"""The time between two questions to the coordinator."""
 ANSWER_S: Final = 5.0
-"""A coordinator that takes longer is away."""
+"""The time after which a silent coordinator counts as away."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHealth:
-    """What the banner of the page says."""
+    """The state of the coordinator that the banner of the page shows."""
 
     state: str = "connecting"
-    """live, away, standby, denied, version, connecting, or broken: of the page itself."""
+    """One of live, away, standby, denied, version, connecting, or broken (the page itself has
+    failed)."""
     why: str = ""
 
 
 class CoordinatorWatch:
-    """Asks the coordinator at intervals whether it answers; all tabs hear when that changes."""
+    """A task that asks the coordinator at intervals whether it answers, and tells all tabs of
+    changes."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
         self.state = CoordinatorHealth()
         self.answered_s: float | None = None
-        """When it has answered last, by the clock of this process."""
+        """The time of its last answer, by the clock of this process."""
         self._asked_s = -ASK_PAUSE_S
         self._began_s: float | None = None
-        """When it was asked first."""
-        self._followed = Followed("the coordinator", self._follow)
-
-    @property
-    def trouble(self) -> str:
-        """Return what went wrong in asking just now."""
-        return self._followed.trouble
-
-    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Ask at intervals; tell: is called when the state changes."""
-        return self._followed.looked_at(tell)
+        """The time of the first question."""
+        self.subscription = Subscription("the coordinator", self._follow)
 
     async def _follow(self) -> bool:
         await asyncio.sleep(self._asked_s + ASK_PAUSE_S - time.monotonic())
         self._asked_s = time.monotonic()
         self._began_s = self._asked_s if self._began_s is None else self._began_s
-        self._take(await self._asked())
+        self._take(await self._ask())
         return True
 
     @property
@@ -78,7 +71,7 @@ class CoordinatorWatch:
         since_s = self._began_s if self.answered_s is None else self.answered_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
-    async def _asked(self) -> CoordinatorHealth:
+    async def _ask(self) -> CoordinatorHealth:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self.client.workers()
@@ -86,7 +79,7 @@ class CoordinatorWatch:
             return CoordinatorHealth("away", f"{self.client.address} does not answer")
         except StratagemError as error:
             state, has_been = state_of(error), self.answered_s is not None
-            is_away = state == "away" and has_been  # the words of a broken connection help nobody
+            is_away = state == "away" and has_been  # the text of a connection error helps nobody
             why = f"{self.client.address} does not answer" if is_away else told(error)
             return CoordinatorHealth(state, why)
         self.answered_s = time.monotonic()
@@ -95,11 +88,11 @@ class CoordinatorWatch:
     def _take(self, state: CoordinatorHealth) -> None:
         if state != self.state:
             self.state = state
-            self._followed.tell()
+            self.subscription.notify()
 
 
 def state_of(error: StratagemError) -> str:
-    """Return the word of the banner for a call that has failed."""
+    """Return the banner's word for a call that failed."""
     match error:
         case StandbyError():
             return "standby"
@@ -117,33 +110,33 @@ def state_of(error: StratagemError) -> str:
 # status.
 
 KEPT: Final = 500
-"""Events that are kept for tabs; one that is behind them reads on by itself."""
+"""The number of events that are kept for tabs; a tab that is further behind reads by itself."""
 PROGRESS_S: Final = 0.25
-"""Between two messages of progress: more of them nobody can read."""
+"""The time between two messages of progress; nobody could read more."""
 STATUS_S: Final = 2.0
-"""How long a status holds while nothing happens to the run."""
+"""The time for which a status is reused while nothing happens to the run."""
 STATUS_PAUSE_S: Final = 0.5
-"""Between two questions for the status, whoever asks."""
+"""The time between two questions for the status, whoever asks."""
 
 
 class RunWatch:
-    """What happens to a run, as messages; it is followed while a tab looks at it."""
+    """The events of one run as messages; the run is followed while a tab shows it."""
 
     def __init__(self, run: AsyncRun) -> None:
         self.run = run
         self.is_ready = False
-        """The coordinator has said how many events there are."""
+        """The coordinator has reported the number of events."""
         self.next = 0
-        """The event that comes next."""
+        """The index of the next event."""
         self.progress, self.num_progress = b"", 0
-        """The latest progress, empty where none is known of the run as it is, and how many there
-        were."""
+        """The latest progress, empty if none is known of the present run, and the number of
+        messages so far."""
         self.ended_at = -1
-        """The event that would come next after the end of the run; -1: it has not ended."""
+        """The index after the event that ended the run; -1: it has not ended."""
         self.gone = b""
-        """Says that there is no such run."""
+        """The message that the run does not exist."""
         self._kept: deque[tuple[Event, bytes]] = deque()
-        self._followed = Followed(
+        self.subscription = Subscription(
             f"run {run.run_id}", self._follow, self._begin, self._forget_progress
         )
         self._latest: Progress | None = None
@@ -152,16 +145,6 @@ class RunWatch:
         self._status: RunStatus | None = None
         self._status_s, self._status_of = -STATUS_PAUSE_S, -1
         self._num_changes = 0
-
-    @property
-    def is_followed(self) -> bool:
-        """Return whether a tab looks at the run."""
-        return self._followed.is_on
-
-    @property
-    def trouble(self) -> str:
-        """Return what went wrong in following the run just now."""
-        return self._followed.trouble
 
     @property
     def first(self) -> int:
@@ -173,24 +156,20 @@ class RunWatch:
         return self._kept[index - self.first][1]
 
     def events_from(self, index: int) -> list[Event]:
-        """Return the events from one on, where they are kept; none where some are not."""
-        if not (self.is_followed and self.is_ready and self.first <= index < self.next):
+        """Return the events from one on if they are kept; none if some are not."""
+        if not (self.subscription.is_on and self.is_ready and self.first <= index < self.next):
             return []
         return [event for event, _ in islice(self._kept, index - self.first, None)]
 
-    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Follow the run; tell: is called when something has happened."""
-        return self._followed.looked_at(tell)
-
     def _begin(self) -> None:
         self.gone, self.ended_at, self.is_ready = b"", -1, False
-        self.changed()  # nobody has heard what happened meanwhile
+        self.changed()  # changes in the meantime were missed
 
     async def status(self) -> RunStatus:
-        """Return how the run stands now: asked once for all who want to know it at a time."""
+        """Return the present status of the run; concurrent callers share one request."""
         async with self._asking:
             now_s = time.monotonic()
-            is_current = self.is_followed and self.is_ready
+            is_current = self.subscription.is_on and self.is_ready
             is_same = self._status_of == self._num_changes and now_s - self._status_s < STATUS_S
             if is_current and is_same and self._status is not None:
                 return self._status
@@ -201,7 +180,7 @@ class RunWatch:
             return status
 
     def changed(self) -> None:
-        """Ask for the status again when it is wanted: something was done to the run."""
+        """Request the status again when it is needed, because a caller has changed the run."""
         self._num_changes += 1
 
     async def _follow(self) -> bool:
@@ -211,24 +190,24 @@ class RunWatch:
             self.gone, self.is_ready = server_sent("gone", {"why": told(error)}), False
             self._kept.clear()
             self._forget_progress()
-            self._followed.tell()
+            self.subscription.notify()
             return False
         return True
 
     async def _follow_to_the_end(self) -> None:
-        """Follow the run to its end, and wait until something more happens to it."""
+        """Follow the run to its end, then wait for further events."""
         newest = (await self.run.status()).event_index
-        if not self.is_ready or newest + 1 < self.next:  # the latter is another run of the name
+        if not self.is_ready or newest + 1 < self.next:  # smaller: another run has this name
             self._kept.clear()
             self._forget_progress()
             self.next, self.is_ready = newest + 1, True
-        self._followed.tell()
+        self.subscription.notify()
         async with aclosing(self.run.watch(self.next)) as items:
             async for item in items:
                 self._take(item)
         self.ended_at = self.next
-        self._forget_progress()  # how it has ended is in its status
-        self._followed.tell()
+        self._forget_progress()  # its status says how it ended
+        self.subscription.notify()
         while (await self.run.status()).event_index < self.next:  # noqa: ASYNC110  (asked far away)
             await asyncio.sleep(RETRY_S)
         self.ended_at = -1
@@ -240,9 +219,9 @@ class RunWatch:
                 self._kept.popleft()
             self.next = item.index + 1
             self._num_changes += 1
-            self._followed.tell()
+            self.subscription.notify()
             return
-        if item.reason or (self._latest and self._latest.reason):  # the status says so, too
+        if item.reason or (self._latest and self._latest.reason):  # the status has the reason too
             self._num_changes += 1
         self._latest = item
         if self._timer is None:
@@ -256,10 +235,10 @@ class RunWatch:
             server_sent("progress", self._latest),
             self.num_progress + 1,
         )
-        self._followed.tell()
+        self.subscription.notify()
 
     def _forget_progress(self) -> None:
-        """Tell nobody what was measured until now: it is of a run that went on."""
+        """Forget the progress of a run that continues from a commit."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._latest, self.progress = None, None, b""
@@ -270,16 +249,16 @@ class RunWatch:
 # All tabs that show the list share one subscription to all runs.
 
 MAX_RUNS: Final = 200
-"""In one message."""
+"""The most runs in one message."""
 MAX_DELETED: Final = 1000
-"""Deleted runs that are remembered for tabs which have not been told."""
+"""The number of deleted runs that are remembered for tabs."""
 
 
 @dataclass(slots=True)
-class ToldRuns:
-    """What one tab has been told."""
+class SentRuns:
+    """The changes of runs that one tab has been sent."""
 
-    subscription: int = -1
+    generation: int = -1
     num_changes: int = 0
     is_complete: bool = False
 
@@ -290,24 +269,15 @@ class RunsWatch:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._runs: OrderedDict[str, tuple[int, str]] = OrderedDict()
-        """By id: the number of its newest change, and its brief as JSON, "" of a run that is
-        deleted; in order of that number."""
-        self._subscription = self._num_changes = 0
+        """The number of the newest change of each run and its brief as JSON ("" for a deleted run),
+        by id, in order of that number."""
+        self._generation = self._num_changes = 0
         self._is_complete, self._time_s = False, 0.0
-        self._followed = Followed("all runs", self._follow, end=self._begin)
+        self.subscription = Subscription("all runs", self._follow, end=self._begin)
 
-    @property
-    def trouble(self) -> str:
-        """Return what went wrong in following the runs just now."""
-        return self._followed.trouble
-
-    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Follow all runs; tell: is called when something has happened."""
-        return self._followed.looked_at(tell)
-
-    def news(self, seen: ToldRuns) -> list[bytes]:
-        """Return what a tab has not been told, as messages."""
-        is_first = seen.subscription != self._subscription
+    def news(self, seen: SentRuns) -> list[bytes]:
+        """Return the changes that a tab has not been sent, as messages."""
+        is_first = seen.generation != self._generation
         since = 0 if is_first else seen.num_changes
         changed: list[tuple[str, str]] = []
         for run_id, (number, brief) in reversed(self._runs.items()):
@@ -317,7 +287,7 @@ class RunsWatch:
         is_complete = self._is_complete and not (seen.is_complete and not is_first)
         if not changed and not is_complete:
             return []
-        seen.subscription, seen.num_changes = self._subscription, self._num_changes
+        seen.generation, seen.num_changes = self._generation, self._num_changes
         seen.is_complete = self._is_complete
         changed.reverse()
         return [
@@ -354,13 +324,13 @@ class RunsWatch:
         self._is_complete, self._time_s = change.is_complete, change.time_s
         if len(change.deleted) and sum(not brief for _, brief in self._runs.values()) > MAX_DELETED:
             self._runs = OrderedDict((id_, each) for id_, each in self._runs.items() if each[1])
-            self._subscription += 1  # all tabs are told what is left
-        self._followed.tell()
+            self._generation += 1  # all tabs get the remaining runs again
+        self.subscription.notify()
 
     def _begin(self) -> None:
-        """Forget all runs: the coordinator names them again."""
+        """Forget all runs, because the coordinator names them again."""
         self._runs.clear()
-        self._subscription += 1
+        self._generation += 1
         self._num_changes, self._is_complete = 0, False
 
 
@@ -369,9 +339,9 @@ class RunsWatch:
 # A subscription runs in one task, while a tab looks at it.
 
 RETRY_S: Final = 2.0
-"""Before the coordinator is asked again for what it has refused, or for a run that has ended."""
+"""The time before a refused request is repeated, or an ended run is looked at again."""
 TROUBLE_S: Final = 15.0
-"""For how long tabs are told of a failure, longer than until their next beat."""
+"""The time for which tabs are told of a failure, longer than until their next beat."""
 
 log = logging.getLogger("stratagem.client")
 
@@ -380,9 +350,9 @@ def nothing() -> None:
     """Do nothing."""
 
 
-class Followed:
-    """Something that is followed in one task, for all who look at it. Whatever goes wrong in it, it
-    is begun again."""
+class Subscription:
+    """A subscription that one task follows for all its users, and begins again after any
+    failure."""
 
     def __init__(
         self,
@@ -391,8 +361,9 @@ class Followed:
         begin: Callable[[], None] = nothing,
         end: Callable[[], None] = nothing,
     ) -> None:
-        """what: for the log. follow: returns True to be called again, False when there is nothing
-        more to follow. begin, end: called before the first one looks, and after the last."""
+        """Begin without users. what: its name in the log. follow: returns True to be called again,
+        False when there is nothing more to follow. begin, end: called before the first user comes,
+        and after the last has left."""
         self._what, self._follow, self._begin, self._end = what, follow, begin, end
         self._readers: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -400,34 +371,34 @@ class Followed:
 
     @property
     def is_on(self) -> bool:
-        """Return whether somebody looks."""
+        """Return whether there are users."""
         return self._task is not None
 
     @property
     def trouble(self) -> str:
-        """Return what went wrong just now that nobody had thought of; "" where nothing did."""
+        """Return the latest unexpected failure; "" without one."""
         return self._why if time.monotonic() - self._failed_s < TROUBLE_S else ""
 
     @contextmanager
-    def looked_at(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Follow; tell: is called when something has happened."""
-        self._readers.append(tell)
+    def subscribe(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """Follow it inside the context; on_change: called when something has happened."""
+        self._readers.append(on_change)
         if self._task is None:
             self._begin()
             self._task = asyncio.create_task(self._run())
         try:
             yield
         finally:
-            self._readers.remove(tell)
+            self._readers.remove(on_change)
             if not self._readers:
                 self._task.cancel()
                 self._task = None
                 self._end()
 
-    def tell(self) -> None:
-        """Tell all who look that something has happened."""
-        for tell in self._readers:
-            tell()
+    def notify(self) -> None:
+        """Tell all users that something has happened."""
+        for on_change in self._readers:
+            on_change()
 
     async def _run(self) -> None:
         while True:
@@ -435,10 +406,10 @@ class Followed:
                 if not await self._follow():
                     return
             except StratagemError:
-                await asyncio.sleep(RETRY_S)  # the beat says what it is
+                await asyncio.sleep(RETRY_S)  # the beat reports it
             except Exception as error:
                 log.exception("the page follows %s no further; it begins again", self._what)
                 self._why = f"an error in following {self._what}: {error!r}; it begins again"
                 self._failed_s = time.monotonic()
-                self.tell()
+                self.notify()
                 await asyncio.sleep(RETRY_S)

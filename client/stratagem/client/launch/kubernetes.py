@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from stratagem.client.launch.workers import WorkerLaunch, answer_of, check_program
+from stratagem.client.launch.workers import SiteProgram, WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import check_worker_id
 from stratagem.common.process.process_exit import PREEMPTED
@@ -23,22 +23,22 @@ from stratagem.common.process.process_exit import PREEMPTED
 # run.
 #
 # The pods are those of `deploy/kubernetes`, except for the features of a StatefulSet: a launched
-# worker has no name that comes back. They carry a label of their own, so neither the Service nor
-# the disruption budget of the standing workers selects them; a budget would refuse all evictions
-# for pods of a Job.
+# worker does not get its name back. They have a label of their own, so neither the Service nor the
+# disruption budget of the standing workers selects them; a budget would refuse all evictions of
+# pods of a Job.
 
 PORT: Final = 7072
-"""Of the first worker of a pod, where the network policies let the coordinator in."""
+"""The port of a pod's first worker, which the network policies open to the coordinator."""
 HEALTH_PORT: Final = 7172
 METRICS_PORT: Final = 9100
-"""Of the first worker of a pod, where the component `metrics` lets Prometheus in."""
+"""The port of a pod's first worker, which the component `metrics` opens to Prometheus."""
 MAX_PER_POD: Final = 16
 START_APART_S: Final = 60
-"""Workers of one pod may begin to serve so much apart, and a minute more."""
+"""The difference in start times of a pod's workers that a minute more tolerates."""
 GRACE_S: Final = 60
 DRAIN_GRACE_S: Final = 45
 MAX_NAME: Final = 50
-"""Pods are called as their job, with an index and five letters: at most 63 in all."""
+"""The longest name of a Job: pods add an index and five letters, at most 63 characters in all."""
 USER: Final = 10001
 CODE: Final = "/srv/code"
 DATA: Final = "/var/lib/stratagem"
@@ -49,37 +49,32 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PodShape:
-    """What the pods of a launch are like."""
+    """The shape of the pods of a launch."""
 
     namespace: str
     image: str
     per_pod: int
-    """Workers of one pod, each a container. One pod of a node lets them share its memory."""
+    """The number of workers in a pod, each a container. One pod per node lets them share memory."""
     cpus: int
     memory: str
     gpus: int
-    """Of each worker."""
+    """The number of GPUs of each worker."""
     queue: str | None
-    """Of Kueue, which starts the job when its turn has come."""
+    """The queue of Kueue, which starts the job when its turn comes."""
     secret: str | None
-    """With ca.crt, pool-POOL.crt and pool-POOL.key."""
+    """The secret with ca.crt, pool-POOL.crt and pool-POOL.key."""
     pool: str | None
     metrics: bool
-    """Whether each worker serves Prometheus' metrics."""
+    """Each worker serves Prometheus' metrics."""
     node_labels: tuple[str, ...] = ()
-    """KEY=VALUE that nodes must have."""
+    """The labels that nodes must have, as KEY=VALUE."""
     job_name: str | None = None
-    """Of the Job; the run's unless given, as for the second kind of nodes of a run."""
+    """The name of the Job, by default the run's; a second kind of nodes needs another."""
 
 
 def template(launch: WorkerLaunch, shape: PodShape) -> Object:
-    """Return what each pod is made from, with its metadata."""
+    """Return the template of the pods, with its metadata."""
     return {"metadata": _about(launch, shape), "spec": _pod(launch, shape)}
-
-
-def said_of(shape: PodShape) -> tuple[str, ...]:
-    """Return the names of the options that a pod says of its workers."""
-    return tuple(word.partition("=")[0] for word in _options(shape, 0))
 
 
 def labels_of(launch: WorkerLaunch) -> Object:
@@ -92,7 +87,8 @@ def labels_of(launch: WorkerLaunch) -> Object:
 
 
 def name_of(run_id: str) -> str:
-    """Return the name of a run's job: a run's id may be longer, and begin and end otherwise."""
+    """Return the name of a run's Job: the run's id may be longer, or begin or end with characters
+    that a name may not."""
     name = re.sub(r"^[^a-z0-9]+|[^a-z0-9]+$", "", run_id)
     if name == run_id and len(name) <= MAX_NAME:
         return name
@@ -103,8 +99,9 @@ def name_of(run_id: str) -> str:
 def _about(launch: WorkerLaunch, shape: PodShape) -> Object:
     """Return the metadata of the pods.
 
-    The annotations by which Prometheus finds pods have room for one port: they are those of the
-    standing workers where a pod has one worker, and there are none where some would be missed.
+    The annotations by which Prometheus finds pods have room for one port. A pod with one worker has
+    those of the standing workers; a pod with several has none, because some workers would be
+    missed.
     """
     about: Object = {"labels": labels_of(launch)}
     if shape.metrics and shape.per_pod == 1:
@@ -120,7 +117,7 @@ def _about(launch: WorkerLaunch, shape: PodShape) -> Object:
 
 def _pod(launch: WorkerLaunch, shape: PodShape) -> Object:
     volumes: list[Object] = [{"name": "data", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
-    # The workers of a pod exchange tensors there; what it takes counts as their memory.
+    # The workers of a pod exchange tensors there; this memory counts as theirs.
     volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if shape.secret is not None:
         secret = {"secretName": shape.secret, "defaultMode": 0o440}
@@ -215,9 +212,9 @@ def _options(shape: PodShape, number: int) -> list[str]:
 def _all_alive(num_workers: int) -> Object:
     """Return a probe that asks all workers of a pod.
 
-    A pod ends when all of its containers have ended, and only then is it made again. The place of a
-    worker that has died would stay empty for as long as the others live: so they leave, too. The
-    delay is for those that start later than others.
+    A pod is made again only when all of its containers have ended. The place of a dead worker would
+    stay empty while the others live, so they leave too. The delay allows for workers that start
+    later than others.
     """
     addresses = [f"$POD_IP:{HEALTH_PORT + number}" for number in range(num_workers)]
     command = ["python", "-m", "stratagem.common.health", *addresses]
@@ -225,8 +222,8 @@ def _all_alive(num_workers: int) -> Object:
 
 
 def _environment(container: str, shape: PodShape) -> list[Object]:
-    """Return what the pod is told of itself, with the threads that are paid for: the number of a
-    node's cores is not the same everywhere, and threads are part of the numerics."""
+    """Return the variables of a container: its pod, and the threads that it has paid for. Nodes
+    have different numbers of cores, and the number of threads is part of the numerics."""
     fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
     if shape.metrics:  # as for the standing workers, whose deployment is their namespace
         fields["STRATAGEM_WORKER_METRICS_DEPLOYMENT"] = "metadata.namespace"
@@ -243,21 +240,21 @@ def _environment(container: str, shape: PodShape) -> list[Object]:
 # ---- Job ----
 
 TRIES: Final = 3
-"""A worker that ends by itself with an error is started again so often."""
+"""The number of times that a failing worker is started again."""
 KEPT_S: Final = 86_400
 QUEUE: Final = "kueue.x-k8s.io"
 
-_WHERE: Final = "where your cluster's is"
+KUBECTL: Final = SiteProgram("kubectl", "run this on a machine that manages your cluster")
 _LABEL: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_LABEL: Final = re.compile(rf"(?:[a-z0-9][-a-z0-9.]{{0,252}}/)?{_LABEL}=(?:{_LABEL})?")
 _JOB_NAME: Final = re.compile(rf"[a-z0-9](?:[-a-z0-9]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
 _SPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?")
-"""A label of DNS: namespaces."""
+"""The pattern of a namespace, which is a label of DNS."""
 _QUEUE: Final = re.compile(rf"(?=.{{1,63}}$){_SPACE.pattern}(?:\.{_SPACE.pattern})*")
-"""Stands in a label, too."""
+"""The pattern of a queue's name, which also stands in a label."""
 _PART: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 _SECRET: Final = re.compile(rf"(?=.{{1,253}}$){_PART}(?:\.{_PART})*")
-"""Kubernetes limits the length of the whole, and not of parts."""
+"""The pattern of a secret's name, whose parts have no limit of their own."""
 _MEMORY: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:[kMGTPE]|[KMGTPE]i)?")
 
 DISRUPTED: Final = {"type": "DisruptionTarget", "status": "True"}
@@ -272,7 +269,7 @@ def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
     """Return the Job.
 
     Raises InvalidInputError for workers that do not fill their pods, for names and labels that
-    Kubernetes does not have, and for a network without certificates that nobody has allowed.
+    Kubernetes would refuse, and for a network without certificates that was not allowed.
     """
     _check(launch, shape)
     num_pods = launch.num_workers // shape.per_pod
@@ -308,26 +305,21 @@ def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes equal parts out each time, in place of references to the first one."""
+    """A dumper that writes out equal parts each time, instead of references to the first one."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def as_text(job: Object, launch: WorkerLaunch) -> str:
-    """Return the file that kubectl is given."""
+    """Return the file for kubectl."""
     head = HEAD.format(run_id=launch.run_id, coordinator=launch.coordinator, preempted=PREEMPTED)
     return head + yaml.dump(job, Dumper=_Plain, sort_keys=False, width=1000)
 
 
-def check_submit() -> None:
-    """Raise UnavailableError where kubectl is missing."""
-    check_program("kubectl", _WHERE)
-
-
 def submit(path: Path) -> str:
-    """Hand a file to kubectl, and return what it says of it. Raises UnavailableError."""
-    return answer_of(["kubectl", "create", "-f", str(path)], _WHERE)
+    """Submit a file, and return kubectl's answer. Raises UnavailableError."""
+    return KUBECTL.answer("create", "-f", str(path))
 
 
 def _check(launch: WorkerLaunch, shape: PodShape) -> None:
@@ -347,18 +339,19 @@ def _check(launch: WorkerLaunch, shape: PodShape) -> None:
         raise InvalidInputError.at("--tls-secret", "goes with --pool, whose certificate it holds")
     if shape.secret is None and "--allow-insecure-network" not in launch.command:
         problem = (
-            "without a certificate nothing is encrypted: say it with --pool, or, for a network "
+            "without a certificate nothing is encrypted: name its --pool, or, for a network "
             "that you trust, --worker --allow-insecure-network"
         )
         raise InvalidInputError.at("--tls-secret", problem)
-    own = {word.partition("=")[0] for word in launch.command}
-    for name in said_of(shape):
-        if name in own:
-            raise InvalidInputError.at("--worker", f"{name} is said by the launch; leave it out")
+    given = {word.partition("=")[0] for word in launch.command}
+    for option in _options(shape, 0):
+        name = option.partition("=")[0]
+        if name in given:
+            raise InvalidInputError.at("--worker", f"{name} is set by the launch; leave it out")
 
 
 def _check_names(shape: PodShape) -> None:
-    """Check what Kubernetes would refuse, or would look for in vain, after the run is submitted."""
+    """Check names that Kubernetes would refuse, or not find, only after the run was submitted."""
     in_words = "of a-z, 0-9, and - between them"
     names = (
         ("--namespace", shape.namespace, _SPACE, f"1 to 63 {in_words}"),

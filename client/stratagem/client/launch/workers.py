@@ -1,7 +1,6 @@
-"""WorkerLaunch describes a request to a launcher: a number of workers for one run, and the command
-of each.
+"""Describe the workers that an engine is to start for a run: their number, and the command of each.
 
-A launcher keeps no state: the run is the coordinator's, the processes are the engine's.
+A launcher keeps no state: the run belongs to the coordinator, the processes to the engine.
 """
 
 import re
@@ -29,13 +28,13 @@ OF_THE_LAUNCHER: Final = ("--rendezvous", "--coordinator", "--for-run", "--name"
 
 @dataclass(frozen=True, slots=True)
 class WorkerLaunch:
-    """So many workers for a run."""
+    """A number of workers for a run."""
 
     run_id: RunId
     coordinator: str
     num_workers: int
     command: tuple[str, ...]
-    """Of one worker, but for the launcher whose variables it reads."""
+    """The command of one worker, without the launcher whose variables it reads."""
 
     def command_of(self, launcher: str) -> tuple[str, ...]:
         """Return the command of a worker that this launcher starts."""
@@ -43,8 +42,7 @@ class WorkerLaunch:
 
 
 def check_addresses(option: str, addresses: str) -> None:
-    """Raise InvalidInputError for what is not the addresses of a coordinator. option: that says
-    them."""
+    """Raise InvalidInputError unless the text has addresses of a coordinator. option: its name."""
     try:
         split_addresses(addresses)
     except ValueError as error:
@@ -62,15 +60,14 @@ def launch_of(
 ) -> WorkerLaunch:
     """Return the launch of workers for a run of a job.
 
-    Workers may import what this job names, and nothing else, unless the options say `--allow`.
-    python: the interpreter, at its place on the nodes. folders: the users' modules, at their places
-    there. options: of each worker.
-    Raises InvalidInputError for options that a worker does not have or the launch itself says, and
-    for a job that brings code which no option lets in.
+    Workers may import only what this job names, unless the options have `--allow`. python: the path
+    of the interpreter on the nodes. folders: the paths of the user's modules there. options: of
+    each worker. Raises InvalidInputError for options that a worker does not have or that the launch
+    sets, and for a job with code that no option accepts.
     """
     for name in OF_THE_LAUNCHER:
         if name in {option.partition("=")[0] for option in options}:
-            raise InvalidInputError.at("--worker", f"{name} is said by the launch; leave it out")
+            raise InvalidInputError.at("--worker", f"{name} is set by the launch; leave it out")
     given = names_of(options)
     if job.code is not None and "--allow-code" not in given:
         problem = "the job brings code along; say which may run, as in --worker '--allow-code any'"
@@ -109,7 +106,7 @@ INTEGERS: Final[Mapping[str, int]] = {
 }
 """Options whose value is a whole number, with the least one."""
 MOST: Final[Mapping[str, int]] = dict.fromkeys(("--health-port", "--metrics-port"), 65535)
-"""The greatest one, where there is one."""
+"""The greatest values of such options, if they have one."""
 SECONDS: Final = frozenset(
     {
         *("--abort-grace-s", "--compile-timeout-s", "--drain-grace-s", "--exchange-timeout-s"),
@@ -133,7 +130,7 @@ TEXTS: Final = frozenset(
         *("--site", "--state-folder", "--tags", "--tls-ca", "--tls-cert", "--tls-key"),
     }
 )
-"""Options whose value is any text here: what it names is on the nodes."""
+"""Options whose value may be any text, because it names something on the nodes."""
 
 _WITHOUT_VALUE: Final = FLAGS | {f"--no-{name.removeprefix('--')}" for name in FLAGS}
 _KNOWN: Final = (*sorted(_WITHOUT_VALUE), *INTEGERS, *SECONDS, *CHOICES, *TEXTS)
@@ -141,12 +138,15 @@ _FIELD: Final = "--worker"
 
 
 def names_of(words: Sequence[str]) -> frozenset[str]:
-    """Return the names of the options; raises InvalidInputError for what a worker would refuse."""
+    """Return the names of the options. Raises InvalidInputError for those that a worker would
+    refuse."""
     names, rest = set[str](), iter(words)
     for word in rest:
         name, has_value, value = word.partition("=")
         if name not in _KNOWN:
-            what = "is no option of a worker" if name.startswith("-") else "belongs to no option"
+            what = (
+                "is not an option of a worker" if name.startswith("-") else "belongs to no option"
+            )
             hint = suggest(name, _KNOWN) or "; `stratagem worker --help` lists them"
             raise InvalidInputError.at(_FIELD, f"{word[:80]!r} {what}{hint}")
         names.add(name)
@@ -160,7 +160,7 @@ def names_of(words: Sequence[str]) -> frozenset[str]:
 
 
 def _why_not(name: str, value: str, *, has_value: bool) -> str:
-    """Return what is allowed in place of a value; "" where it is right."""
+    """Return the values that are allowed in place of a wrong one; "" for a right one."""
     if name in _WITHOUT_VALUE:
         return "no value" if has_value else ""
     if name in INTEGERS:
@@ -192,11 +192,13 @@ def _is_time(text: str) -> bool:
 
 @contextmanager
 def submitted_run(client: Client, job: JobSpec, run_id: RunId, job_path: Path) -> Iterator[None]:
-    """Submit the run, and then, in the body, its workers; without workers it is stopped again,
-    unless it was there before, with workers of its own. The error says which, and so does the
-    KeyboardInterrupt of who does not wait for the engine's answer: workers that it takes all the
-    same leave a run that was stopped."""
-    how = f"`stratagem cancel {run_id} --coordinator {client.address}` stops it"
+    """Submit the run, and let the body submit its workers.
+
+    If the body fails or is interrupted, the run is stopped, unless it existed before with workers
+    of its own. The error or the KeyboardInterrupt says what happened to the run. Workers that the
+    engine still takes after an interrupt leave a run that was stopped.
+    """
+    how = f"`stratagem stop {run_id} --coordinator {client.address}` stops it"
     try:
         handle = client.submit(job, run_id, import_path=import_folders(job_path))
     except KeyboardInterrupt:
@@ -210,8 +212,8 @@ def submitted_run(client: Client, job: JobSpec, run_id: RunId, job_path: Path) -
 
 
 def _without_workers(handle: RunHandle, how: str) -> str:
-    """Stop a run whose workers nobody has taken, and return what has become of it. how: somebody
-    else could."""
+    """Stop a run whose workers were not taken, and return what happened to it. how: the command
+    that stops it."""
     if not handle.created:
         return f"run {handle.run_id}, which was there before, goes on"
     try:
@@ -232,41 +234,46 @@ TIMEOUT_S: Final = 60.0
 
 
 def check_options(options: Iterable[str], program: str) -> None:
-    """Raise InvalidInputError for what is no option, before anything is handed over."""
+    """Raise InvalidInputError for words that are not options, before anything is submitted."""
     for option in options:
         if re.match(r"-\w|--\w", option) is None or "\n" in option:
-            problem = f"{option!r} is no option of {program}; write --name=VALUE after --"
+            problem = f"{option!r} is not an option of {program}; write --name=VALUE after --"
             raise InvalidInputError.at("options", problem)
 
 
-def check_program(name: str, where: str) -> None:
-    """Raise UnavailableError where a program of the site is missing, before it is needed.
+@dataclass(frozen=True, slots=True)
+class SiteProgram:
+    """A program of a site that takes jobs."""
 
-    where: as of `answer_of`.
-    """
-    if which(name) is None:
-        raise _missing(name, where)
+    name: str
+    advice: str
+    """The advice for a machine without the program."""
 
+    def check(self) -> None:
+        """Raise UnavailableError if the program is missing, before it is needed."""
+        if which(self.name) is None:
+            raise self._missing()
 
-def answer_of(command: list[str], where: str) -> str:
-    """Return what a program of the site answers to a command.
+    def answer(self, *arguments: str) -> str:
+        """Call the program and return its output.
 
-    where: the place at which the program is found, for the error's text.
-    Raises UnavailableError where the program is missing, silent, or refuses.
-    """
-    name = command[0]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except FileNotFoundError:
-        raise _missing(name, where) from None
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(f"{name} has not answered in {TIMEOUT_S:g} s") from None
-    if done.returncode != 0:
-        raise UnavailableError(f"{name}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout.strip()
+        Raises UnavailableError if the program is missing, silent, or refuses.
+        """
+        try:
+            done = subprocess.run(
+                [self.name, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise self._missing() from None
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(f"{self.name} has not answered in {TIMEOUT_S:g} s") from None
+        if done.returncode != 0:
+            raise UnavailableError(f"{self.name}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout.strip()
 
-
-def _missing(name: str, where: str) -> UnavailableError:
-    return UnavailableError(f"there is no {name} here; run this {where}")
+    def _missing(self) -> UnavailableError:
+        return UnavailableError(f"there is no {self.name} here; {self.advice}")

@@ -1,12 +1,11 @@
-"""LocalCluster runs a whole cluster on this machine: one coordinator and a few workers as child
-processes.
+"""Run a whole cluster on this machine: a coordinator and a few workers as child processes.
 
     with LocalCluster(workers=2) as cluster, cluster.client() as client:
         result = client.submit("job.yaml").result()
 
-It decides which commands run in which folders; supervisor.py keeps them alive. The coordinator
-comes back at the same port and a worker under the same name, so a killed process only delays the
-run. Everything listens on loopback only.
+This module decides which commands run in which folders; supervisor.py keeps them alive. A restarted
+coordinator has the same port and a restarted worker the same name, so a killed process only delays
+the run. Everything listens on loopback only.
 """
 
 import fcntl
@@ -51,11 +50,11 @@ def local_names(num_workers: int) -> tuple[str, ...]:
 
 
 def threads_each(asked: int | None, environ: Mapping[str, str] = os.environ) -> ThreadChoice:
-    """Return how many threads each worker of a local cluster has: those asked for, else those that
-    the environment names, else one.
+    """Return the number of threads of each worker of a local cluster: the number asked for, else
+    that of the environment, else one.
 
-    One is independent of the cores and of the number of workers, and so are the bits of a run; and
-    more make a step of a small model no faster.
+    One thread is independent of the cores and of the number of workers, and so are the bits of a
+    run; several make a step of a small model no faster.
     """
     if asked is not None:
         return ThreadChoice(asked)
@@ -64,24 +63,25 @@ def threads_each(asked: int | None, environ: Mapping[str, str] = os.environ) -> 
 
 @dataclass(slots=True, kw_only=True)
 class LocalCluster:
-    """Starts on `start()` or on entering the context, ends on `close()` or on leaving it."""
+    """A cluster that starts on `start()` or on entering the context, and ends on `close()` or on
+    leaving it."""
 
     workers: int = 2
     data_dir: Path | None = None
-    """Journal, states and logs; None: a temporary folder that close() removes."""
+    """The folder for journal, states and logs; None: a temporary one that close() removes."""
     allow: Sequence[str] = ("*:*",)
-    """Entry points (`module:name`, with wildcards) that jobs may name."""
+    """The entry points (`module:name`, with wildcards) that jobs may name."""
     allow_code: str = "any"
-    """Code that jobs may bring along, as `stratagem worker --allow-code` says it."""
+    """The code that jobs may bring, as for `stratagem worker --allow-code`."""
     import_path: Sequence[Path] = ()
-    """Folders from which the workers import the user's modules."""
+    """The folders from which the workers import the user's modules."""
     data_root: Sequence[Path] = (Path("/"),)
-    """Folders below which `data.path` of a job may be; anywhere, as the jobs are the caller's."""
+    """The folders that may hold `data.path` of a job; any, because the jobs are the caller's."""
     threads: int | None = None
-    """Threads per worker; None: as `threads_each` says."""
+    """The number of threads of each worker; None: see `threads_each`."""
     listen: str = "127.0.0.1:0"
     failpoints: bool = False
-    """Gives every process the failpoint folder data_dir/failpoints/<process name>."""
+    """Every process gets the failpoint folder data_dir/failpoints/<process name>."""
     environment: Mapping[str, str] = field(default_factory=dict)
     worker_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further command-line arguments by worker name, such as {"worker-0": ["--tags", "site-a"]}."""
@@ -95,9 +95,9 @@ class LocalCluster:
     _folder: Path = field(init=False, default_factory=Path)
     _lock: int = field(init=False, default=-1)
     _temporary: OwnFolder | None = field(init=False, default=None)
-    """The folder where no data_dir is given."""
+    """The data folder if no data_dir is given."""
     _owner: int = field(init=False, default=0)
-    """The process that has started it; in a fork of that it is not ours to end."""
+    """The process that started the cluster; a fork of it must not end the cluster."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -127,7 +127,8 @@ class LocalCluster:
         return self
 
     def close(self) -> None:
-        """End all processes (SIGTERM, after a grace SIGKILL). Idempotent; nothing in a fork."""
+        """End all processes by SIGTERM, and by SIGKILL after a grace period. Closing again does
+        nothing, and so does a fork."""
         if self._supervisor is None or self._owner != os.getpid():
             return
         self._supervisor.close()
@@ -144,7 +145,7 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """host:port of the coordinator."""
+        """Return the host:port of the coordinator."""
         return self.processes[COORDINATOR].address
 
     @property
@@ -158,35 +159,35 @@ class LocalCluster:
 
     @property
     def processes(self) -> dict[str, ProcessView]:
-        """All processes by name, as they stand now."""
+        """Return the present state of all processes, by name."""
         return {view.name: view for view in self._running().views()}
 
     def client(self) -> "Client":
-        """A blocking client of this cluster."""
+        """Return a blocking client of this cluster."""
         from stratagem.client.sdk.blocking import Client
 
         return Client(self.address)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until every process serves (again)."""
+        """Wait until every process is ready."""
         self._running().wait_ready(timeout_s)
 
     def wait_restarted(
         self, name: str, num_starts: int, timeout_s: float = READY_TIMEOUT_S
     ) -> None:
-        """Wait until a process serves and has been started more than num_starts times."""
+        """Wait until a process is ready and has been started more than num_starts times."""
         self._running().wait_restarted(name, num_starts, timeout_s)
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to a process; one that dies of it is started again."""
+        """Send a signal to a process; it is started again if it dies."""
         self._running().kill(name, signum)
 
     def failpoint_file(self, process: str, failpoint: str) -> Path:
-        """The file that arms a failpoint of a process: write how many hits to let pass."""
+        """Return the file that arms a failpoint of a process: write how many hits to let pass."""
         return self._folder / "failpoints" / process / failpoint
 
     def log_tail(self, process: str) -> str:
-        """Everything that a process has written to its log."""
+        """Return everything that a process has written to its log."""
         return (self._folder / "logs" / f"{process}.log").read_text(errors="replace")
 
     # ---- how the processes are run ----
@@ -196,12 +197,13 @@ class LocalCluster:
             raise NotFoundError("this local cluster is not running; call start()")
         if self._owner != os.getpid():
             raise WrongStateError(
-                f"this local cluster belongs to process {self._owner}, of which this one is a fork"
+                f"this local cluster belongs to process {self._owner}, "
+                "and this process is a fork of it"
             )
         return self._supervisor
 
     def _make_folder(self) -> Path:
-        """The data folder with its parts, locked for this cluster."""
+        """Make the data folder with its parts, lock it for this cluster, and return it."""
         if self.data_dir is None:
             self._temporary = temporary_folder("cluster")
             folder = self._temporary.path
@@ -219,7 +221,7 @@ class LocalCluster:
         except BlockingIOError:
             os.close(self._lock)
             address = read_address(folder / "ready" / COORDINATOR)
-            where = f" {address}" if address else ""  # it is just starting
+            where = f" {address}" if address else ""  # empty while it is starting
             raise ConflictError(
                 f"another local cluster uses {folder}; talk to it with --coordinator{where}, "
                 "or name another folder with --data-dir"
@@ -227,16 +229,16 @@ class LocalCluster:
         return folder
 
     def _leave_folder(self) -> None:
-        shutil.rmtree(self._folder / "ready", ignore_errors=True)  # nothing serves any more
+        shutil.rmtree(self._folder / "ready", ignore_errors=True)  # no process serves now
         os.close(self._lock)
         if self._temporary is not None:
             self._temporary.remove()
             self._temporary = None
-        remove_temporary()  # of processes that were killed and did not come back
+        remove_temporary()  # folders of killed processes
 
     def _check_listen(self) -> None:
-        """Whether the coordinator can listen where it should; its own log says less clearly why
-        not."""
+        """Raise InvalidInputError if the coordinator cannot listen at its address; its own log
+        would explain it less clearly."""
         host, port = split_address(self.listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -309,16 +311,15 @@ class LocalCluster:
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """Settings with which a local cluster runs a job; they are saved so that `resume --local` knows
-    them."""
+    """The settings with which a local cluster runs a job, saved for `resume --local`."""
 
     allow: tuple[str, ...]
     import_path: tuple[str, ...]
     tags: tuple[str, ...] = ()
     allow_code: str = "none"
     threads: int | None = None
-    """Of each worker, however many there are when it goes on: the bits depend on it. None: begun
-    with 0.2.0, which kept no number."""
+    """The number of threads of each worker, which stays when the number of workers changes: the
+    bits depend on it. None: the run was begun with 0.2.0, which did not record it."""
 
     def save(self, data_dir: Path, run_id: str) -> None:
         path = _local_run_file(data_dir, run_id)
@@ -336,13 +337,13 @@ class LocalRun:
         return cls(**{**kept, **lists})
 
     def threads_of(self, num_workers: int) -> ThreadChoice:
-        """Return the threads of each worker, with which the run goes on: 0.2.0 shared the cores
-        that it was bound to among the workers, whatever its control groups paid for."""
+        """Return the number of threads of each worker when the run continues: 0.2.0 divided the
+        cores that it was bound to among the workers, without regard to control groups."""
         number = self.threads or max(1, bound_cores() // num_workers)
         return ThreadChoice(number, "as it began")
 
     def with_code_in(self, overrides: list[str]) -> "LocalRun":
-        """The settings of a run whose job names further code of the user's in these overrides."""
+        """Return the settings for a run whose job names further user code in these overrides."""
         named = re.findall(r"[\w.]+:[A-Za-z_][\w.]*", " ".join(overrides))
         return replace(self, allow=tuple(dict.fromkeys((*self.allow, *named))))
 

@@ -1,11 +1,10 @@
-"""ProcessSupervisor keeps a few child processes alive from one thread.
+"""Keep a few child processes alive from one thread.
 
-All are started at once. A process that needs others reads their addresses, a line each, from its
-standard input once they are ready; after a restart they stand in its arguments. A process is ready
+All are started at once. A process that needs others reads their addresses, one per line, from its
+standard input once they are ready; after a restart it gets them as arguments. A process is ready
 when its ready file names an address, and is restarted when it ends; one that keeps ending soon, or
-cannot be started, waits longer each time. Should the thread itself fail, it ends all processes,
-and every later question is answered with the reason. No child outlives this process, however it
-ends (see common/process/template.py).
+cannot be started, waits longer each time. If the thread itself fails, it ends all processes, and
+every later call raises the reason. No child outlives this process, however it ends.
 """
 
 import json
@@ -37,25 +36,26 @@ TAIL_BYTES: Final = 4000
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program to run as a child process, and the name under which it runs."""
+    """A program to run as a child process, with the name of the process."""
 
     name: str
     argv: Callable[[Mapping[str, str]], Sequence[str]]
-    """From the addresses of the processes that have been ready, this one's own included.
+    """A function of the addresses of all processes that have been ready, including this one.
 
-    The addresses of those it needs may be missing: it gets them on its standard input."""
+    Addresses that the process needs may be missing: it reads them from its standard input.
+    """
     ready_file: Path
     log_file: Path
     environment: Mapping[str, str]
     needs: tuple[str, ...] = ()
     exit_variable: str = ""
-    """Where the environment of the next process says how the last one has ended, as PID:STATUS or
-    PID:stopped; empty: nowhere."""
+    """The variable that tells the next process how the last one ended, as PID:STATUS or
+    PID:stopped; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """A process as it stands now."""
+    """The present state of a process."""
 
     name: str
     pid: int | None
@@ -67,7 +67,7 @@ class ProcessView:
 
 
 def stop(processes: Sequence[Process], grace_s: float) -> None:
-    """SIGTERM to all, SIGKILL to those that stay longer than grace_s."""
+    """Send SIGTERM to all, and SIGKILL to those that live longer than grace_s."""
     for process in processes:
         process.terminate()
         process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
@@ -81,7 +81,7 @@ def stop(processes: Sequence[Process], grace_s: float) -> None:
 
 
 def read_address(path: Path) -> str:
-    """The address in a ready file: {"address": "host:port"}, or bare; "" while it is not there."""
+    """Return the address in a ready file, {"address": "host:port"} or bare; "" without a file."""
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def size_of(log_file: Path) -> int:
 
 
 def tail(path: Path, begin: int, end: int) -> str:
-    """The last of what a log file holds between these bytes."""
+    """Return the end of the text that a log file holds between these bytes."""
     text = path.read_bytes()[begin:end][-TAIL_BYTES:].decode(errors="replace").strip()
     return text or "(nothing)"
 
@@ -108,11 +108,11 @@ def tail(path: Path, begin: int, end: int) -> str:
 log = structlog.get_logger(__name__)
 
 BOOT_TICK_S: Final = 0.02
-"""How often the ready file of a process that is starting is looked at."""
+"""The interval at which the ready file of a starting process is checked."""
 BLIND_TICK_S: Final = 0.2
-"""The same of a process whose end gives no event: on other systems, or without descriptors."""
+"""The interval for a process whose end gives no event: on other systems, or without descriptors."""
 STABLE_S: Final = 10.0
-"""A process that lived this long has not died "soon"."""
+"""The lifetime from which on a process has not ended "soon"."""
 FREE_RESTARTS: Final = 2
 MAX_DELAY_S: Final = 5.0
 KILLED_BY_FAILPOINT: Final = 137
@@ -128,23 +128,24 @@ class _Child:
     num_starts: int = 0
     num_quick_ends: int = 0
     log_begin: int = 0
-    """The byte of its log file at which the present process began."""
+    """The byte of the log file at which the present process began."""
     last_log: tuple[int, int] = (0, 0)
-    """Where the one that ended last began and ended there: the next one writes to the same file."""
+    """The bytes of the log file that belong to the process that ended last; the next one appends.
+    """
     last_exit: int | None = None
     last_words: str = ""
-    """How the last process has ended; see Command.exit_variable."""
+    """The way in which the last process ended; see Command.exit_variable."""
     is_ordered: bool = False
-    """The present process was sent a signal by who uses this supervisor."""
+    """The user of this supervisor has sent the present process a signal."""
     problem: str = ""
-    """Why it could not be started, or looked after, the last time this was tried."""
+    """The reason why the last attempt to start or look after it failed."""
     started_s: float = 0.0
     due_s: float = 0.0
 
 
 @dataclass(slots=True)
 class ProcessSupervisor:
-    """All state is guarded by one condition, which is notified at every change."""
+    """The owner of child processes; one condition guards all state and is notified of changes."""
 
     commands: Sequence[Command]
     grace_s: float = 5.0
@@ -155,7 +156,7 @@ class ProcessSupervisor:
     _thread: threading.Thread = field(init=False)
     _is_closing: bool = field(init=False, default=False)
     _defect: str = field(init=False, default="")
-    """Why the thread has ended by itself."""
+    """The error that ended the thread."""
 
     def __post_init__(self) -> None:
         self._children = {command.name: _Child(command) for command in self.commands}
@@ -168,7 +169,7 @@ class ProcessSupervisor:
         self._thread.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every process is ready; raise an error that quotes the log when one cannot
+        """Wait until every process is ready. Raises an error that quotes the log if one cannot
         start."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -206,7 +207,7 @@ class ProcessSupervisor:
             return tuple(self._view(child) for child in self._children.values())
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        """Send a signal; after SIGKILL the process is gone, and on its way back, on return."""
+        """Send a signal; after SIGKILL the process is gone on return, and will be started again."""
         with self._changed:
             self._raise_if_defective()
             child = self._child(name)
@@ -220,7 +221,8 @@ class ProcessSupervisor:
         self._poke()
 
     def close(self) -> None:
-        """SIGTERM to all, SIGKILL to those that stay longer than grace_s. Idempotent."""
+        """Send SIGTERM to all, and SIGKILL to those that live longer than grace_s. Closing again
+        does nothing."""
         with self._changed:
             if self._is_closing:
                 return
@@ -250,8 +252,8 @@ class ProcessSupervisor:
             self._stop_all()
 
     def _try_to_look_after(self, child: _Child) -> None:
-        """Whatever goes wrong with one process (no descriptors or memory left, a full disk, a
-        folder that is gone) is tried again later, and is nothing to the others."""
+        """Look after a process; a failure, such as a full disk or a missing folder, is retried
+        later and does not affect other processes."""
         try:
             self._look_after(child)
             return
@@ -284,7 +286,7 @@ class ProcessSupervisor:
         return all(name in self._addresses for name in child.command.needs)
 
     def _tell_addresses(self, child: _Child) -> None:
-        """Write what the process waits for into its standard input."""
+        """Write the addresses that the process waits for to its standard input."""
         assert child.process is not None
         pipe = child.process.stdin
         if pipe is None or pipe.closed or not self._has_needs(child):
@@ -294,7 +296,7 @@ class ProcessSupervisor:
             pipe.write(text.encode())
 
     def _spawn(self, child: _Child) -> None:
-        """A process that was started is noted at once: it is kept even if the next step fails."""
+        """Start a process. It is recorded at once, so it is kept even if the next step fails."""
         command = child.command
         command.ready_file.unlink(missing_ok=True)
         argv = command.argv(self._addresses)
@@ -309,7 +311,7 @@ class ProcessSupervisor:
         child.problem = ""
         self._changed.notify_all()
         if sys.platform == "linux":
-            with suppress(OSError):  # without one it is looked after now and then
+            with suppress(OSError):  # without one it is polled
                 child.end = end_descriptor(child.process)
 
     def _note_end(self, child: _Child) -> None:
@@ -325,7 +327,7 @@ class ProcessSupervisor:
         if child.end is not None:
             os.close(child.end)
             child.end = None
-        # An ordered end says nothing about the next start.
+        # An ordered end does not predict the next one.
         is_ordered = child.is_ordered or child.last_exit == KILLED_BY_FAILPOINT
         child.is_ordered = False
         is_quick = now_s - child.started_s < STABLE_S and not is_ordered
@@ -334,8 +336,8 @@ class ProcessSupervisor:
         self._changed.notify_all()
 
     def _next_look_s(self) -> float | None:
-        """Return after how many seconds to look again if no event comes first; None if only an
-        event is awaited."""
+        """Return the seconds after which to look again if no event comes; None to wait for an
+        event."""
         looks: list[float] = []
         for child in self._children.values():
             if child.process is None:
@@ -358,8 +360,7 @@ class ProcessSupervisor:
             os.read(self._wake[0], 4096)
 
     def _stop_all(self) -> None:
-        """Stop all processes; those that need others go first, so that they can take their
-        leave."""
+        """Stop all processes, first those that need others, so that they can still tell them."""
         with self._changed:
             children = self._children.values()
             for group in ([c for c in children if c.command.needs], list(children)):
@@ -383,12 +384,12 @@ class ProcessSupervisor:
     def _raise_if_defective(self) -> None:
         if self._defect:
             raise UnavailableError(
-                f"the processes have ended, because what kept them alive has failed: {self._defect}"
+                f"the processes have ended, because their supervisor has failed: {self._defect}"
             )
 
     def _raise_if_hopeless(self, child: _Child) -> None:
-        """No start, or an ordinary error exit before the first readiness: to try again would not
-        help."""
+        """Raise an error if a process could not be started, or failed before it was ever ready:
+        trying again would not help."""
         has_been_ready = child.command.name in self._addresses
         if child.problem and not has_been_ready:
             raise UnavailableError(f"{child.command.name} cannot be started: {child.problem}")
@@ -423,7 +424,7 @@ class ProcessSupervisor:
 
 
 def _restart_delay_s(num_quick_ends: int) -> float:
-    """The first restarts are immediate, then 0.2 s, 0.4 s, ... up to MAX_DELAY_S."""
+    """Return the delay of a restart: none for the first ones, then 0.2 s to MAX_DELAY_S."""
     if num_quick_ends <= FREE_RESTARTS:
         return 0.0
     return min(MAX_DELAY_S, 0.1 * 2.0 ** min(num_quick_ends - FREE_RESTARTS, 16))

@@ -20,7 +20,7 @@ class Axis:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value, of one outside of the range that of its end."""
+        """Return the pixel of a value; a value outside of the range has that of its end."""
         return self.start + (self.end - self.start) * min(max(self._share(value), 0.0), 1.0)
 
     def beyond(self, value: float) -> float:
@@ -35,7 +35,7 @@ class Axis:
         return math.log10(max(value, self.low, 1e-300)) if self.log else value
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Return about so many round values within the range, at least two where it has any."""
+        """Return about so many round values within the range, at least two if possible."""
         if self.log:
             return _powers(self.low, self.high, count)
         for more in range(count, 4 * count):
@@ -46,14 +46,12 @@ class Axis:
 
 
 MIN_VALUES = 16
-"""Of which a few can be told to be outliers."""
+"""The number of values from which a few can be recognized as outliers."""
 
 
 def usual_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return between which values most of a series lie, with as much room again on both sides.
-
-    Where few values lie outside, and those not far, the range of all of them: nothing is outside.
-    """
+    """Return the range of most values of a series, with as much room again on both sides. If only
+    few values lie outside, and not far, it is the range of all."""
     finite = sorted(filter(math.isfinite, values))
     if len(finite) < MIN_VALUES:
         return -math.inf, math.inf
@@ -124,7 +122,7 @@ def short(value: float) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return an amount of memory, as "768 B", "59.4 KiB" or "23.5 GiB"."""
+    """Return an amount of memory as text, such as "768 B", "59.4 KiB" or "23.5 GiB"."""
     if abs(num_bytes) < 1024:
         return f"{num_bytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -135,7 +133,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as "0.25 s", "12 s", "3:05" or "2:10:00"."""
+    """Return a time as text, such as "0.25 s", "12 s", "3:05" or "2:10:00"."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 60:
@@ -160,7 +158,7 @@ def time_steps(high: float, count: int) -> list[float]:
 # ---- Frame ----
 
 EDGE = 14
-"""Pixels to the right of a box that its last value may reach into."""
+"""The pixels to the right of a box that its last value may reach into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,7 @@ def x_values(
     name: str = "",
     form: Callable[[float], str] = short,
 ) -> Iterable[str]:
-    """Yield the values below the box, and below them what they are of: `below(name)` pixels."""
+    """Yield the values below the box, and below them the name of the axis: `below(name)` pixels."""
     yield element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, stroke="muted")
     for value in values:
         x, text = axis(value), form(value)
@@ -205,7 +203,8 @@ def x_values(
 
 
 def below(name: str) -> int:
-    """Return how many pixels the values of an axis, and its name, take below their box."""
+    """Return the number of pixels that the values of an axis, and its name, take below
+    their box."""
     return 38 if name else 24
 
 

@@ -1,6 +1,5 @@
-"""Draw curves over steps: a line of last values in a band of minimum and maximum, and marks of
-events.
-"""
+"""Draw curves over steps: a line of last values in a band from least to greatest, and marks of
+events."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -43,20 +42,20 @@ from stratagem.client.pictures.svg import (
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series. A row stands for the steps after the row before it, up to its own."""
+    """One series. A row stands for the steps after the row before it, up to its own step."""
 
     name: str
     step: Sequence[float]
     last: Sequence[float]
     low: Sequence[float] = ()
-    """The least value in each row; as long as `step`, or empty for rows of one value."""
+    """The least value of each row; as long as `step`, or empty for rows of one value."""
     high: Sequence[float] = ()
     provisional_from: float = math.inf
-    """Rows behind this step may still change, and are paler."""
+    """The step behind which rows may still change, and are paler."""
     dots: bool = False
-    """Its values are few: each is a dot, on a thin line."""
+    """Each value is a dot on a thin line, because there are few."""
     colour: int | None = None
-    """Its number among the colours of series; unless given, that of the line in its frame."""
+    """The number of the series' colour, by default that of the line in its frame."""
 
 
 def cut(line: Line, first: float, last: float) -> Line:
@@ -68,7 +67,7 @@ def cut(line: Line, first: float, last: float) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is drawn of the steps of one row, or of several that share a column."""
+    """The drawn values of one row of steps, or of several rows in one column of pixels."""
 
     step: float
     last: float
@@ -83,8 +82,8 @@ def rows_of(line: Line) -> list[Row]:
     return [Row(*values) for values in zip(steps, last, low, high, strict=True)]
 
 
-def merged(rows: Sequence[Row], x: Axis, pixels: int = 1) -> list[Row]:
-    """Merge the rows of each column of so many pixels, in order."""
+def merge_rows(rows: Sequence[Row], x: Axis, pixels: int = 1) -> list[Row]:
+    """Merge the rows within each column of so many pixels, in order."""
     found: list[Row] = []
     column, was_finite = -1, False
     for row in rows:
@@ -110,12 +109,12 @@ def _least(a: float, b: float) -> float:
 
 MAX_TABLE_ROWS = 40
 DOT_PIXELS = 9
-"""That a dot takes with the room around it; of dots that are closer the last one is drawn."""
+"""The width of a dot with the space around it; of dots that are closer the last is drawn."""
 OUTLIER_PIXELS = 12
 
 
 class MarkKind(StrEnum):
-    """What happened at a step, other than the step."""
+    """The kind of an event at a step."""
 
     DEATH = "death"
     JOIN = "join"
@@ -123,7 +122,7 @@ class MarkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CurveMark:
-    """Something that happened at a step."""
+    """An event at a step."""
 
     step: float
     kind: MarkKind
@@ -141,12 +140,12 @@ def curve(  # noqa: PLR0913  (the options of a curve)
     log: bool = False,
     span: tuple[float, float] | None = None,
 ) -> Picture:
-    """Return curves in one frame; unit: what is counted to the right. span: the first and the last
-    step of the frame; unless given, those of the lines.
+    """Return curves in one frame.
 
-    Rows of one pixel column are merged into one, which keeps their least and greatest value. Where
-    a value is not finite the line breaks. A few values far from the others do not fix the scale:
-    they are marked at the edge.
+    unit: of the horizontal axis. span: the first and the last step of the frame, by default those
+    of the lines. Rows in one column of pixels are merged into one, which keeps their least and
+    greatest value. The line breaks where a value is not finite. A few values far from the others do
+    not determine the scale: they are marked at the edge.
     """
     entries = [
         (dot_sign(colour) if line.dots else line_sign(colour), line.name)
@@ -164,7 +163,7 @@ def curve(  # noqa: PLR0913  (the options of a curve)
     x = Axis(*(span or _span(every, marks)), box.left, box.right)
     y = axis_of(_shown_values(rows, log=log), box.bottom, box.top, log=log)
     drawn = [
-        merged(of_line, x, DOT_PIXELS if line.dots else 1)
+        merge_rows(of_line, x, DOT_PIXELS if line.dots else 1)
         for line, of_line in zip(lines, rows, strict=True)
     ]
     parts = [shown, *y_grid(y, box, count=max(2, round((box.bottom - box.top) / 44)))]
@@ -182,8 +181,8 @@ def curve(  # noqa: PLR0913  (the options of a curve)
 
 
 def _shown_values(rows: Sequence[Sequence[Row]], *, log: bool) -> Iterator[float]:
-    """Yield what the frame has to hold: of few values far from the others in a line, where they
-    are no longer shown."""
+    """Yield the values that the frame must hold; a few values far from the others in a line are
+    left out."""
     for of_line in rows:
         ends = (-math.inf, math.inf) if log else usual_range([row.last for row in of_line])
         for row in of_line:
@@ -244,7 +243,8 @@ def _drawn(line: Line, rows: Sequence[Row], colour: str, x: Axis, y: Axis) -> It
 
 
 def _stretches(rows: Sequence[Row], y: Axis, provisional_from: float) -> Iterator[list[Row]]:
-    """Yield the parts of a line between values that cannot be shown; what may change by itself."""
+    """Yield the parts of a line between values that cannot be shown, and those that may still
+    change."""
     stretch: list[Row] = []
     for row in rows:
         if math.isfinite(row.last) and (row.last > 0 or not y.log):
@@ -271,7 +271,7 @@ def _not_finite(rows: Sequence[Row], x: Axis, box: Box) -> Iterator[str]:
 
 
 def _outliers(line: Line, rows: Sequence[Row], colour: str, x: Axis, y: Axis) -> Iterator[str]:
-    """Yield a sign at the edge for values that lie beyond it, one where several are close."""
+    """Yield a sign at the edge for values that lie beyond it; several close ones share a sign."""
     last_at = {True: -math.inf, False: -math.inf}
     for row in rows:
         for value, above in ((row.high, True), (row.low, False)):
@@ -307,7 +307,7 @@ def _words(
     y: Axis,
     unit: str,
 ) -> Iterator[str]:
-    """Yield what the picture says."""
+    """Yield the description of the picture."""
     for line, of_line in zip(lines, rows, strict=True):
         finite = [row for row in of_line if math.isfinite(row.last)]
         if finite:
@@ -328,8 +328,9 @@ def _words(
 
 
 def _table(lines: Sequence[Line], rows: Sequence[Sequence[Row]], unit: str) -> NumberTable:
-    """Return the rows of all lines, merged until they are few: least and greatest values stay."""
-    few = [merged(of_line, Axis(*_span(of_line, ()), 0, MAX_TABLE_ROWS - 1)) for of_line in rows]
+    """Return the rows of all lines, merged until they are few; least and greatest values stay."""
+    columns = MAX_TABLE_ROWS - 1
+    few = [merge_rows(of_line, Axis(*_span(of_line, ()), 0, columns)) for of_line in rows]
     has_band = any(row.high > row.low for of_line in few for row in of_line)
     headings = ("series", unit, "value", *(("least", "greatest") if has_band else ()))
     listed = [

@@ -47,21 +47,21 @@ STATES = {
     "excused": ("muted", "–", "1 3"),
     "": ("grid", "", None),
 }
-"""Of each state its colour, its sign and how its edge is broken; "": in no round so far."""
+"""The colour, the sign and the edge's dashes by state; "": not yet in a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCell:
-    """One client as it is shown."""
+    """One client in the grid."""
 
     name: str
     state: str
     loss: float
     num_samples: int
     text: str = ""
-    """What else there is to say: where it is, why it was rejected."""
+    """A text with further information, such as the worker or the reason of a rejection."""
     benched_until: str = ""
-    """When it may take part again, where it sits on the bench."""
+    """The round from which it may take part again, if it is benched."""
 
 
 def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) -> Picture:
@@ -94,7 +94,7 @@ def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) ->
 
 
 def _table(cells: Sequence[ClientCell]) -> NumberTable:
-    """Return the same numbers; the bench has a column where somebody sits on it."""
+    """Return the numbers of the grid, with a column for the bench if a client is benched."""
     has_bench = any(cell.benched_until for cell in cells)
     heads = (
         "client",
@@ -118,7 +118,7 @@ def _table(cells: Sequence[ClientCell]) -> NumberTable:
 
 
 def _size(count: int, width: int) -> float:
-    """Return the side of a cell: as large as suits the number of clients."""
+    """Return the side of a cell, which depends on the number of clients."""
     return next((s for s in (64.0, 48.0, 34.0, 24.0) if count * s * s <= width * 300), 14.0)
 
 
@@ -157,7 +157,7 @@ def _cell(
 def _edge(x: float, y: float, side: float, state: str, *, is_small: bool = False) -> str:
     colour, _, dashes = STATES[state]
     shape: dict[str, Any] = {"x": x, "y": y, "width": side, "height": side}
-    if is_small:  # no room for a sign: the words are in its hint, and in the table
+    if is_small:  # no room for a sign; the tooltip and the table have the state
         return element("rect", **shape, fill="none", stroke=colour, stroke_width=1.2)
     shape |= {"rx": 3, "stroke_width": 2}
     return element("rect", **shape, fill="none", stroke=colour, stroke_dasharray=dashes)
@@ -168,31 +168,31 @@ def _edge(x: float, y: float, side: float, state: str, *, is_small: bool = False
 # Three plots show the loss, the clients by state, and the time against the deadline.
 
 COLOURS = {"done": "good", "late": "warn", "rejected": "bad", "selected": "grid"}
-"""Of the parts of a bar, from the bottom up."""
+"""The colours of the parts of a bar, from the bottom up."""
 MIN_PIXELS = 2.0
-"""That a column takes; where there is less room for a round, several are drawn as one."""
+"""The width of a column; where rounds have less room, several are drawn as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundBar:
-    """One round as it is shown."""
+    """One round in the plots."""
 
     number: int
     loss: float
     counts: dict[str, int]
-    """Clients by state."""
+    """The number of clients by state."""
     num_needed: int | None = None
     seconds: float | None = None
-    """None: it is open."""
+    """The length of the round; None: it is open."""
     deadline: float | None = None
-    """Seconds after its beginning."""
+    """The deadline in seconds after its beginning."""
 
 
 def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture:
     """Return three plots above each other with one axis of rounds.
 
-    Of more rounds than there is room for, several share a column: of losses it has the last one and
-    their range, of clients the mean number, of times the longest.
+    If there is not enough room, several rounds share a column, which has the last loss and the
+    range of losses, the mean number of clients, and the longest time.
     """
     present = [state for state in COLOURS if any(bar.counts.get(state) for bar in bars)]
     signs = [(line_sign("s1"), "loss")]
@@ -254,24 +254,24 @@ def _named(box: Box, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The rounds that are drawn in one place."""
+    """The rounds that are drawn in one column."""
 
     number: float
     name: str
     loss: float
-    """Of the last one."""
+    """The loss of the last round."""
     low: float
     high: float
     counts: dict[str, float]
-    """Clients by state, of one round in the mean."""
+    """The mean number of clients by state."""
     num_needed: int | None
-    """The greatest one, as those that follow."""
+    """The greatest number, as for the following fields."""
     seconds: float | None
     deadline: float | None
 
 
 def _columns(bars: Sequence[RoundBar], size: int) -> list[_Column]:
-    """Return the rounds, so many in each column."""
+    """Return the rounds in groups of so many for each column."""
     return [_column(bars[at : at + size]) for at in range(0, len(bars), max(size, 1))]
 
 
@@ -379,7 +379,8 @@ def histogram(
     width: int = 360,
     height: int = 194,
 ) -> Picture:
-    """Return a bar for each range of values; name: what they are. Those not finite are left out."""
+    """Return a bar for each range of values; name: of the values. Values that are not finite are
+    left out."""
     known = np.asarray(values, np.float64)  # there may be millions
     finite = np.sort(known[np.isfinite(known)])
     edges = _edges(finite)
@@ -421,7 +422,7 @@ def histogram(
 
 
 def _edges(finite: Floats) -> list[float]:
-    """Return the ends of ranges of one round width that hold all values."""
+    """Return the ends of ranges of one round width that include all values."""
     if not len(finite):
         return [0.0, 1.0]
     low, high = float(finite[0]), float(finite[-1])

@@ -37,41 +37,39 @@ from stratagem.client.pictures.svg import (
 
 LANE_HEIGHT = 24
 MAX_LANES_HEIGHT = 720
-"""In pixels, of all lanes; of more than 30 each one is less high."""
+"""The height of all lanes in pixels; more than 30 lanes become lower."""
 MIN_LANE_HEIGHT = 2.0
 MAX_ROWS = 1000
-"""Of a picture; where there are more lanes, several share a row."""
+"""The most rows of a picture; where there are more lanes, several share a row."""
 MIN_NAME_HEIGHT = 13.0
 MAX_NAME = 150.0
 MAX_BARS = 400
-"""Elements that a browser reads and draws without its user noticing."""
+"""The number of elements that a browser reads and draws without delay."""
 THIN_PIXELS = 2
-"""The least that is drawn of a bar. Of more than MAX_BARS, bars of up to twice that share one
-element in each lane and colour, and those in one column of so many pixels are one."""
+"""The least width of a bar. If there are more than MAX_BARS, bars of up to twice this width share
+one element in each lane and colour, and those in one column of so many pixels are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stretch of time in a lane; as long as nothing, a mark."""
+    """A stretch of time in a lane; without length it is a mark."""
 
     lane: int
     start: float
     end: float
     colour: str
     text: str
-    """What it is, for who rests the pointer on it."""
+    """The text of the tooltip."""
     inside: str = ""
-    """What is written in it, where there is room."""
+    """The text inside the bar, if there is room."""
     ending: str = ""
-    """A sign at its end, such as ✕."""
+    """The sign at its end, such as ✕."""
     count: int = 1
 
 
-def merged(bars: Sequence[Bar], x: Axis) -> list[Bar]:
-    """Return the bars, those of a lane and a colour in one that are too narrow to be told apart.
-
-    However many there are, no more are left than a lane has pixel columns.
-    """
+def merge_bars(bars: Sequence[Bar], x: Axis) -> list[Bar]:
+    """Return the bars, with those of a lane and a colour merged that are too narrow to be told
+    apart. No more are left than a lane has columns of pixels."""
     pixel = (x.high - x.low) / (x.end - x.start)
     open_: dict[tuple[int, str], Bar] = {}
     done: list[Bar] = []
@@ -91,16 +89,17 @@ def merged(bars: Sequence[Bar], x: Axis) -> list[Bar]:
 
 
 def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
-    """Return whether two bars are too close, and one too narrow, to be told apart; or one lies on
-    the other."""
+    """Return whether two bars are too close and too narrow to be told apart, or lie on each
+    other."""
     if before.ending or bar.start - before.end >= pixel:
         return False
     is_covered = bar.end - before.end < pixel or bar.start - before.start < pixel
     return is_covered or min(bar.end - bar.start, before.end - before.start) < 3 * pixel
 
 
-def _told_apart(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]]]:
-    """Return the bars that are drawn alone, and thin ones by lane and colour where all are many."""
+def _split_thin(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]]]:
+    """Return the bars that are drawn alone, and thin ones by lane and colour if there are very
+    many."""
     wide: list[Bar] = []
     thin: dict[tuple[int, str], list[Bar]] = {}
     for bar in bars:
@@ -138,10 +137,8 @@ def lanes(
     form: Callable[[float], str] = duration,
     unit: str = "",
 ) -> tuple[str, int]:
-    """Return the content and the height of a picture with one lane per name.
-
-    end: of the time that is shown, from 0 on.
-    """
+    """Return the content and the height of a picture with one lane per name. end: of the time axis,
+    which begins at 0."""
     names, bars = _in_rows(names, bars)
     room = min(max((width_of(name) for name in names), default=0) + 16, MAX_NAME, width * 0.3)
     shown, top = legend(signs, 8, width)
@@ -150,7 +147,7 @@ def lanes(
     box = Box(room, top + 2, width - EDGE, height - 2 - below(unit))
     x = Axis(0.0, max(end, 1e-9), box.left, box.right)
     parts = [shown, *_names(names, box, high)]
-    wide, thin = _told_apart(merged(bars, x), x)
+    wide, thin = _split_thin(merge_bars(bars, x), x)
     for of_one in thin:
         parts.append(_thin(of_one, x, box.top + high * of_one[0].lane, high))
     for bar in wide:
@@ -161,7 +158,7 @@ def lanes(
 
 
 def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], Sequence[Bar]]:
-    """Return no more lanes than a picture has rows, each with the first name in it."""
+    """Return at most as many lanes as a picture has rows, each with the first name in it."""
     num_lanes = len(names)
     if num_lanes <= MAX_ROWS:
         return names, bars
@@ -208,22 +205,22 @@ def _bar(bar: Bar, x: Axis, y: float, high: float) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What took from one time to another, in seconds from the beginning; or an instant; or several
-    of them, one behind or on another."""
+    """An activity from one time to another, in seconds from the beginning; or an instant; or
+    several that follow or overlap each other."""
 
     lane: str
     start: float
     end: float
     kind: str
     text: str = ""
-    """Of several, what the first one was."""
+    """The text of the activity, or of the first one of several."""
     count: int = 1
     lasted: float | None = None
-    """Of several, how long all of them took."""
+    """The total duration, if these are several activities."""
 
     @property
     def seconds(self) -> float:
-        """Return how long it took, or all of them did."""
+        """Return the duration, of several activities the total."""
         return self.end - self.start if self.lasted is None else self.lasted
 
 
@@ -274,21 +271,21 @@ class Stay:
 
     worker: str
     party: str
-    """Whose member it was, or what it did; "" is the whole run."""
+    """The party of the member, or its task; "" is the whole run."""
     start: float
     end: float | None
-    """None: it is one now."""
+    """The end; None: the worker is still a member."""
     ending: str = ""
     is_lost: bool = False
     task: str = ""
-    """What it did for the party, such as "client 3"."""
+    """The task for the party, such as "client 3"."""
 
 
 AWAY: Final = "coordinator away"
 
 
 def away_text(seconds: float) -> str:
-    """Return how long the coordinator was away, in words."""
+    """Return a text about how long the coordinator was away."""
     return f"{AWAY}, {duration(seconds)} at most"
 
 
@@ -300,9 +297,9 @@ def members(
     aways: Sequence[tuple[float, float]] = (),
     width: int = 720,
 ) -> Picture:
-    """Return a lane for each worker, and further ones below it for what it did at the same time;
-    parties have colours of their own. now: the time until which those are drawn that have not
-    ended. aways: from when until when the coordinator was away, in a lane of its own above."""
+    """Return a lane for each worker, with further ones below it for simultaneous work; parties have
+    colours of their own. now: the end of stays that have not ended. aways: when the coordinator was
+    away, in a lane of its own above."""
     in_order = sorted(stays, key=lambda each: (natural(each.worker), each.start, each.party))
     names, places = _placed(in_order, now)
     parties = sorted({stay.party for stay in stays}, key=natural)
@@ -310,7 +307,7 @@ def members(
     bars = [
         Bar(
             *(place, stay.start, now if stay.end is None else stay.end, colours[stay.party]),
-            f"{stay.worker}{f', {stay.party}' if stay.party else ''}: {_told(stay)}",
+            f"{stay.worker}{f', {stay.party}' if stay.party else ''}: {_stay_text(stay)}",
             inside=stay.task or stay.party,
             ending="✕" if stay.is_lost else "",
         )
@@ -319,11 +316,14 @@ def members(
     if aways:
         names = ["coordinator", *names]
         bars = [replace(bar, lane=bar.lane + 1) for bar in bars]
-        bars += [Bar(0, *each, "warn", _away(each), inside=_short(each)) for each in aways]
+        bars += [
+            Bar(0, *each, "warn", _away(each), inside=f"away {duration(each[1] - each[0])}")
+            for each in aways
+        ]
     signs = [
         (box_sign(colours[party], fill_opacity="0.82"), party or "member") for party in parties
     ]
-    if len(parties) > NUM_SERIES:  # colours repeat: what is written in the bars tells them apart
+    if len(parties) > NUM_SERIES:  # colours repeat, so the bars have texts
         signs = [(box_sign("s1", fill_opacity="0.82"), f"member of one of {len(parties)} parties")]
     if any(stay.is_lost for stay in stays):
         signs.append((label(-5, 5, "✕", fill="bad", size=13, weight="700"), "lost"))
@@ -334,7 +334,7 @@ def members(
         (
             *(stay.worker, stay.party or "the run", duration(stay.start)),
             "" if stay.end is None else duration(stay.end),
-            _told(stay),
+            _stay_text(stay),
         )
         for stay in in_order
     ]
@@ -350,16 +350,12 @@ def _away(span: tuple[float, float]) -> str:
     return away_text(span[1] - span[0])
 
 
-def _short(span: tuple[float, float]) -> str:
-    return f"away {duration(span[1] - span[0])}"
-
-
 def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
-    """Return the names of lanes and the lane of each stay: the first one of its worker that is
-    free. stays: by worker, then in order of time."""
+    """Return the names of lanes and the lane of each stay: the first free one of its worker. stays:
+    by worker, then in order of time."""
     names: list[str] = []
     free: list[float] = []
-    """By lane of the worker, from when on."""
+    """The time from which each lane of the worker is free."""
     places: list[int] = []
     worker = None
     for stay in stays:
@@ -374,7 +370,7 @@ def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
     return names, places
 
 
-def _told(stay: Stay) -> str:
+def _stay_text(stay: Stay) -> str:
     ending = "still a member" if stay.end is None and not stay.ending else stay.ending
     return f"{stay.task}, {ending}" if stay.task else ending
 
@@ -396,7 +392,7 @@ class DecisionMark:
 def decisions(
     marks: Sequence[DecisionMark], *, title: str, end: float, width: int = 720
 ) -> Picture:
-    """Return a mark for each decision. end: of the time that is shown."""
+    """Return a mark for each decision. end: of the time axis."""
     kinds = list(dict.fromkeys(mark.kind for mark in marks))
     bars = [
         Bar(

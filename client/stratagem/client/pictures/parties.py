@@ -27,27 +27,27 @@ from stratagem.client.pictures.svg import (
 ROW = 26
 INDENT = 16
 MAX_POINTS = 150
-"""Of a small curve."""
+"""The most points of a small curve."""
 MAX_DRAWN = 60
-"""Parties that have a row; the table has more."""
+"""The most parties that have a row; the table has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartyRow:
-    """A party, below the one that it is part of."""
+    """A party, with its place below its parent."""
 
     path: str
     strategy: str
-    """That it trains under."""
+    """The strategy of the party."""
     done: str
-    """How far it is, such as "3 segments"."""
+    """The progress of the party, such as "3 segments"."""
     losses: Sequence[float]
-    """In order of time; of very many as many as a small curve has columns are drawn."""
+    """The losses in order of time; a small curve shows at most one for each of its columns."""
     failure: str = ""
 
     @property
     def depth(self) -> int:
-        """Return how many parties it is inside of, but for the run."""
+        """Return the number of parties around it, without the run."""
         return self.path.count("/")
 
 
@@ -85,7 +85,7 @@ def party_tree(rows: Sequence[PartyRow], *, title: str, width: int = 720) -> Pic
 
 
 def _branch(rows: Sequence[PartyRow], at: int, y: float) -> Iterator[str]:
-    """Yield the lines from a party to the one that it is part of."""
+    """Yield the lines from a party to its parent."""
     depth = rows[at].depth
     x = 14 + INDENT * depth
     above = next((y - ROW * (at - n) for n in range(at - 1, -1, -1) if rows[n].depth <= depth), 6.0)
@@ -94,7 +94,7 @@ def _branch(rows: Sequence[PartyRow], at: int, y: float) -> Iterator[str]:
 
 
 def _small_curve(row: PartyRow, x: Axis, axis: Axis, y: float, width: int) -> Iterator[str]:
-    """Yield the losses of a party on the scales of all, and the last one in words."""
+    """Yield the losses of a party on a scale for all parties, and the last one as text."""
     if not row.losses:
         return
     last = len(row.losses) - 1
@@ -140,7 +140,7 @@ _TEXTS = {
     "exchange": "sums over micro-batches, stages and replicas",
     "optimizer": "step of the optimizer",
 }
-"""Of what is done once for all micro-batches."""
+"""The texts of work that is done once for all micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +148,22 @@ class Task:
     """A stage at work on one micro-batch."""
 
     lane: int
-    """Which of the lanes: a stage, or those that one worker takes turns at."""
+    """The number of the lane: a stage, or the stages that one worker takes turns at."""
     start: float
     end: float
     kind: str
-    """forward, backward, input or weight (the two halves of a backward pass), wait (for what the
-    next piece of work needs); exchange or optimizer, once for all micro-batches."""
+    """One of forward, backward, input or weight (the two halves of a backward pass), wait (for what
+    the next piece of work needs); or exchange or optimizer, once for all micro-batches."""
     micro_batch: int
 
     @property
     def computes(self) -> bool:
-        """Return whether it is work on a micro-batch: what is no part of the bubble."""
+        """Return whether it is work on a micro-batch, and so not part of the bubble."""
         return self.kind != "wait" and self.kind not in _TEXTS
 
     @property
     def text(self) -> str:
-        """Return what it is, in words."""
+        """Return a text about the work."""
         if self.kind == "wait":
             return f"waits for what micro-batch {self.micro_batch} needs"
         return _TEXTS.get(self.kind, f"{self.kind} of micro-batch {self.micro_batch}")
@@ -189,8 +189,8 @@ def stages(
     idle: float | None = None,
     width: int = 720,
 ) -> Picture:
-    """Return a lane for each name. unit: what times are counted in; unless given, seconds. idle:
-    the bubble, where it is not that of these tasks."""
+    """Return a lane for each name. unit: of times, by default seconds. idle: the bubble, if it is
+    not that of these tasks."""
     idle = bubble(tasks, len(names)) if idle is None else idle
     bars = [
         Bar(
@@ -226,7 +226,7 @@ Edge = tuple[int, int, float]
 
 MAX_NAMED = 40
 MAX_WEIGHED = 12
-"""Edges at which their weight is written."""
+"""The most edges whose weights are written beside them."""
 
 
 def topology(
@@ -238,8 +238,8 @@ def topology(
     width: int = 360,
     height: int = 300,
 ) -> Picture:
-    """Return the nodes by name on a circle, with a line for each edge, the wider the heavier.
-    workers: those that have each node, if that is known."""
+    """Return the nodes by name on a circle, with a line for each edge, wider for a greater weight.
+    workers: of each node, if known."""
     at_worker = [f"{n} on {w}" for n, w in zip(names, workers, strict=False)] or names
     room = 14 if len(names) > MAX_NAMED else 58
     radius = max(min(width / 2 - room - 34, height / 2 - 34), 20.0)
@@ -286,7 +286,7 @@ def _weight(weight: float, start: tuple[float, float], end: tuple[float, float])
 
 
 def _name(lines: Sequence[str], x: float, y: float, width: int, height: int) -> str:
-    """Return what a node is called, and below it in paler letters where it is."""
+    """Return the name of a node, and below it in paler letters its worker."""
     away_x, away_y = x - width / 2, y - height / 2
     distance = math.hypot(away_x, away_y) or 1.0
     at_x, at_y = x + away_x / distance * 13, y + away_y / distance * 15 + 4

@@ -44,12 +44,12 @@ class LineageNode:
     member: int
     generation: int
     parent: int
-    """Whose state it began from."""
+    """The member whose state it began from."""
     score: float | None
     params: str = ""
-    """Its hyperparameters in words."""
+    """The hyperparameters as text."""
     wins: bool = False
-    """It is in the past of the winner, or is it."""
+    """The member is the winner, or in the winner's past."""
 
 
 def lineage(
@@ -60,7 +60,7 @@ def lineage(
     less_is_better: bool = False,
     width: int = 720,
 ) -> Picture:
-    """Return the members of all generations. best: the winner, in words."""
+    """Return the members of all generations. best: the winner, as text."""
     count = max((node.member for node in nodes), default=0) + 1
     last = max((node.generation for node in nodes), default=1)
     step = 26 if count <= 24 else max(480 / count, 4.0)
@@ -154,7 +154,7 @@ def _table(nodes: Sequence[LineageNode]) -> NumberTable:
 BOLD: Final = 14
 """The size of ordinary text that is as wide as bold text of size 12."""
 MAX_LINES: Final = 3
-"""Of names above the axes, where they have no room beside each other."""
+"""The most lines of names above the axes, if the names do not fit beside each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Trial:
 
     name: str
     values: Mapping[str, Any]
-    """By name of the axis; a member may lack some."""
+    """The values by name of the axis; a member may lack some."""
     wins: bool = False
 
 
@@ -182,11 +182,10 @@ def parallel_axes(
     log: Collection[str] = (),
     width: int = 720,
 ) -> Picture:
-    """Return one axis for each name, and one line for each trial; the winner's in bold.
+    """Return one axis for each name, and one line for each trial; the winner's is bold.
 
-    log: names of the axes that are logarithmic, where all values are positive; so are those of
-    positive numbers over more than a factor of 50. What is no number has its values above each
-    other.
+    log: names of axes that are logarithmic if all values are positive; axes of positive numbers
+    over more than a factor of 50 are too. Values that are not numbers are above each other.
     """
     signs = [(line_sign("s2"), "best"), (line_sign("s1"), "other members")]
     shown, top = legend(signs, 20, width)
@@ -235,7 +234,7 @@ def parallel_axes(
 def _headings(
     names: Sequence[str], xs: Sequence[float], apart: float, top: float, width: int
 ) -> tuple[list[str], int]:
-    """Return the names above their axes, in as few lines as they have room in, and how many."""
+    """Return the names above their axes in as few lines as possible, and the number of lines."""
     last = len(names) - 1
 
     def space(at: int, lines: int) -> float:
@@ -288,13 +287,13 @@ def _text(value: Any) -> str:
 # Scores are shown by generation: every member faintly, the best one boldly.
 
 Scores = Sequence[Sequence[float | None]]
-"""By generation, then by member; None: no score."""
+"""The scores by generation, then by member; None: no score."""
 
 
 def scores(
     values: Scores, *, title: str, metric: str, less_is_better: bool = False, width: int = 720
 ) -> Picture:
-    """Return the scores of all members, and the best of each generation; metric: what they are."""
+    """Return the scores of all members, and the best of each generation; metric: of the scores."""
     signs = [(line_sign("s2"), f"best {metric}"), (line_sign("muted"), "each member")]
     shown, top = legend(signs, 52, width)
     height = top + 176 + below("generation")

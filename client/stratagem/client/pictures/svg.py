@@ -1,6 +1,5 @@
-"""Write SVG elements with escaped text, fixed decimals and colours by name, and define the value
-of a picture.
-"""
+"""Write SVG elements with escaped text, fixed decimals and named colours, and define the value of a
+picture."""
 
 import base64
 import html
@@ -13,14 +12,14 @@ from typing import Any, Final
 # ---- Elements ----
 
 CHARACTER_WIDTH: Final = 6.9
-"""Of the mean character, in pixels at the size of ordinary text: what labels are placed by."""
+"""The width of the mean character in pixels at the ordinary size, by which labels are placed."""
 SMALL: Final = 10
 
 _NOT_SHOWN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
     "\ufffe\uffff]"
 )
-"""Characters that XML refuses, and those that turn the direction of what follows them."""
+"""The characters that XML refuses, and those that change the direction of the text behind them."""
 
 
 def escaped(text: object) -> str:
@@ -65,7 +64,8 @@ def label(  # noqa: PLR0913  (the attributes of a text)
     weight: str | None = None,
     has_halo: bool = False,
 ) -> str:
-    """Return one line of text; anchor: start, middle or end. has_halo: it stands on lines."""
+    """Return one line of text; anchor: start, middle or end. has_halo: the text is on top
+    of lines."""
     halo: dict[str, Any] = {"stroke": "surface", "stroke_width": 3.5, "paint_order": "stroke"}
     shape: dict[str, Any] = {"text_anchor": anchor, "font_size": size, "font_weight": weight}
     return element(
@@ -74,7 +74,7 @@ def label(  # noqa: PLR0913  (the attributes of a text)
 
 
 def hint(text: str) -> str:
-    """Return what is shown when the pointer rests on the element that this stands in."""
+    """Return a tooltip for the element around it."""
     return f"<title>{escaped(text)}</title>"
 
 
@@ -86,12 +86,12 @@ def path_of(points: Iterable[tuple[float, float]]) -> str:
 
 
 def width_of(text: object, size: float = 12) -> float:
-    """Return about how wide a text is, in pixels."""
+    """Return the approximate width of a text, in pixels."""
     return len(str(text)) * CHARACTER_WIDTH * size / 12
 
 
 def shortened(text: str, width: float, size: float = 12) -> str:
-    """Return the text, or as much of it as has room, with an ellipsis."""
+    """Return the text, or as much of it as fits, with an ellipsis."""
     room = int(width / (CHARACTER_WIDTH * size / 12))
     return text if len(text) <= room else f"{text[: max(room - 1, 1)]}…"
 
@@ -144,7 +144,7 @@ def series_colour(index: int) -> str:
 
 
 def stylesheet() -> str:
-    """Return the rules for all classes of pictures, once for a page."""
+    """Return the rules for all classes of pictures, needed once in a page."""
     names = "".join(
         f".sg-f-{name}{{fill:var(--sg-{name})}}.sg-s-{name}{{stroke:var(--sg-{name})}}"
         for name in LIGHT
@@ -185,8 +185,8 @@ def within(points: Iterable[Point], top: float, bottom: float) -> Iterator[list[
 
 
 def _inside(start: float, end: float, top: float, bottom: float) -> tuple[float, float]:
-    """Return from which to which share of its length a line of these heights is inside; the first
-    one is greater where it is not."""
+    """Return the shares of its length between which a line of these heights is inside; the first is
+    greater if it is outside."""
     if start == end:
         return (0.0, 1.0) if top <= start <= bottom else (1.0, 0.0)
     first, last = sorted(((top - start) / (end - start), (bottom - start) / (end - start)))
@@ -206,7 +206,7 @@ _NUMBER: Final = re.compile(r"(\d{1,18})")
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """Return what names are ordered by: worker-2 before worker-10, member1/client2 before
+    """Return the sort key of a name: worker-2 is before worker-10, member1/client2 before
     member1/client10."""
     parts = _NUMBER.split(name)
     return tuple(
@@ -230,7 +230,7 @@ class NumberTable:
     rows: tuple[tuple[str, ...], ...]
 
     def to_html(self) -> str:
-        """Return the table as HTML, its first column as the headings of its rows."""
+        """Return the table as HTML, with its first column as the headings of the rows."""
         head = "".join(f'<th scope="col">{escaped(each)}</th>' for each in self.headings)
         rows = "".join(
             f'<tr><th scope="row">{escaped(row[0])}</th>'
@@ -243,18 +243,18 @@ class NumberTable:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What is drawn, in pixels of the size that it was drawn for."""
+    """A picture, in pixels of the size that it was drawn for."""
 
     title: str
     description: str
-    """What it says, in a sentence or two."""
+    """A description in a sentence or two."""
     width: int
     height: int
     content: str
-    """SVG elements."""
+    """The SVG elements."""
     table: NumberTable
     steps: tuple[float, float, float, float] | None = None
-    """Of a curve: its first and its last step, and where these are to the right, in pixels."""
+    """The first and the last step of a curve, and their positions in pixels from the left."""
 
     @property
     def svg(self) -> str:
@@ -263,16 +263,15 @@ class Picture:
 
     @property
     def svg_file(self) -> str:
-        """Return the picture for a file of its own: with its colours, light and dark, and the
-        surface that it stands on."""
+        """Return the picture for a file: with its colours, light and dark, and its background."""
         surface = element(
             "rect", width=self.width, height=self.height, rx=6, fill="surface", stroke="none"
         )
         return self._whole(f"<style>{stylesheet()}</style>{surface}")
 
     def to_html(self) -> str:
-        """Return the picture as an image that has its bytes in it: shown without scripts, also
-        where nobody trusts the page."""
+        """Return the picture as an image that includes its bytes, so that it is shown without
+        scripts, even in a page that is not trusted."""
         data = base64.b64encode(self.svg_file.encode()).decode()
         words = escaped(f"{self.title}: {self.description}")
         return f'<img alt="{words}" src="data:image/svg+xml;base64,{data}">'
@@ -289,7 +288,7 @@ class Picture:
 
 
 def thinned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> tuple[tuple[str, ...], ...]:
-    """Return at most so many rows, evenly, with the first and the last one."""
+    """Return at most so many rows, evenly chosen, with the first and the last one."""
     if len(rows) <= limit:
         return tuple(rows)
     places = sorted({round(at * (len(rows) - 1) / (limit - 1)) for at in range(limit)})

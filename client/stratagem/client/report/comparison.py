@@ -1,4 +1,4 @@
-"""Several runs beside each other: their curves in one picture, and in what their jobs differ."""
+"""Compare several runs: their curves in one picture, and the fields in which their jobs differ."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from stratagem.common.base.errors import InvalidInputError
 
 MAX_COMPARED: Final = 8
 WIDTH: Final = 720
-"""Of pictures in a notebook."""
+"""The width of pictures in a notebook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class JobDifference:
     """A field in which jobs differ."""
 
     key: str
-    """Its dotted path, such as "optimizer.lr"."""
+    """The dotted path, such as "optimizer.lr"."""
     values: tuple[Any, ...]
-    """By job, in order; None: the job has no such field."""
+    """The values by job, in order; None: the job has no such field."""
 
 
 def job_differences(jobs: Sequence[Mapping[str, Any]]) -> tuple[JobDifference, ...]:
-    """Return the fields in which jobs differ, by path; values that are no mappings are one field
-    each, lists as a whole."""
+    """Return the fields in which jobs differ, by path; a value that is not a mapping is one field,
+    even a list."""
     flat = [dict(_fields(job)) for job in jobs]
     keys = sorted({key for fields in flat for key in fields})
     found = (JobDifference(key, tuple(fields.get(key) for fields in flat)) for key in keys)
@@ -55,7 +55,7 @@ def _fields(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs beside each other: what they have reached, and in what their jobs differ."""
+    """Several runs with their metrics, and the differences of their jobs."""
 
     runs: tuple[ReportedRun, ...]
 
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def metrics(self) -> Mapping[str, tuple[float | None, ...]]:
-        """Return the newest metrics, by name, of each run in order; None: it has none."""
+        """Return the newest metrics by name, for each run in order; None: it has none."""
         names = sorted({name for run in self.runs for name in run.status.metrics})
         return {name: tuple(run.status.metrics.get(name) for run in self.runs) for name in names}
 
@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def runs_table(self) -> NumberTable:
-        """Return how far the runs are, and their newest metrics: a column for each run."""
+        """Return a table of the runs' progress and newest metrics, with a column for each run."""
         rows: list[tuple[str, ...]] = [
             ("phase", *(run.status.phase for run in self.runs)),
             ("strategy", *(run.status.strategy for run in self.runs)),
@@ -101,7 +101,7 @@ class Comparison:
 
     @property
     def differences_table(self) -> NumberTable:
-        """Return the fields in which their jobs differ: a column for each run."""
+        """Return a table of the fields in which their jobs differ, with a column for each run."""
         rows = tuple((each.key, *map(_text, each.values)) for each in self.differences)
         return NumberTable(("field", *self.run_ids), rows)
 
@@ -127,7 +127,7 @@ def _text(value: Any) -> str:
 
 def overlay_panels(runs: Sequence[ReportedRun], steps: Steps | None = None) -> list[Panel]:
     """Return a curve for each metric, with a line for each run that has it. steps: the first and
-    the last one that are shown; unless given, all."""
+    the last step to show, by default all."""
     found: dict[str, list[Line]] = {}
     for at, run in enumerate(runs):
         lines = between(lines_of(run), steps)

@@ -1,19 +1,19 @@
-"""What happened when in a run, for its time line: few marks, however many events there were."""
+"""The marks of a run's time line: few, however many events there were."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
 from stratagem.client.course.members import Outage
-from stratagem.client.course.views import EventLike, party_of
+from stratagem.client.course.views import Event, party_of
 from stratagem.client.pictures.lanes import AWAY, Span
 from stratagem.client.pictures.svg import natural
 
 MAX_MARKS: Final = 4096
-"""Of one kind in one lane, more than a picture has columns; up to twice as many until marks that no
-picture can tell apart become one."""
+"""The number of marks of one kind in one lane, more than a picture has columns; at twice as many,
+marks that no picture can tell apart are merged."""
 MAX_LANES: Final = 12
-"""Parties that have a lane of their own; more share one."""
+"""The most parties with a lane of their own; more share one."""
 _TRAINING: Final = "training"
 _INSTANTS: Final = {
     "MembersFormed": ("members", "members formed"),
@@ -24,7 +24,7 @@ _INSTANTS: Final = {
     "UpdateRejected": ("rounds", "update rejected"),
     "GenerationClosed": ("generations", "generation closed"),
 }
-"""Lane and words, by kind of event."""
+"""The lane and the text by kind of event."""
 
 
 COORDINATOR: Final = "coordinator"
@@ -38,7 +38,7 @@ _LANES: Final = (
     "generations",
     "commits",
 )
-"""From top to bottom; "": those of parties."""
+"""The lanes from top to bottom; "" stands for those of parties."""
 
 
 def _in_order(span: Span) -> tuple[int, tuple[tuple[str, int], ...]]:
@@ -51,10 +51,10 @@ class TimeMarks:
 
     def __init__(self) -> None:
         self._marks: dict[tuple[str, str], list[Span]] = {}
-        """By lane and kind, in order of first mention."""
+        """The marks by lane and kind, in order of first mention."""
         self._parties: set[str] = set()
 
-    def fold(self, event: EventLike, began_s: float) -> None:
+    def fold(self, event: Event, began_s: float) -> None:
         """Take the next event of the run, which began at a time."""
         at = event.time_s - began_s
         if event.kind in ("SegmentFinished", "UpdateReceived"):
@@ -85,11 +85,11 @@ class TimeMarks:
         marks = self._marks.setdefault((span.lane, span.kind), [])
         marks.append(span)
         if len(marks) > 2 * MAX_MARKS:
-            marks[:] = merged(marks, span.end / MAX_MARKS)
+            marks[:] = merge_spans(marks, span.end / MAX_MARKS)
 
 
-def merged(spans: Iterable[Span], column_s: float) -> list[Span]:
-    """Return marks of a kind and a lane, those in one that lie within a column, or overlap."""
+def merge_spans(spans: Iterable[Span], column_s: float) -> list[Span]:
+    """Return marks of one kind and lane, merged if they overlap or lie within one column."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, each.end)):
         before = found[-1] if found else None

@@ -1,19 +1,20 @@
-"""Runs in a notebook: what it shows of a run and of lists, and following a run in place.
+"""Show runs and lists in a notebook, and follow a run in place.
 
 Pictures are images within the page, so that they are shown without scripts, and in a notebook that
-nobody has trusted yet.
+is not trusted yet.
 """
 
 import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from stratagem.client.course.population import winner_text
+from stratagem.client.course.views import RunStatus
 from stratagem.client.pictures.axes import duration, short, size_text
 from stratagem.client.pictures.svg import NumberTable, escaped
 from stratagem.client.report.panels import curve_panels
-from stratagem.client.report.run import ReportedRun, StatusLike, progress_text, time_text
+from stratagem.client.report.run import ReportedRun, progress_text, time_text
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.base.errors import WrongStateError
 from stratagem.common.job.fields import without_spreads
@@ -26,14 +27,14 @@ REFRESH_S: Final = 0.5
 
 
 class Listed(tuple[Item, ...]):
-    """A tuple that a notebook shows as a table; what its cells say is for people."""
+    """A tuple that a notebook shows as a table for people."""
 
     __slots__ = ()
     columns: ClassVar[Columns] = {"": str}
-    """What is told of each item, by heading."""
+    """The functions that give an item's cells, by heading."""
 
     def _repr_html_(self) -> str:
-        """Return a row for each item, without columns that say nothing."""
+        """Return a table with a row for each item, without empty columns."""
         if not self:
             return "<p>none</p>"
         cells = {name: [_cut(cell(each)) for each in self] for name, cell in self.columns.items()}
@@ -97,8 +98,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 1]}…"
 
 
-def _metrics(run: StatusLike) -> str:
-    """Return a few metrics: the one that decides first, then evaluations, then the training's."""
+def _metrics(run: RunStatus) -> str:
+    """Return a few metrics: the deciding one, then evaluations, then those of the training."""
     evaluation = run.job.get("evaluation") or {}
     chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
     names = sorted(
@@ -108,8 +109,8 @@ def _metrics(run: StatusLike) -> str:
     return ", ".join(f"{name} {short(run.metrics[name])}" for name in names[:_MAX_METRICS])
 
 
-def header_html(status: StatusLike) -> str:
-    """Return a run in a few lines."""
+def header_html(status: RunStatus) -> str:
+    """Return a few lines about a run."""
     metrics = ", ".join(
         f"{name} {value:.4g}" for name, value in sorted(without_spreads(status.metrics).items())
     )
@@ -125,20 +126,16 @@ def header_html(status: StatusLike) -> str:
 
 
 def run_html(run: ReportedRun) -> str:
-    """Return a run as it is shown in a notebook: a header, its losses, and its strategy."""
+    """Return the form of a run in a notebook: a header, its losses, and its strategy."""
     panels = [*curve_panels(run)[:1], *strategy_panels(run)[:2]]
     pictures = "".join(f"<div>{panel.draw(WIDTH).to_html()}</div>" for panel in panels)
     return f"<div>{header_html(run.status)}</div>{pictures}"
 
 
-class _Handle(Protocol):
-    def update(self, shown: object) -> None: ...
-
-
 def _display() -> Any:
-    """Return IPython's module for outputs, which is not of the base install: notebooks have it.
+    """Return IPython's module for outputs; only notebooks have it installed.
 
-    Raises WrongStateError where nobody shows HTML: in a plain program, and in IPython's terminal.
+    Raises WrongStateError if nothing shows HTML, as in a plain program or IPython's terminal.
     """
     try:
         shell = importlib.import_module("IPython").get_ipython()
@@ -147,18 +144,19 @@ def _display() -> Any:
         shell = None
     if shell is None or "text/html" not in shell.display_formatter.active_types:
         raise WrongStateError(
-            "show() is for notebooks, and this is none: follow the run with `stratagem attach RUN`,"
-            " or `for item in run.watch(): print(item)`; run.report(path) writes a page about it"
+            "show() is for notebooks, and this is not one: follow the run with "
+            "`stratagem attach RUN`, or `for item in run.watch(): print(item)`; run.report(path) "
+            "writes a page about it"
         )
     return display
 
 
 def follow(changes: Iterable[object], render: Callable[[], str]) -> None:
-    """Show a run in the cell of a notebook, again and again while it changes, at most twice a
-    second, and a last time at the end. An interrupt ends the showing alone."""
+    """Show a run in the cell of a notebook, updated at most twice a second while it changes, and at
+    the end. An interrupt only ends the display."""
     display = _display()
     make: Callable[[str], object] = display.HTML
-    handle: _Handle = display.display(make(render()), display_id=True)
+    handle = display.display(make(render()), display_id=True)
     shown_s = time.monotonic()
     try:
         for _ in changes:

@@ -1,9 +1,8 @@
 """Write one run, or a comparison of several, as a page of HTML without scripts or external
 resources.
 
-Equal runs give equal bytes. Each picture stands in the page twice, for wide and for narrow
-screens, with its numbers as a table. Text of the run, the job or the user's code is text, never
-markup.
+Equal runs give equal bytes. Each picture is in the page twice, for wide and for narrow screens,
+with a table of its numbers. Text from the run, the job or the user's code is escaped, never markup.
 """
 
 import json
@@ -51,11 +50,11 @@ figure,tr,.error{break-inside:avoid}body{font-size:11pt}}
 """
 
 Section = tuple[str, str, str]
-"""Its name in links, its title, and its content."""
+"""A section's name in links, its title, and its content."""
 
 
 def document(title: str, header: str, sections: Sequence[Section], made_at: str) -> str:
-    """Return a page. title: as text; header: HTML before the links; made_at: when, in words."""
+    """Return a page. title: as text; header: HTML before the links; made_at: the time, in words."""
     links = "".join(f'<a href="#{name}">{escaped(title)}</a>' for name, title, _ in sections)
     body = "".join(
         f'<section id="{name}"><h2>{escaped(title)}</h2>{content}</section>'
@@ -74,7 +73,7 @@ def document(title: str, header: str, sections: Sequence[Section], made_at: str)
 
 
 def figure(panel: Panel, *, has_heading: bool = True) -> str:
-    """Return a picture for wide and for narrow screens, and its numbers."""
+    """Return a picture for wide and for narrow screens, with its numbers."""
     wide, narrow = panel.draw(WIDE), panel.draw(NARROW)
     heading = f"<h3>{escaped(panel.title)}</h3>" if has_heading else ""
     note = f"<figcaption>{escaped(panel.note)}</figcaption>" if panel.note else ""
@@ -94,7 +93,7 @@ MAX_EVENTS: Final = 500
 
 
 def page(run: ReportedRun, made_at: str) -> str:
-    """Return the page of a run. made_at: when, in words; all else follows from the run."""
+    """Return the page of a run. made_at: the time as text; all else follows from the run."""
     title = f"{run.status.run_id} · {run.status.strategy or 'evaluation'}"
     header = f"<header>{_header(run)}</header>{_error(run)}"
     return document(title, header, list(_sections(run)), made_at)
@@ -172,7 +171,7 @@ def _submitted(run: ReportedRun) -> str:
 
 
 def _workers(run: ReportedRun) -> Sequence[str]:
-    """Return all workers that were members, or have trained clients."""
+    """Return all workers that were members, or trained clients."""
     seen = dict.fromkeys(each.worker_id for each in run.course.members.intervals)
     for event in run.events:
         if event.kind == "ClientsAssigned":
@@ -186,7 +185,7 @@ def _lost(run: ReportedRun) -> Sequence[str]:
 
 
 def _sent(run: ReportedRun) -> str:
-    """Return how much was sent under a codec, and how much it would have been without."""
+    """Return the number of bytes sent under a codec, and the number without it."""
     sent = plain = 0
     for event in run.events:
         if event.kind in ("SegmentFinished", "UpdateReceived"):
@@ -197,7 +196,7 @@ def _sent(run: ReportedRun) -> str:
 
 
 def _schedule(run: ReportedRun) -> str:
-    """Return what the winner of a population was trained with, step by step."""
+    """Return the hyperparameters that a population's winner was trained with, step by step."""
     if run.strategy.get("type") != "PopulationBased":
         return ""
     found = run.course.population.population
@@ -240,7 +239,8 @@ def _events(run: ReportedRun) -> str:
 
 
 def comparison_page(compared: Comparison, made_at: str) -> str:
-    """Return the page of these runs. made_at: when, in words; all else follows from the runs."""
+    """Return the page of these runs. made_at: the time, in words; everything else follows from the
+    runs."""
     sections: list[Section] = [
         ("runs", "Runs", f'<div class="scroll">{compared.runs_table.to_html()}</div>'),
         ("jobs", "Where their jobs differ", _differences(compared)),

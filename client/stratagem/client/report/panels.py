@@ -1,4 +1,4 @@
-"""Make the pictures of a run that can be drawn for any width: members, topology and curves."""
+"""Make the pictures of a run for any width: members, topology and curves."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,21 +26,21 @@ class Panel:
     """A picture that can be drawn for any width."""
 
     name: str
-    """Of the picture, such as "loss" or "members"; unique within a run."""
+    """The name of the picture, such as "loss" or "members"; unique within a run."""
     title: str
     draw: Callable[[int], Picture]
     note: str = ""
-    """What to know about it, as a sentence."""
+    """A sentence with what a reader should know about it."""
     draw_log: Callable[[int], Picture] | None = None
-    """The same with a logarithmic axis; None: it has none."""
+    """A function that draws it with a logarithmic axis; None: there is no such form."""
 
-    def drawn(self, width: int, *, log: bool = False) -> Picture:
-        """Return the picture for a width; log: with a logarithmic axis, where it can have one."""
+    def picture(self, width: int, *, log: bool = False) -> Picture:
+        """Return the picture for a width. log: with a logarithmic axis, if it can have one."""
         return (self.draw_log if log and self.draw_log else self.draw)(width)
 
 
 def by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int], Picture]:
-    """Return what draws a picture for a width, but for no greater one than `most`."""
+    """Return a function that draws a picture for a width, but at most for `most`."""
     return lambda width: draw(width=min(width, most))
 
 
@@ -50,11 +50,11 @@ def by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int]
 
 EVALUATES: Final = "member that evaluates"
 MAX_CLIENTS: Final = 1000
-"""Of a federation, in its newest rounds, that have a bar."""
+"""The most clients of a federation that have a bar, those of its newest rounds."""
 
 
 def member_panels(run: ReportedRun) -> list[Panel]:
-    """Return a lane for each worker, if there was any."""
+    """Return a panel with a lane for each worker, if there were any."""
     stays = [*_memberships(run), *_clients(run)]
     if not stays:
         return []
@@ -73,15 +73,15 @@ def member_panels(run: ReportedRun) -> list[Panel]:
     notes = []
     if trained:
         notes.append(
-            "A client's bar reaches from when it was assigned until its update was there, with all "
-            f"waiting; the bar of a {EVALUATES} reaches over its whole membership."
+            "A client's bar reaches from its assignment to the arrival of its update, including "
+            f"all waiting; the bar of a {EVALUATES} covers its whole membership."
         )
     if trained > MAX_CLIENTS:
-        notes.append(f"Of clients the newest {MAX_CLIENTS} at most.")
+        notes.append(f"Shows at most the newest {MAX_CLIENTS} clients.")
     if aways:
         notes.append(
-            "While the coordinator was away, members went on with what they had; it may have left "
-            "later than drawn, as it writes down only what happens."
+            "While the coordinator was away, members continued with what they had; it may have "
+            "left later than drawn, because only events are journaled."
         )
     return [Panel("members", "Members", draw, " ".join(notes))]
 
@@ -100,7 +100,7 @@ def _memberships(run: ReportedRun) -> Iterator[Stay]:
 
 
 def _clients(run: ReportedRun) -> Iterator[Stay]:
-    """Yield what workers have done for the clients of federations, of the newest rounds."""
+    """Yield the work of workers for clients of federations, in the newest rounds."""
     for path, party in run.course.parties.items():
         left = MAX_CLIENTS
         for found in reversed(party.rounds):
@@ -137,7 +137,7 @@ def _of(path: str, what: str) -> str:
 
 
 def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "") -> list[Panel]:
-    """Return who exchanges parameters with whom, in a party that gossips."""
+    """Return a picture of a gossiping party's exchanges of parameters."""
     aggregation = strategy.get("aggregation") or {}
     if aggregation.get("method") != "Decentralized":
         return []
@@ -152,13 +152,13 @@ def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "
         return topology(names, edges, title="Topology", workers=workers, width=wide, height=300)
 
     note = (
-        f"Which node exchanges parameters with whom, and at what weight: {aggregation['topology']}."
+        f"The exchanges of parameters between nodes, with their weights: {aggregation['topology']}."
     )
     return [Panel("topology", "Topology", draw, note)]
 
 
 def _workers(run: ReportedRun, path: str, num_nodes: int) -> list[str]:
-    """Return the workers that have each node in the newest membership; empty without members."""
+    """Return the workers of each node in the newest membership; empty without members."""
     party = run.course.parties[path]
     per_node = len(set(party.ranks)) or 1
     ids = party.worker_ids
@@ -188,12 +188,12 @@ NOTES: Final[Mapping[str, str]] = {
     "train.step_ratio": "all steps for each one whose gradient is exact, not predicted",
     "time.rows_per_s": "rows per second of the first worker, by its clock",
 }
-"""What a metric is, where its name does not say it."""
+"""The meanings of metrics whose names do not explain them."""
 
 
 def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
-    """Return the curves of a run over the same steps: losses first, then one for each other
-    metric. steps: the first and the last one that are shown; unless given, all."""
+    """Return the curves of a run over the same steps: losses, then one for each other metric.
+    steps: the first and the last step to show, by default all."""
     marks, unit = _marks(run), unit_of(run)
     lines = between(lines_of(run), steps)
     frames = groups(lines)[:MAX_CURVES]
@@ -209,20 +209,19 @@ def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
 
 
 def lines_of(run: ReportedRun) -> dict[str, Line]:
-    """Return what the whole run has measured, by name."""
+    """Return the lines of the whole run, by name."""
     return with_history(run.course.root.lines, run.history, num_nodes(run.job))
 
 
 def _of_nodes(run: ReportedRun) -> str:
-    """Return what the loss of nodes that gossip is."""
+    """Return a note about the loss of gossiping nodes, if there are any."""
     if f"node/0:{LOSS}" not in run.history or num_nodes(run.job) > MAX_PARTS:
         return ""
     return f"{LOSS}: the plain mean over the nodes, from the least to the greatest of any."
 
 
 def _lost_steps(run: ReportedRun) -> str:
-    """Return, of a run that has failed in a step, that the steps before it are gone; otherwise
-    nothing."""
+    """Return a note about steps that were lost when a run failed, if there are any."""
     error = run.status.error
     step = failed_step(error.activity) if error is not None else None
     if run.status.phase != "FAILED" or step is None or unit_of(run) != "step":
@@ -237,7 +236,7 @@ def _lost_steps(run: ReportedRun) -> str:
 
 
 def between(lines: Mapping[str, Line], steps: Steps | None) -> dict[str, Line]:
-    """Return the part of lines between two steps; those that have none there are left out."""
+    """Return the part of lines between two steps; lines that have none there are left out."""
     if steps is None:
         return dict(lines)
     found = {name: cut(line, *steps) for name, line in lines.items()}
@@ -277,7 +276,8 @@ def _curve(
 
 
 def unit_of(run: ReportedRun) -> str:
-    """Return what a run counts to the right: rounds or steps, in a population those of a member."""
+    """Return the unit of the horizontal axis: rounds or steps, in a population those of a
+    member."""
     strategy = run.strategy
     if strategy.get("type") == "PopulationBased":
         strategy = (strategy.get("options") or {}).get("inner") or {}
@@ -285,8 +285,8 @@ def unit_of(run: ReportedRun) -> str:
 
 
 def _marks(run: ReportedRun) -> list[CurveMark]:
-    """Return deaths and joins of the root's members after the first step, at the step that was
-    reached when they happened."""
+    """Return deaths and joins of the root's members after the first step, at the step that the run
+    had reached by then."""
     found: list[CurveMark] = []
     times = [time_s for time_s, _ in run.course.root.reached]
 

@@ -1,6 +1,6 @@
 """Read the contents of a run's pictures from its events, one by one.
 
-A run that continues is read on: no event is read twice, and none is kept.
+Reading can continue with later events: no event is read twice, and none is kept.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import reduce
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from stratagem.client.course.client_sums import FederatedClient
 from stratagem.client.course.members import MembersFolding, OutagesFolding, failure_text
 from stratagem.client.course.population import PopulationFolding
 from stratagem.client.course.rounds import Home, Round, RoundsFolding, fold_benches, homes, of_sums
+from stratagem.client.course.step_history import StepSeries
 from stratagem.client.course.views import (
-    EventLike,
-    RunLike,
-    SeriesLike,
+    Event,
+    RunStatus,
     number,
     numbers,
     party_of,
@@ -40,18 +40,18 @@ MAX_DECISIONS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a strategy has noted."""
+    """A decision that a strategy has noted."""
 
     after_s: float
-    """The beginning of the run."""
+    """The time since the beginning of the run."""
     party: str
     kind: str
-    """In the strategy's own words."""
+    """The kind, as the strategy names it."""
     reason: str
 
 
 class PartyCourse:
-    """What has happened in one party of a run."""
+    """The course of one party of a run."""
 
     def __init__(self, party: str) -> None:
         self._lines, self._rounds = LinesFolding(party), RoundsFolding(party)
@@ -59,20 +59,20 @@ class PartyCourse:
         self._roster: dict[int, Home] = {}
         self._benches: dict[int, int] = {}
         self.ranks: tuple[int, ...] = ()
-        """Of each stage of a pipeline, in the newest membership."""
+        """The rank of each stage of a pipeline, in the newest membership."""
         self.worker_ids: tuple[str, ...] = ()
-        """Of the newest membership with members."""
+        """The workers of the newest membership with members."""
         self.engine = ""
         self.num_segments = 0
-        """That have ended, those of all rounds of a silo together."""
+        """The number of segments that have ended; of a silo, in all rounds together."""
         self.failure = ""
-        """Why it has failed, as a sentence."""
+        """The reason for the party's failure, as a sentence."""
         self.reached: list[tuple[float, int]] = []
-        """Wall time and step of the ends of segments; neither ever decreases."""
+        """The wall times and steps of the ends of segments; neither ever decreases."""
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return what was measured, by name of the metric."""
+        """Return the measured values, by name of the metric."""
         return self._lines.lines
 
     @property
@@ -87,16 +87,16 @@ class PartyCourse:
 
     @property
     def client_times(self) -> Sequence[float]:
-        """Return the seconds that updates of the clients of a federation have taken."""
+        """Return the seconds of all updates of a federation's clients."""
         return self._rounds.times
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         self._lines.fold(event)
         self._rounds.fold(event)
         fold_benches(self._benches, event, self._party)
 
-    def fold_own(self, event: EventLike) -> None:
+    def fold_own(self, event: Event) -> None:
         """Take the next event that is about this party."""
         match event.kind:
             case "RosterFormed" | "ClientsJoined":
@@ -115,46 +115,46 @@ class PartyCourse:
 
 
 class RunCourse:
-    """What has happened to a run, for its pictures."""
+    """The course of a run, for its pictures."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
-        """job: of the run, as its status has it."""
+        """Begin without events. job: of the run, as in its status."""
         self._job = job
         self.num_events = self.num_returns = 0
-        """Those that were read, and how many of them have gone back to an earlier commit."""
+        """The number of events that were read, and of those that returned to an earlier commit."""
         self.began_s: float | None = None
-        """Wall time of the first event; None: there is none yet."""
+        """The wall time of the first event; None: there is none yet."""
         self.newest_s = 0.0
-        """Wall time of the newest event."""
+        """The wall time of the newest event."""
         self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
-        """By path, in order of first mention; "" is the root."""
+        """The parties by path, in order of first mention; "" is the root."""
         self.members = MembersFolding()
         self.population = PopulationFolding(job)
-        """Of the whole run, where it is one."""
+        """The population that the whole run is, if it is one."""
         self.populations: dict[str, PopulationFolding] = {"": self.population}
-        """That of the whole run, and those of parties, by path."""
+        """The populations of the whole run and of parties, by path."""
         self.time_marks, self.outages = TimeMarks(), OutagesFolding()
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
-        """Of a strategy that is not one of the built-in ones, the newest ones."""
+        """The newest decisions of a strategy that is not built in."""
 
     @classmethod
-    def of(cls, events: Iterable[EventLike], job: Mapping[str, Any]) -> Self:
+    def of(cls, events: Iterable[Event], job: Mapping[str, Any]) -> Self:
         """Return the course of a run with these events."""
         course = cls(job)
         course.take(events)
         return course
 
-    def take(self, events: Iterable[EventLike]) -> None:
-        """Read on, with the events that follow those that were read."""
+    def take(self, events: Iterable[Event]) -> None:
+        """Read the events that follow those that were read."""
         for event in events:
             self._fold(event)
 
     @property
     def root(self) -> PartyCourse:
-        """Return what has happened in the party that is the whole run."""
+        """Return the course of the party that is the whole run."""
         return self.parties[""]
 
-    def _fold(self, event: EventLike) -> None:
+    def _fold(self, event: Event) -> None:
         self.num_events += 1
         self.began_s = event.time_s if self.began_s is None else self.began_s
         self.newest_s = event.time_s
@@ -187,77 +187,23 @@ class RunCourse:
 # A report needs the status of a run and its events.
 
 
-class ErrorLike(Protocol):
-    """An exception of the user's code; see UserError of the SDK."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-    @property
-    def traceback(self) -> str: ...
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def activity(self) -> str: ...
-
-
-class StatusLike(RunLike, Protocol):
-    """The status of a run with all that a report shows; see RunStatus of the SDK."""
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def segment(self) -> int: ...
-    @property
-    def num_segments(self) -> int: ...
-    @property
-    def event_index(self) -> int: ...
-    @property
-    def submitted_at_s(self) -> float: ...
-    @property
-    def submitted_by(self) -> str: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def worker_ids(self) -> Sequence[str]: ...
-    @property
-    def engine(self) -> str: ...
-    @property
-    def reproducible(self) -> bool: ...
-    @property
-    def error(self) -> ErrorLike | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """A run as it is shown."""
+    """A run with everything that is shown of it."""
 
-    status: StatusLike
+    status: RunStatus
     course: RunCourse
-    history: Mapping[str, SeriesLike] = field(default_factory=dict)
-    """Of its steps, by series; without it curves have a value for each segment."""
-    events: Sequence[EventLike] = ()
-    """All of them, for a report; pictures need none."""
+    history: Mapping[str, StepSeries] = field(default_factory=dict)
+    """The step history by series; without it curves have one value for each segment."""
+    events: Sequence[Event] = ()
+    """All events, for a report; pictures need none."""
 
     @classmethod
     def of(
         cls,
-        status: StatusLike,
-        events: Sequence[EventLike],
-        history: Mapping[str, SeriesLike] | None = None,
+        status: RunStatus,
+        events: Sequence[Event],
+        history: Mapping[str, StepSeries] | None = None,
     ) -> Self:
         """Return a run with these events."""
         return cls(status, RunCourse.of(events, status.job), history or {}, events)
@@ -289,16 +235,16 @@ _UNITS: Final[Mapping[str, str]] = {
     "PopulationBased": "generations",
     "Custom": "steps of the strategy",
 }
-"""That a run counts, by the type of its strategy; others count steps."""
+"""The unit that a run counts by the type of its strategy; others count steps."""
 
 
-def committed_step(status: StatusLike) -> int:
-    """Return how many steps the newest commit of a run has."""
+def committed_step(status: RunStatus) -> int:
+    """Return the number of steps of the newest commit."""
     return max((each.step for each in status.commits if each.member is None), default=0)
 
 
-def progress_text(status: StatusLike) -> str:
-    """Return how far a run is, as "12 of 30 rounds"; "" where it is not known."""
+def progress_text(status: RunStatus) -> str:
+    """Return a run's progress as text, such as "12 of 30 rounds"; "" if it is not known."""
     unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
     if status.phase == "FAILED" and unit == "steps":
         activity = status.error.activity if status.error is not None else ""
@@ -307,7 +253,7 @@ def progress_text(status: StatusLike) -> str:
 
 
 def time_text(time_s: float) -> str:
-    """Return a time as "2026-11-23 08:15:00 UTC": the same wherever it is read."""
+    """Return a time as "2026-11-23 08:15:00 UTC", independent of the reader's time zone."""
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
@@ -318,24 +264,24 @@ def time_text(time_s: float) -> str:
 _TRAIN = "train.loss"
 _RATE = "train.lr"
 _COUNTED = ("train.loss_", "stop.", "plateau.", "train.skipped_steps")
-"""Metrics that are no curve: spreads, and what the coordinator counts on."""
+"""The prefixes of metrics without a curve: spreads, and numbers that the coordinator counts on."""
 
 _GRAD_NORM = "train.grad_norm"
 _OWN = ("train.", "time.")
-"""Beginnings of the names of a run's own series: those of its parts begin with the part."""
+"""The prefixes of a run's own series; those of its parts begin with the part."""
 RECORDED = ("train.*", "time.rows_per_s")
-"""Series of the step history that have a curve."""
+"""The series of the step history that have a curve."""
 
 MAX_POINTS = 4096
-"""Of one line, more than a picture has columns; others are rows of several values each."""
+"""The most points of one line, more than a picture has columns; longer lines are cut into rows."""
 MAX_PARTS = 16
-"""Stages, nodes and replicas of a party whose steps are asked for."""
+"""The most stages, nodes or replicas of a party whose steps are read."""
 _OF_STAGES = ("busy_s", "span_s", "memory_bytes")
 
 
 def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the series and the parties whose steps the pictures of a run with this job show: its
-    own, and those of the stages of its pipeline, of its nodes or of its replicas."""
+    """Return the series and the parties that the pictures of a run with this job show: its own, and
+    those of its pipeline's stages, its nodes or its replicas."""
     strategy = job.get("strategy") or {}
     aggregation = (strategy.get("aggregation") or {}).get("method")
     if num_replicas_apart(strategy):
@@ -353,7 +299,7 @@ def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def num_replicas_apart(strategy: Mapping[str, Any]) -> int:
-    """Return how many replicas take local steps under this strategy; 0: none do."""
+    """Return the number of replicas that take local steps under this strategy."""
     takes_them = (strategy.get("options") or {}).get("local_steps") is not None
     is_theirs = strategy.get("type") == "DataParallel" and takes_them
     return int(strategy.get("num_replicas") or 0) if is_theirs else 0
@@ -363,16 +309,16 @@ class LinesFolding:
     """The metrics of a party's segments and rounds while the events of its run are read; a round's
     step is its number.
 
-    What a resumption from an earlier commit has undone is left out. Values of training are lines,
-    those of evaluations dots.
+    Segments that a resumption from an earlier commit has undone are left out. Values of training
+    are lines, those of evaluations dots.
     """
 
     def __init__(self, party: str = "") -> None:
         self._party = party
         self._found: dict[str, dict[int, float]] = {}
-        """By metric, then by segment."""
+        """The values by metric, then by segment."""
         self._steps: dict[int, int] = {}
-        """Of each segment."""
+        """The last step of each segment."""
 
     @property
     def lines(self) -> dict[str, Line]:
@@ -382,7 +328,7 @@ class LinesFolding:
             name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name
         }
 
-    def fold(self, event: EventLike) -> None:
+    def fold(self, event: Event) -> None:
         """Take the next event of the run."""
         last = undone_from(event)
         if last is not None:
@@ -412,18 +358,19 @@ class LinesFolding:
 
 
 def num_nodes(job: Mapping[str, Any]) -> int:
-    """Return how many nodes gossip in a run of this job; 0: there are none."""
+    """Return the number of gossiping nodes in a run of this job."""
     strategy = job.get("strategy") or {}
     gossips = (strategy.get("aggregation") or {}).get("method") == "Decentralized"
     return int(strategy.get("num_replicas") or 0) if gossips else 0
 
 
 def with_history(
-    lines: Mapping[str, Line], history: Mapping[str, SeriesLike], nodes: int = 0
+    lines: Mapping[str, Line], history: Mapping[str, StepSeries], nodes: int = 0
 ) -> dict[str, Line]:
-    """Return the lines with every step of those series of the party itself that were recorded.
+    """Return the lines, with every step of the party's recorded series in their place.
 
-    nodes: that gossip. The loss of a step is then the plain mean of theirs, where all are known.
+    nodes: the number of gossiping nodes. The loss of a step is then the plain mean over all nodes,
+    if all are known.
     """
     own = {
         name: recorded_line(name, series)
@@ -437,13 +384,13 @@ def with_history(
         own[_TRAIN] = mean
     found = {**lines, **own}
     if _GRAD_NORM in own:
-        found.pop("train.max_grad_norm", None)  # which its band shows
+        found.pop("train.max_grad_norm", None)  # the band shows it
     return found
 
 
-def mean_line(name: str, of_each: Sequence[SeriesLike]) -> Line | None:
+def mean_line(name: str, of_each: Sequence[StepSeries]) -> Line | None:
     """Return the plain mean of series at the steps that all of them have, with a band from the
-    least to the greatest value of any; None where there are none."""
+    least to the greatest value; None if there are no such steps."""
     if not of_each:
         return None
     common = reduce(np.intersect1d, [series.step for series in of_each])
@@ -461,7 +408,7 @@ def mean_line(name: str, of_each: Sequence[SeriesLike]) -> Line | None:
     return Line(name, common.tolist(), means, least, greatest, provisional_from=until)
 
 
-def recorded_line(name: str, series: SeriesLike) -> Line:
+def recorded_line(name: str, series: StepSeries) -> Line:
     """Return a recorded series as a line of this name."""
     certain = series.step[~series.provisional]
     values = (series.step, series.last, series.min, series.max)
@@ -487,12 +434,12 @@ def _with_band(line: Line, lines: Mapping[str, Line]) -> Line:
     metric = line.name.removesuffix(f".{CLIENT_MEAN}")
     low, high = (lines.get(f"{metric}.{end}") for end in (CLIENT_MIN, CLIENT_MAX))
     if low is None or high is None or not line.step == low.step == high.step:
-        return line  # of many values rows are made, and some rounds may have no spread
+        return line  # the rows may differ, and some rounds may have no spread
     return replace(line, low=low.last, high=high.last)
 
 
 def _few(steps: Ints, values: Floats) -> Columns:
-    """Return values as rows that keep the last, the least and the greatest of those in each."""
+    """Return values as rows that keep the last, the least and the greatest value of each row."""
     is_finite = np.isfinite(values)
     finite = np.where(is_finite, values, np.nan)
     counts, others = is_finite.astype(np.int64), (~is_finite).astype(np.int64)
@@ -501,9 +448,9 @@ def _few(steps: Ints, values: Floats) -> Columns:
 
 
 def groups(lines: Mapping[str, Line]) -> list[tuple[str, list[Line]]]:
-    """Return which lines share a frame: all losses, and each other metric alone.
+    """Return the lines by frame: all losses share one, and each other metric has its own.
 
-    In the order in which they are looked at: loss, what is evaluated, what training tells, times.
+    The frames are in the order of interest: loss, evaluations, values of training, times.
     """
     found: dict[str, list[Line]] = {}
     for name in sorted(lines, key=_rank):

@@ -23,7 +23,7 @@ from stratagem.client.report.strategy_panels import (
 
 
 def strategy_panels(run: ReportedRun) -> list[Panel]:
-    """Return the pictures that belong to the run's strategy, and those of the parties in it."""
+    """Return the pictures of the run's strategy, and those of its nested parties."""
     return [*_of_root(run), *member_panels(run), *nested_panels(run)]
 
 
@@ -36,7 +36,7 @@ def _of_root(run: ReportedRun) -> list[Panel]:
 
 
 def _decisions(run: ReportedRun) -> list[Panel]:
-    """Return what a strategy of somebody's own has decided."""
+    """Return the decisions of a strategy that is not built in."""
     marks = [
         DecisionMark(
             each.after_s, f"{each.party}: {each.kind}" if each.party else each.kind, each.reason
@@ -53,7 +53,7 @@ def _decisions(run: ReportedRun) -> list[Panel]:
 
 
 def time_line_panel(run: ReportedRun) -> Panel:
-    """Return what happened when, in a lane for each kind of thing."""
+    """Return a time line with a lane for each kind of event."""
     spans = run.course.time_marks.spans
 
     def draw(width: int) -> Picture:
@@ -67,25 +67,27 @@ def time_line_panel(run: ReportedRun) -> Panel:
 # The tree of the parties shows how each one trains, followed by the pictures of each.
 
 MAX_NESTED: Final = 12
-"""Parties below the root that have pictures of their own."""
+"""The most parties below the root with pictures of their own."""
 Strategy = Mapping[str, Any]
-"""As a job has it."""
+"""The strategy, as in the job."""
 
 
 def strategy_of(run: ReportedRun, path: str) -> Strategy:
-    """Return the strategy that a party trains under, of one inside a strategy of somebody's own as
-    far as what it has done tells; empty where it does not."""
+    """Return the strategy of a party; inside a strategy that is not built in, as far as its events
+    tell, else empty."""
     strategy = run.strategy
     for _ in filter(None, path.split("/")):
         if strategy.get("type") == "Custom":
-            return _told(run, path)
+            return _inferred(run, path)
         strategy = (strategy.get("options") or {}).get("inner") or {"type": "Local"}
     party = run.course.parties.get(path)
     has_rounds = party is not None and bool(party.rounds)
-    return strategy if not has_rounds or strategy.get("type") == "Federated" else _told(run, path)
+    if not has_rounds or strategy.get("type") == "Federated":
+        return strategy
+    return _inferred(run, path)
 
 
-def _told(run: ReportedRun, path: str) -> Strategy:
+def _inferred(run: ReportedRun, path: str) -> Strategy:
     party = run.course.parties.get(path)
     if path in run.course.populations:
         return {"type": "PopulationBased"}
@@ -97,7 +99,7 @@ def _told(run: ReportedRun, path: str) -> Strategy:
 
 
 def strategy_name(strategy: Strategy) -> str:
-    """Return a strategy in a word or two, as "Federated/FedAvg"."""
+    """Return a strategy as a word or two, such as "Federated/FedAvg"."""
     methods = (strategy.get("aggregation") or {}).get("method"), strategy.get("coordinator")
     return "/".join(filter(None, [strategy.get("type"), *methods]))
 
@@ -110,7 +112,7 @@ def nested_panels(run: ReportedRun) -> list[Panel]:
         return []
     drawn = [(path, found) for path in paths if (found := own_panels(run, path))]
     rest = len(drawn) - MAX_NESTED
-    note = f"Pictures of {rest} more of them are left out." if rest > 0 else ""
+    note = f"The pictures of {rest} more parties are left out." if rest > 0 else ""
     tree = partial(party_tree, [_row(run, path) for path in paths], title="Parties")
     return [
         Panel("parties", "Parties", by_width(tree), note),
@@ -144,7 +146,7 @@ def own_panels(run: ReportedRun, path: str = "") -> list[Panel]:
 
 
 def _with_parents(run: ReportedRun) -> Iterator[str]:
-    """Yield the paths of all parties below the root, also of those that only hold others."""
+    """Yield the paths of all parties below the root, including those that only contain others."""
     seen = {""}
     for path in run.course.parties:
         parts = path.split("/")

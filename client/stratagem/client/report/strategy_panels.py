@@ -8,8 +8,7 @@ from typing import Any, Final
 from stratagem.client.course.client_sums import ClientState
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
-from stratagem.client.course.views import SeriesLike
-from stratagem.client.history.step_history import History, MeasuredStep, measured_step
+from stratagem.client.course.step_history import History, MeasuredStep, StepSeries, measured_step
 from stratagem.client.pictures.axes import duration
 from stratagem.client.pictures.curves import Line, curve
 from stratagem.client.pictures.federation import ClientCell, RoundBar, client_grid, histogram
@@ -27,8 +26,8 @@ from stratagem.common.pipeline.simulation import consumers, required
 
 
 def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = None) -> list[Panel]:
-    """Return clients, rounds, and how long clients took. quorum: as the strategy has it, a count or
-    a share of the clients that were selected."""
+    """Return pictures of clients, rounds, and times of clients. quorum: of the strategy, a count or
+    a share of the selected clients."""
     course = run.course.parties[party]
     found, known, times = course.rounds, course.clients, course.client_times
     cells = [
@@ -57,8 +56,8 @@ def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = N
             return histogram(times, title=title, name=name, form=duration, width=wide)
 
         note = (
-            "The time that a client's worker has computed for an update. Members shows the time "
-            "from when a client was assigned until its update was there, with all waiting."
+            "The time that a client's worker spent computing an update. Members shows the time "
+            "from a client's assignment to the arrival of its update, including all waiting."
         )
         panels.append(Panel("client-times", "How long clients take", seconds, note))
     return panels
@@ -133,7 +132,7 @@ def _nodes(found: Population) -> list[LineageNode]:
 
 
 def _trials(found: Population) -> tuple[list[Trial], list[str]]:
-    """Return the members of the newest generation with scores, or that of the winner."""
+    """Return the members of the newest generation with scores, or of the winner's."""
     scored = [g for g in found.generations if any(m.score is not None for m in g.members)]
     if not scored:
         return [], []
@@ -161,8 +160,8 @@ MEGABYTE: Final = 1e6
 def stage_panels(
     run: ReportedRun, strategy: Mapping[str, Any], path: str = "", num_replicas: int = 1
 ) -> list[Panel]:
-    """Return the stages of a pipeline at work on the micro-batches of one step, the bubble, and the
-    memory of each. strategy: of one replica."""
+    """Return pictures of a pipeline: the stages at work on the micro-batches of one step, the
+    bubble, and the memory of each. strategy: of one replica."""
     if strategy.get("type") != "ModelParallel":
         return []
     return [
@@ -192,7 +191,7 @@ def _work(
         return stages(names, tasks, title="Stages", unit=unit, width=width)
 
     lengths = (
-        "each stage's pieces of work together as long as it has computed in the newest step"
+        "with each stage's work as long as it computed in the newest step"
         if is_measured
         else "in forward passes of one stage, all stages equal"
     )
@@ -201,12 +200,12 @@ def _work(
         "forward one, and no time passes between stages."
     )
     if is_measured and (measured := _measured_bubble(run)):
-        note += f" With all waiting, the bubble of that step was {measured[1][-1]:.0%}."
+        note += f" Including all waiting, the bubble of that step was {measured[1][-1]:.0%}."
     yield Panel("stages", "Stages in one step", draw, note)
 
 
 def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
-    """Return what the stages did when in one step."""
+    """Return the measured work of the stages in one step."""
     names, tasks = measured_tasks(measured)
     shares = dict(zip(*(_measured_bubble(run) or ((), ())), strict=True))
     idle = None if measured.is_whole else shares.get(measured.step)
@@ -220,25 +219,25 @@ def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
     )
     if measured.error_s:
         note += (
-            " Workers of several machines have clocks of their own; how far these are apart "
-            "follows from what the workers have received from each other, to "
+            " Workers of several machines have clocks of their own; the offsets between these "
+            "follow from the messages between the workers, to "
             f"± {duration(measured.error_s)}."
         )
     if not measured.is_whole:
-        note += " Not all micro-batches are shown; others were worked on where nothing is drawn."
+        note += " Not all micro-batches are shown; others were processed where nothing is drawn."
     return Panel("stages", "Stages in one step", draw, note)
 
 
 def _bubble(run: ReportedRun) -> Iterator[Panel]:
-    """Yield the share of each step that was not computed in, as it was measured."""
+    """Yield the bubble of each step, if it was measured."""
     measured = _measured_bubble(run)
     if measured is None:
         return
     line = Line("bubble", measured[0], [100 * share for share in measured[1]])
     draw = partial(curve, [line], title="Bubble, in %", height=204)
     note = (
-        "Measured: the share of a step, as long as that of the slowest worker, in which the "
-        "workers did not compute."
+        "Measured: the share of a step, as long as the slowest worker's, in which the workers "
+        "did not compute."
     )
     yield Panel("bubble", "Bubble, in %", by_width(draw), note)
 
@@ -259,31 +258,31 @@ def _memory(run: ReportedRun) -> Iterator[Panel]:
     ]
     if lines:
         draw = partial(curve, lines, title="Memory of the stages, in MB", height=218)
-        note = "Of the process of the worker that a stage is on, on a GPU of its tensors."
+        note = "The memory of the stage's worker process; on a GPU, that of its tensors."
         yield Panel("stage-memory", "Memory of the stages, in MB", by_width(draw), note)
 
 
 def node_panels(run: ReportedRun) -> list[Panel]:
-    """Return the loss of each node that gossips, of the first ones."""
+    """Return the losses of the first gossiping nodes."""
     return list(_of_parts(run, "node", "train.loss", ("node-loss", "Loss of the nodes"), ""))
 
 
 def replica_panels(run: ReportedRun) -> list[Panel]:
-    """Return how far each replica that takes local steps moves between two joins, and its loss, of
-    the first ones."""
+    """Return the distance that replicas with local steps move between two joins, and their losses,
+    for the first ones."""
     options = run.strategy.get("options") or {}
     count, overlap = options.get("fragments") or 1, options.get("overlap_steps") or 0
     note = (
-        "The 2-norm of what a replica has moved away from what all have in common, at each step "
-        "after which this is summed."
+        "The 2-norm of the difference between a replica's parameters and those that all have in "
+        "common, at each step after which the differences are summed."
     )
     if count > 1:
         note += (
-            f" Each value is over one of {count} parts of the parameters, in turn; after the last "
-            "step of a training over all."
+            f" Each value covers one of {count} parts of the parameters, in turn; after the last "
+            "step of a training, all of them."
         )
     if overlap:
-        note += f" The outer step with it is made {overlap} steps later."
+        note += f" The outer step follows {overlap} steps later."
     drift, loss = ("replica-drift", "Drift of the replicas"), ("replica-loss", "Loss of replicas")
     return [
         *_of_parts(run, "replica", "train.drift", drift, note),
@@ -294,7 +293,7 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
 def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
-    """Yield the picture of a series that each node or replica has. named: its name and title."""
+    """Yield the picture of a series of all nodes or replicas. named: its name and title."""
     found = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in found if len(series.step)]
     if not lines:
@@ -304,13 +303,13 @@ def _of_parts(
         return curve(lines, title=named[1], width=width, height=240, log=log)
 
     count = run.strategy["num_replicas"]
-    first = f"Of the first {len(lines)} of {count} {kind}s." if count > len(lines) else ""
+    first = f"Shows the first {len(lines)} of {count} {kind}s." if count > len(lines) else ""
     logarithmic = partial(draw, log=True)
     yield Panel(*named, draw, " ".join(filter(None, (note, first))), logarithmic)
 
 
-def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, SeriesLike]]:
-    """Return a series of each part that has it, by its name."""
+def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, StepSeries]]:
+    """Return a series of each part that has it, by the part's name."""
     return [
         (f"{kind} {number}", series)
         for number in range(MAX_PARTS)
@@ -329,12 +328,12 @@ _TAKES: Final = {
     TaskKind.INPUT: 1.0,
     TaskKind.WEIGHT: 1.0,
 }
-"""A backward pass computes two gradients."""
+"""The relative lengths of the kinds of work; a backward pass computes two gradients."""
 
 
 def measured_tasks(measured: MeasuredStep) -> tuple[list[str], list[Task]]:
-    """Return the lanes of a step that was measured, named by their stages, and what was done in
-    each when, waiting included; in seconds."""
+    """Return the lanes of a measured step, named by their stages, and the work in them, including
+    waiting, in seconds."""
     places = {stage: lane for lane, its in enumerate(measured.lanes.values()) for stage in its}
     tasks: list[Task] = []
     for stage, actions in measured.actions.items():
@@ -378,7 +377,7 @@ def planned_tasks(
 
 
 def _lane(ranks: Sequence[int], rank: int) -> str:
-    """Return what a rank has: "stage 1", or "stages 0, 2" where it takes turns at several."""
+    """Return the stages of a rank: "stage 1", or "stages 0, 2" if it takes turns at several."""
     return _name([stage for stage, its_rank in enumerate(ranks) if its_rank == rank])
 
 
@@ -407,6 +406,6 @@ def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:
                 kind = action.kind.name.lower()
                 tasks.append(Task(rank, start, free[rank], kind, action.micro_batch))
                 places[rank] += 1
-        if len(tasks) == before:  # no schedule of ours waits for ever
+        if len(tasks) == before:  # none of our schedules deadlocks
             return []
     return tasks

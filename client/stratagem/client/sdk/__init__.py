@@ -1,3 +1,3 @@
-"""This package is the client library: blocking and asynchronous clients, transfers and checks of
-jobs.
+"""This package is the client library: blocking and asynchronous clients, transfers, checks of jobs,
+and the code that travels with jobs.
 """

@@ -4,43 +4,44 @@
         run = client.submit("job.yaml")
         model.load_state_dict(run.result().state_dict())
 
-Every method runs its namesake of client.py or run.py on an event loop in one thread that belongs
-to the client, so it works inside a notebook, whose own loop runs already. Ctrl-C during a call
-ends the waiting; the run goes on.
+Every method runs the method of the same name in client.py or run.py on an event loop in a thread
+of the client, so it also works inside a notebook, whose own loop is already running. Ctrl-C during
+a call ends the waiting; the run continues.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import wraps
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
-from stratagem.client.course.client_sums import FederatedClient
-from stratagem.client.course.members import MemberInterval
-from stratagem.client.course.population import Population
-from stratagem.client.course.rounds import Round
 from stratagem.client.course.views import (
     Event,
     Hyperparameters,
     LogLine,
     Progress,
-    RefusedWorker,
     RunsChange,
     RunStatus,
-    Worker,
 )
-from stratagem.client.history.step_history import History
 from stratagem.client.report.comparison import Comparison
 from stratagem.client.report.notebook import follow, header_html, run_html
 from stratagem.client.report.run import ReportedRun
 from stratagem.client.sdk.client import PATIENCE_S, AsyncClient
 from stratagem.client.sdk.connection import check_fork, is_lost
-from stratagem.client.sdk.downloads import BackupDone, ExportedModel
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.client.sdk.torch_process import Job
 from stratagem.client.sdk.uploads import InlineData
@@ -49,6 +50,28 @@ from stratagem.common.identity.tls import TlsFiles
 
 if TYPE_CHECKING:
     import torch
+
+# ---- Methods ----
+
+Parameters = ParamSpec("Parameters")
+Value = TypeVar("Value")
+
+
+def _blocking(
+    method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Value]],
+) -> Callable[Concatenate[Client | RunHandle, Parameters], Value]:
+    """Return the blocking form of a method of AsyncClient or AsyncRun, with its parameters and its
+    documentation.
+    """
+
+    @wraps(method)
+    def call(
+        self: Client | RunHandle, /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Value:
+        return self._running().call(method(self._asynchronous, *args, **kwargs))
+
+    return call
+
 
 # ---- Client ----
 
@@ -64,18 +87,21 @@ class Client:
         tls: TlsFiles | None = None,
         token_file: str | PathLike[str] | None = None,
     ) -> None:
-        """See AsyncClient."""
-        self._client = AsyncClient(address, patience_s=patience_s, tls=tls, token_file=token_file)
+        """Connect to a coordinator; see AsyncClient."""
+        self._asynchronous = AsyncClient(
+            address, patience_s=patience_s, tls=tls, token_file=token_file
+        )
         self._loop: LoopThread | None = LoopThread()
         try:
-            self._loop.call(self._client.__aenter__())
+            self._loop.call(self._asynchronous.__aenter__())
         except BaseException:
             self._loop.close()
             raise
 
     @property
     def address(self) -> str:
-        return self._client.address
+        """The address of the coordinator, or several of which one leads, separated by commas."""
+        return self._asynchronous.address
 
     def submit(
         self,
@@ -86,12 +112,12 @@ class Client:
         import_path: Sequence[Path] = (),
     ) -> RunHandle:
         """Start a run; see AsyncClient.submit."""
-        submitted = self._client.submit(job, run_id, data=data, import_path=import_path)
+        submitted = self._asynchronous.submit(job, run_id, data=data, import_path=import_path)
         return RunHandle(self._running().call(submitted), self._running())
 
     def get(self, run_id: str) -> RunHandle:
-        """An existing run; NotFoundError when there is none of this id."""
-        return RunHandle(self._running().call(self._client.get(run_id)), self._running())
+        """Return a handle on an existing run. Raises NotFoundError if no run has this id."""
+        return RunHandle(self._running().call(self._asynchronous.get(run_id)), self._running())
 
     def resume_as(
         self,
@@ -101,42 +127,31 @@ class Client:
         from_segment: int | None = None,
         new_run_id: str | None = None,
     ) -> RunHandle:
-        """Start a new run that goes on from a commit of another one; see AsyncClient.resume_as."""
-        resumed = self._client.resume_as(
+        """Start a new run that continues from a commit of another; see AsyncClient.resume_as."""
+        resumed = self._asynchronous.resume_as(
             run_id, overrides, from_segment=from_segment, new_run_id=new_run_id
         )
         return RunHandle(self._running().call(resumed), self._running())
 
-    def runs(self) -> tuple[RunStatus, ...]:
-        """All runs, newest first."""
-        return self._running().call(self._client.runs())
-
     def compare(self, runs: Sequence[str | RunStatus | RunHandle]) -> Comparison:
-        """2 to 8 runs beside each other, which a notebook shows; see AsyncClient.compare."""
-        run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
-        return self._running().call(self._client.compare(run_ids))
+        """Compare 2 to 8 runs; a notebook shows the result. See AsyncClient.compare."""
+        run_ids = [run if isinstance(run, str) else run.run_id for run in runs]
+        return self._running().call(self._asynchronous.compare(run_ids))
 
     def watch_runs(self, *, timeout_s: float | None = None) -> Iterator[RunsChange]:
-        """All runs in brief, and then those that change; see AsyncClient.watch_runs. timeout_s: as
-        for `RunHandle.watch`."""
-        return self._running().iterate(self._client.watch_runs(), timeout_s)
+        """Yield all runs in brief, then those that change; see AsyncClient.watch_runs. timeout_s:
+        as for `RunHandle.watch`."""
+        return self._running().iterate(self._asynchronous.watch_runs(), timeout_s)
 
-    def back_up(self, folder: Path) -> BackupDone:
-        """Copy the journal and all states of this moment; see AsyncClient.back_up."""
-        return self._running().call(self._client.back_up(folder))
-
-    def workers(self) -> tuple[Worker, ...]:
-        """All registered workers, alive or not."""
-        return self._running().call(self._client.workers())
-
-    def refused_workers(self) -> tuple[RefusedWorker, ...]:
-        """Return the workers that were refused lately; see AsyncClient.refused_workers."""
-        return self._running().call(self._client.refused_workers())
+    runs = _blocking(AsyncClient.runs)
+    workers = _blocking(AsyncClient.workers)
+    refused_workers = _blocking(AsyncClient.refused_workers)
+    back_up = _blocking(AsyncClient.back_up)
 
     def close(self) -> None:
-        """Idempotent. Runs go on."""
+        """Close the connection; runs continue. Closing again does nothing."""
         if self._loop is not None and not is_lost():
-            self._loop.call(self._client.close())
+            self._loop.call(self._asynchronous.close())
             self._loop.close()
             self._loop = None
 
@@ -159,30 +174,35 @@ class RunHandle:
     """A handle on one run; every method asks the coordinator. Usable until its client is closed."""
 
     def __init__(self, run: AsyncRun, loop: LoopThread) -> None:
-        self._run = run
+        self._asynchronous = run
         self._loop = loop
 
     @property
     def run_id(self) -> str:
-        return self._run.run_id
+        """The id of the run."""
+        return self._asynchronous.run_id
 
     @property
     def note(self) -> str:
-        """Return what its author should know of a run that was submitted here; see
-        AsyncRun.note."""
-        return self._run.note
+        """Remarks about a run that was submitted here; see AsyncRun.note."""
+        return self._asynchronous.note
 
     @property
     def created(self) -> bool:
-        """Return whether submitting has started this run; False where it was there before."""
-        return self._run.created
+        """True if submitting started this run; False if it existed before."""
+        return self._asynchronous.created
 
-    def status(self) -> RunStatus:
-        return self._loop.call(self._run.status())
+    # ---- state and course ----
 
-    def metrics(self) -> Mapping[str, float]:
-        """The latest metrics, such as {"test.accuracy": 0.97}."""
-        return self._loop.call(self._run.metrics())
+    status = _blocking(AsyncRun.status)
+    metrics = _blocking(AsyncRun.metrics)
+    events = _blocking(AsyncRun.events)
+    history = _blocking(AsyncRun.history)
+    rounds = _blocking(AsyncRun.rounds)
+    clients = _blocking(AsyncRun.clients)
+    members = _blocking(AsyncRun.members)
+    population = _blocking(AsyncRun.population)
+    report = _blocking(AsyncRun.report)
 
     def watch(
         self,
@@ -195,12 +215,12 @@ class RunHandle:
         before_index: int | None = None,
         timeout_s: float | None = None,
     ) -> Iterator[Event | Progress]:
-        """Events and progress until the run has ended; see AsyncRun.watch.
+        """Yield events and progress until the run has ended; see AsyncRun.watch.
 
-        timeout_s: raise TimeoutError when the next one is not there so long after the first was
-        asked for.
+        timeout_s: raise TimeoutError, and stop watching, if an item has not come this long after
+        the first one was asked for.
         """
-        watched = self._run.watch(
+        watched = self._asynchronous.watch(
             from_index,
             kinds=kinds,
             limit=limit,
@@ -210,82 +230,6 @@ class RunHandle:
         )
         return self._loop.iterate(watched, timeout_s)
 
-    def events(self) -> tuple[Event, ...]:
-        """All events so far."""
-        return self._loop.call(self._run.events())
-
-    def report(self, path: str | PathLike[str]) -> Path:
-        """Write the run as it is now as one page of HTML; see AsyncRun.report."""
-        return self._loop.call(self._run.report(path))
-
-    def show(self) -> None:
-        """Follow the run in the cell of a notebook until it ends; an interrupt leaves it alone."""
-        follow(self.watch(), lambda: run_html(self.shown()))
-
-    def rounds(self, party: str = "") -> tuple[Round, ...]:
-        """The rounds of a federation so far; see AsyncRun.rounds."""
-        return self._loop.call(self._run.rounds(party))
-
-    def clients(self, party: str = "") -> tuple[FederatedClient, ...]:
-        """The clients of a federation over its rounds so far."""
-        return self._loop.call(self._run.clients(party))
-
-    def members(self) -> tuple[MemberInterval, ...]:
-        """When each worker was a member of the run, and why it was one no longer."""
-        return self._loop.call(self._run.members())
-
-    def population(self) -> Population:
-        """The generations of a population so far: scores, lineages, and the schedule of each."""
-        return self._loop.call(self._run.population())
-
-    def history(
-        self,
-        series: str | Sequence[str] = (),
-        parties: str | Sequence[str] = (),
-        *,
-        from_step: int = 1,
-        to_step: int | None = None,
-        max_rows: int | None = None,
-    ) -> History:
-        """What was recorded of each step, by name of series; see AsyncRun.history."""
-        asked = self._run.history(
-            series, parties, from_step=from_step, to_step=to_step, max_rows=max_rows
-        )
-        return self._loop.call(asked)
-
-    def wait(self, timeout_s: float | None = None) -> RunStatus:
-        """Wait for the end of the run, whatever that is, and return its last status.
-
-        timeout_s: raise TimeoutError when it has not ended after so long; None waits without a
-        limit, 0 asks once, and waits a few seconds for the answer. The run goes on either way.
-        """
-        return self._loop.call(self._run.wait(timeout_s))
-
-    def result(self, timeout_s: float | None = None) -> RunResult:
-        """Wait for the end of the run; raises UserCodeError or RunFailedError. timeout_s: see
-        `wait`."""
-        return RunResult(self._loop.call(self._run.result(timeout_s)), self)
-
-    def cancel(self) -> None:
-        """Stop the run; its last commit stays and can be resumed."""
-        self._loop.call(self._run.cancel())
-
-    def resume(self, from_segment: int | None = None) -> None:
-        """Go on from the last commit of a run that was cancelled or has failed.
-
-        from_segment: go on from this one of the commits that are kept; what followed it happens
-        anew.
-        """
-        self._loop.call(self._run.resume(from_segment))
-
-    def delete(self) -> None:
-        """Forget an ended run and its states."""
-        self._loop.call(self._run.delete())
-
-    def pin(self, pinned: bool = True) -> None:
-        """Keep the run, whatever the retention limits say, until it is unpinned: pin(False)."""
-        self._loop.call(self._run.pin(pinned))
-
     def logs(
         self,
         *,
@@ -294,47 +238,39 @@ class RunHandle:
         from_line: int = 0,
         timeout_s: float | None = None,
     ) -> Iterator[LogLine]:
-        """Lines of the run's log; with follow, until the run ends; see AsyncRun.logs. timeout_s: as
-        for `watch`."""
-        lines = self._run.logs(follow=follow, worker=worker, from_line=from_line)
+        """Yield the lines of the run's log, with `follow` until the run ends; see AsyncRun.logs.
+        timeout_s: as for `watch`."""
+        lines = self._asynchronous.logs(follow=follow, worker=worker, from_line=from_line)
         return self._loop.iterate(lines, timeout_s)
 
-    def download(
-        self,
-        path: str | PathLike[str],
-        which: str = "final",
-        *,
-        plain: bool = False,
-        shard_size: str | None = None,
-    ) -> Path:
-        """Write a committed state as a safetensors file, whole or not at all.
+    def shown(self, max_rows: int = 720) -> ReportedRun:
+        """Return the data for all pictures of the run; max_rows: of each curve."""
+        return self._loop.call(self._asynchronous.shown(max_rows))
 
-        plain: only the model, under all names of its state_dict(); shard_size: that as a folder of
-        files; see AsyncRun.download.
-        """
-        return self._loop.call(self._run.download(path, which, plain=plain, shard_size=shard_size))
+    def show(self) -> None:
+        """Follow the run in the cell of a notebook until it ends; an interrupt leaves it alone."""
+        follow(self.watch(), lambda: run_html(self.shown()))
 
-    def export(
-        self,
-        path: str | PathLike[str],
-        to: Literal["hf", "torch-export", "onnx"],
-        which: str = "final",
-        *,
-        shard_size: str = "5GB",
-        import_path: Sequence[Path] = (),
-    ) -> ExportedModel:
-        """Write the model in the form of another program; see AsyncRun.export."""
-        return self._loop.call(
-            self._run.export(path, to, which, shard_size=shard_size, import_path=import_path)
-        )
+    # ---- life ----
 
-    def download_profile(self, path: str | PathLike[str]) -> Path:
-        """Write what the workers recorded as one trace; see AsyncRun.download_profile."""
-        return self._loop.call(self._run.download_profile(path))
+    wait = _blocking(AsyncRun.wait)
 
-    def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
-        """The model of a committed state as torch tensors."""
-        return self._loop.call(self._run.state_dict(which))
+    def result(self, timeout_s: float | None = None) -> RunResult:
+        """Wait for the end of the run and return its result. Raises UserCodeError or
+        RunFailedError; see AsyncRun.result. timeout_s: as for `wait`."""
+        return RunResult(self._loop.call(self._asynchronous.result(timeout_s)), self)
+
+    cancel = _blocking(AsyncRun.cancel)
+    resume = _blocking(AsyncRun.resume)
+    delete = _blocking(AsyncRun.delete)
+    pin = _blocking(AsyncRun.pin)
+
+    # ---- states ----
+
+    download = _blocking(AsyncRun.download)
+    export = _blocking(AsyncRun.export)
+    download_profile = _blocking(AsyncRun.download_profile)
+    state_dict = _blocking(AsyncRun.state_dict)
 
     def __repr__(self) -> str:
         return f"RunHandle({self.run_id!r})"
@@ -342,9 +278,8 @@ class RunHandle:
     def _repr_html_(self) -> str:
         return run_html(self.shown())
 
-    def shown(self, max_rows: int = 720) -> ReportedRun:
-        """All that pictures of the run are made of; max_rows: of each curve."""
-        return self._loop.call(self._run.shown(max_rows))
+    def _running(self) -> LoopThread:
+        return self._loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,20 +295,20 @@ class RunResult:
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Return the hyperparameters of the population member whose state is the result; empty for
-        a run that is no population."""
+        """Return the hyperparameters of the population member whose state is the result; empty
+        for other runs."""
         commit = self.status.commit()
         return commit.hyperparameters if commit else {}
 
     @property
     def schedule(self) -> tuple[Hyperparameters, ...]:
-        """Return all hyperparameters that this state of a population was trained with, in order of
-        step."""
+        """Return all hyperparameters that this state was trained with, in order of step; empty
+        for a run that is no population."""
         commit = self.status.commit()
         return commit.schedule if commit else ()
 
     def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
-        """The trained model as torch tensors, for `model.load_state_dict`."""
+        """Return the trained model as torch tensors, for `model.load_state_dict`."""
         return self.run.state_dict(which)
 
     def download(
@@ -396,8 +331,6 @@ class RunResult:
 
 # ---- Event loop in a thread ----
 
-Value = TypeVar("Value")
-
 _END: Final = object()
 
 
@@ -413,7 +346,7 @@ class LoopThread:
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
-        """Run to the end and give back the result; an interrupt cancels the coroutine."""
+        """Run a coroutine to its end and return its result; an interrupt cancels it."""
         if is_lost():  # the thread is not in this fork
             coroutine.close()
             check_fork()
@@ -428,19 +361,19 @@ class LoopThread:
             future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
             return future.result()
         except BaseException:
-            # An interrupt may come at any instant, also before the future is in our hands.
+            # An interrupt may come at any instant, even before the future is returned to us.
             if future is None or not future.done():
-                # Not before it has ended may the caller do something else with what it used.
+                # The caller may reuse the coroutine's resources, so wait until it has ended.
                 asyncio.run_coroutine_threadsafe(_cancelled(tasks), self._loop).result()
             raise
 
     def iterate(
         self, source: AsyncIterator[Value], timeout_s: float | None = None
     ) -> Iterator[Value]:
-        """The items as they come; leaving the loop early closes the source.
+        """Yield the items as they come; leaving the loop early closes the source.
 
-        timeout_s: raise TimeoutError, and close the source, when the next item is not there so long
-        after the first one was asked for.
+        timeout_s: raise TimeoutError, and close the source, if an item has not come this long after
+        the first one was asked for.
         """
         deadline_s = None if timeout_s is None else self._loop.time() + timeout_s
 
@@ -457,13 +390,12 @@ class LoopThread:
             while (item := self.call(advance())) is not _END:
                 yield item  # type: ignore[misc]
         finally:
-            if (
-                not self._loop.is_closed() and not is_lost()
-            ):  # closing the loop has closed the source
+            # A closed loop has closed the source.
+            if not self._loop.is_closed() and not is_lost():
                 self.call(close())
 
     def close(self) -> None:
-        """Nothing in a fork, where neither the loop nor what it has open is ours."""
+        """Stop the loop and its thread. A fork does nothing: neither belongs to it."""
         if is_lost():
             return
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
@@ -482,7 +414,7 @@ class LoopThread:
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel the tasks and wait for their end.
 
-    What was handed to the loop before this has begun by now, so `tasks` names it.
+    Everything handed to the loop earlier has begun by now, so it is in `tasks`.
     """
     for task in tasks:
         task.cancel()
@@ -490,6 +422,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def _report_unless_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """gRPC wakes every loop of a process for each event; all but one then find nothing to read."""
+    """Ignore BlockingIOError: gRPC wakes every loop of a process for each event, and all loops but
+    one find nothing to read."""
     if not isinstance(context.get("exception"), BlockingIOError):
         loop.default_exception_handler(context)

@@ -1,13 +1,15 @@
-"""The asynchronous client: submit a job, follow the run, fetch what it made.
+"""The asynchronous client: submit a job, follow the run, fetch its states.
 
     async with AsyncClient("host:7070") as client:
         run = await client.submit("job.yaml")
         async for item in run.watch(): ...
         await run.result()
 
-Owns what each call means to a caller. Reconnecting is in connection.py, the tensor streams in
-downloads.py and uploads.py; nothing here imports torch.
+Reconnecting is in connection.py, the tensor streams in downloads.py and uploads.py; nothing here
+imports torch. Client in blocking.py offers the same methods to scripts.
 """
+
+from __future__ import annotations
 
 import asyncio
 import os
@@ -45,9 +47,9 @@ from stratagem.v1 import coordinator_pb2 as pb
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
 ADDRESS_VARIABLE: Final = "STRATAGEM_COORDINATOR"
-"""Names the coordinator of whoever names none, here and on the command line."""
+"""The variable with the default coordinator, here and on the command line."""
 WORKERS_AT_ONCE: Final = 500
-"""Workers that are asked for by one call."""
+"""The number of workers that one call returns."""
 PATIENCE_S: Final = 60.0
 
 
@@ -62,14 +64,17 @@ class AsyncClient:
         tls: TlsFiles | None = None,
         token_file: str | PathLike[str] | None = None,
     ) -> None:
-        """address: HOST:PORT, or several of which one leads, separated by commas; unless given,
-        STRATAGEM_COORDINATOR, and without that DEFAULT_ADDRESS.
+        """Make a client; entering its context connects it.
 
-        patience_s: how long a call waits for a coordinator that was there and went away.
+        address: HOST:PORT, or several of which one leads, separated by commas; by default
+        STRATAGEM_COORDINATOR, else 127.0.0.1:7070.
 
-        tls: how the coordinator is known, and this client; plaintext unless given. token_file: a
-        token of `stratagem token create`, for a coordinator's --token-listen. Both are read again
-        when the files change. Raises InvalidInputError when one cannot be used.
+        patience_s: how long a call waits for a coordinator that was reachable before.
+
+        tls: certificates that authenticate the coordinator and this client; without them the
+        connection is plaintext. token_file: a token of `stratagem token create`, for a
+        coordinator's --token-listen. Both are read again when the files change. Raises
+        InvalidInputError if a file cannot be used.
         """
         if address is None:
             address = os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
@@ -106,15 +111,15 @@ class AsyncClient:
         data: InlineData | None = None,
         import_path: Sequence[Path] = (),
     ) -> AsyncRun:
-        """Start a run. The same run_id with the same job starts nothing twice.
+        """Start a run. Calling this again with the same run_id and the same job starts nothing.
 
         data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
-        and take the place of the job's `data`. A run or a file that the job begins from is turned
-        into the digest of a state. With execution.parallelism the strategy is chosen
-        here, for the workers that are registered now; the run's `note` says why, and what becomes
-        of the schedule of a training that is resumed with another length.
-        import_path: of the user's modules, where the model has to be built for that; unless given,
-        this folder and that of the job file.
+        and replace the job's `data`. A run or file in the job's `initial` is replaced by the
+        digest of its state. With execution.parallelism the strategy is chosen here, for the
+        workers that are registered now; the run's `note` explains the choice, and how the schedule
+        changes if a training is resumed with another length.
+        import_path: folders with the user's modules, in case the model must be built to choose the
+        strategy; by default the current folder and that of the job file.
         """
         connection = self._connection
         packed = None if data is None else uploads.pack(data)
@@ -125,7 +130,7 @@ class AsyncClient:
         spec, note = await resolve_initial(connection, spec)
         spec = await resolve_code(connection, spec)
         if spec.execution.parallelism != "None":
-            # The run has a real strategy from the start; replays need not know how it came about.
+            # The journal holds the chosen strategy, so that replays need not choose again.
             folders, workers = import_path or import_folders(job), await self.workers()
             spec, reason = await asyncio.to_thread(resolve_parallelism, spec, workers, folders)
             note = "; ".join(filter(None, (f"strategy: {reason}", note)))
@@ -142,24 +147,24 @@ class AsyncClient:
         from_segment: int | None = None,
         new_run_id: str | None = None,
     ) -> AsyncRun:
-        """Start a new run that goes on from a commit of another one, with other settings.
+        """Start a new run that continues from a commit of another run, with other settings.
 
         It begins with the optimizer, the schedule and the step of that commit. overrides: such as
-        "epochs=20"; InvalidInputError names those that cannot change. from_segment: the commit,
-        the newest one unless given; the run must have ended then.
+        "epochs=20"; InvalidInputError names those that cannot change. from_segment: the segment of
+        the commit; by default the newest one, for which the other run must have ended.
         """
         status = await (await self.get(run_id)).status()
         which = "final" if from_segment is None else str(from_segment)
         kept = ", ".join(str(commit.segment) for commit in status.commits)
         if not kept:
             raise WrongStateError(
-                f"run {run_id} has committed nothing yet, so no other run can go on from it"
+                f"run {run_id} has committed nothing yet, so no other run can continue from it"
             )
         if from_segment is None and not status.phase.is_final:
             raise WrongStateError(
-                f"run {run_id} still trains ({status.phase}, step {status.step}): stop it first "
-                f"(`stratagem stop {run_id}`, run.cancel()), or say from which of its commits the "
-                f"new run goes on (--from, from_segment=): {kept}"
+                f"run {run_id} is still training ({status.phase}, step {status.step}): stop it "
+                f"first (`stratagem stop {run_id}`, run.cancel()), or name the commit from which "
+                f"the new run continues (--from, from_segment=): {kept}"
             )
         if status.commit(which) is None:
             text = f"segment {from_segment} is no kept commit of run {run_id!r}; kept are {kept}"
@@ -170,13 +175,13 @@ class AsyncClient:
         return await self.submit(job, new_run_id)
 
     async def get(self, run_id: str) -> AsyncRun:
-        """An existing run; NotFoundError when there is none of this id."""
+        """Return a handle on an existing run. Raises NotFoundError if no run has this id."""
         run = self.handle(run_id)
         await run.status()
         return run
 
     def handle(self, run_id: str) -> AsyncRun:
-        """A handle on a run of this id; nobody is asked whether there is one."""
+        """Return a handle on the run with this id, without asking whether it exists."""
         return AsyncRun(self._connection, check_run_id(run_id))
 
     async def runs(self) -> tuple[RunStatus, ...]:
@@ -192,17 +197,16 @@ class AsyncClient:
             request.page_token = response.next_page_token
 
     async def compare(self, runs: Sequence[str | RunStatus | AsyncRun]) -> Comparison:
-        """Return 2 to 8 runs beside each other: their newest metrics, the fields in which their
-        jobs differ, and curves with a line for each. runs: their ids, or anything with one."""
-        run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
+        """Compare 2 to 8 runs: their newest metrics, the fields in which their jobs differ, and
+        curves with a line for each run. runs: their ids, handles or statuses."""
+        run_ids = [run if isinstance(run, str) else run.run_id for run in runs]
         check_compared(run_ids)
-        shown = [await (await self.get(each)).shown() for each in run_ids]
-        return Comparison.of(shown)
+        return Comparison.of([await (await self.get(run_id)).shown() for run_id in run_ids])
 
     async def watch_runs(self) -> AsyncIterator[RunsChange]:
-        """All runs in brief, newest first, and then those that change, at most twice a second.
+        """Yield all runs in brief, newest first, then those that change, at most twice a second.
 
-        Goes on until the caller leaves it; after a cut it begins again with all runs.
+        Continues until the caller stops; after an interruption it begins again with all runs.
         """
         connection, begins = self._connection, True
 
@@ -216,12 +220,12 @@ class AsyncClient:
             yield views.runs_change(message, is_first=is_first)
 
     async def back_up(self, folder: Path) -> BackupDone:
-        """Copy the journal and all states of this moment into a folder; into that of an earlier
-        backup, what is new. Needs the scope admin."""
+        """Copy the journal and all current states into a folder; if it holds an earlier backup,
+        copy only what is new. Requires the scope admin."""
         return await back_up(self._connection, folder)
 
     async def workers(self) -> tuple[Worker, ...]:
-        """All registered workers, alive or not."""
+        """Return all registered workers, alive or not."""
         connection = self._connection
         workers: list[Worker] = []
         request = pb.ListWorkersRequest(page_size=WORKERS_AT_ONCE)
@@ -233,9 +237,9 @@ class AsyncClient:
             request.page_token = response.next_page_token
 
     async def refused_workers(self) -> tuple[RefusedWorker, ...]:
-        """Return the workers that have asked to be registered lately and were refused, by name.
+        """Return the workers that were refused registration lately, in order of name.
 
-        A coordinator of an earlier version tells of none.
+        A coordinator of an earlier version reports none.
         """
         request, connection = pb.ListWorkersRequest(page_size=1), self._connection
         response = await connection.call(connection.stub.ListWorkers, request)

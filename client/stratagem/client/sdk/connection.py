@@ -54,47 +54,47 @@ if TYPE_CHECKING:
 #
 # A notice says once that calls wait for a coordinator: why, and for what.
 
-TOLD_AFTER_S: Final = 1.0
-"""A coordinator that is back by then has only been restarted, or another one leads."""
+REPORTED_AFTER_S: Final = 1.0
+"""The time after which an outage is reported: a shorter one is a restart, or a change of leader."""
 
 
 _NO_ANSWERS: Final = frozenset(
     (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 )
-"""What gRPC itself says where nobody answers."""
+"""The codes with which gRPC itself reports that nobody answers."""
 
 
 @dataclass(slots=True)
-class ToldOutage:
-    """What all calls over a connection share, so that they do not each tell of one outage."""
+class SharedOutage:
+    """The state shared by all calls over a connection, so that one outage is reported once."""
 
-    is_told: bool = False
-    """That nobody answers; until a coordinator answers any of them."""
+    is_reported: bool = False
+    """It was reported that nobody answers; ends when a coordinator answers any call."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Why calls are refused for now that have lasted, with how many are for that reason, of which
-    the first one has told it. What a coordinator answers to others does not end that."""
+    """The reasons for which calls are being refused, with the number of calls for each; the first
+    call of each has reported it. Answers to other calls do not end a refusal."""
     num_answers: int = 0
-    """Of a coordinator to any of them."""
+    """The number of answers to any call."""
 
     def end(self) -> None:
         """Note that a coordinator has answered."""
-        self.is_told = False
+        self.is_reported = False
         self.num_answers += 1
 
 
 @dataclass(slots=True)
 class OutageNotice:
-    """Of one call or stream: a context, from its begin to its end."""
+    """The notice of one call or stream: a context around it."""
 
     address: str
-    outage: ToldOutage
+    outage: SharedOutage
     _since_s: float | None = field(default=None, init=False)
-    _is_told: bool = field(default=False, init=False)
-    """That nobody answers."""
+    _is_reported: bool = field(default=False, init=False)
+    """This call has reported that nobody answers."""
     _reasons: set[str] = field(default_factory=set, init=False)
-    """Why this call was refused so far."""
+    """The reasons for which this call was refused so far."""
     _met_after: int | None = field(default=None, init=False)
-    """How many answers there were when the error came that is looked at."""
+    """The number of answers to all calls when the error that is being examined came."""
 
     def __enter__(self) -> Self:
         return self
@@ -107,45 +107,45 @@ class OutageNotice:
     ) -> None:
         self._end_refusal()
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """Note that a coordinator has answered this call."""
-        self._since_s, self._is_told = None, False
+        self._since_s, self._is_reported = None, False
         self.outage.end()
         self._end_refusal()
 
-    def met(self) -> None:
-        """Note that an error has come, before it is found out what it means: by then a coordinator
-        may have answered others, and their outage is over."""
+    def note_error(self) -> None:
+        """Note that an error has come, before its meaning is known: until then a coordinator may
+        answer other calls, and their outage is over."""
         self._met_after = self.outage.num_answers
 
-    def ended(self, error: grpc.RpcError) -> None:
+    def note_end(self, error: grpc.RpcError) -> None:
         """Note the error that ends this call, which may be an answer."""
         if name_of(error) or error.code() not in _NO_ANSWERS:
-            self.answered()
+            self.note_answer()
 
-    def failed(self, error: grpc.RpcError, waits: str) -> None:
-        """Note an error after which the call is made again; one that has lasted is told once, and
-        so is each reason of a refusal.
+    def note_retry(self, error: grpc.RpcError, waits: str) -> None:
+        """Note an error after which the call is made again. An error that lasts is reported once,
+        and so is each reason of a refusal.
 
         waits: until when, such as "for up to 60 s".
         """
         name = name_of(error)
-        if name and name != StandbyError.__name__:  # who stands by answers for nobody else
+        if name and name != StandbyError.__name__:  # a standby answers only for itself
             self.outage.end()
         if self._since_s is None:
             self._since_s = time.monotonic()
         is_over = not name and self._met_after not in (None, self.outage.num_answers)
-        has_lasted = time.monotonic() - self._since_s >= TOLD_AFTER_S and not is_over
-        if has_lasted and self._is_first(self._told(error), is_refusal=bool(name)):
-            log.warning("%s; trying again %s", self._told(error), waits)
+        has_lasted = time.monotonic() - self._since_s >= REPORTED_AFTER_S and not is_over
+        if has_lasted and self._is_first(self._text(error), is_refusal=bool(name)):
+            log.warning("%s; trying again %s", self._text(error), waits)
 
     def _is_first(self, told: str, *, is_refusal: bool) -> bool:
-        """Return whether nobody has told it yet, this call nor another one; from now on one has."""
+        """Return whether no call has reported this yet, and note that it is reported now."""
         if not is_refusal:
-            if self._is_told:  # of an outage that may be over for others
+            if self._is_reported:  # reported, though the outage may be over for others
                 return False
-            was_told = self.outage.is_told
-            self._is_told = self.outage.is_told = True
+            was_told = self.outage.is_reported
+            self._is_reported = self.outage.is_reported = True
             return not was_told
         if told in self._reasons:
             return False
@@ -154,27 +154,31 @@ class OutageNotice:
         return self.outage.refused[told] == 1
 
     def _end_refusal(self) -> None:
-        self.outage.refused -= Counter(self._reasons)  # and none is left of those that are 0
+        self.outage.refused -= Counter(self._reasons)  # drops counts of 0
         self._reasons.clear()
 
-    def _told(self, error: grpc.RpcError) -> str:
+    def _text(self, error: grpc.RpcError) -> str:
         details = shown(error.details() or "") or error.code().name
         if name_of(error):
             return f"the coordinator at {self.address} cannot do it now: {details}"
-        why = "connection refused" if "Connection refused" in details else details
-        return f"no coordinator answers at {self.address}: {why}"
+        return _no_answer(self.address, details)
+
+
+def _no_answer(address: str, details: str) -> str:
+    why = "connection refused" if "Connection refused" in details else details
+    return f"no coordinator answers at {address}: {why}"
 
 
 # ---- Retries ----
 
 CALL_TIMEOUT_S: Final = 30.0
 ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
-"""Where another coordinator can be asked instead of one that is frozen."""
+"""The timeout if another coordinator can be asked instead of a frozen one."""
 SILENT_S: Final = 2.0
-"""A stream without news is nothing unusual, but then each coordinator of several is asked."""
+"""The time after which each of several coordinators is asked if a stream has no news."""
 STARTING_S: Final = 15.0
-"""How long an address may take to answer that takes connections and closes them, as Docker's does
-for a container that does not listen yet, or whose coordinator has no lead yet."""
+"""The time allowed to an address that accepts connections and closes them, as Docker's does while a
+container does not listen yet or its coordinator has no lead yet."""
 _CLOSED: Final = ("Socket closed", "Connection reset by peer")
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
@@ -186,18 +190,19 @@ log = logging.getLogger("stratagem.client")
 
 
 class Connection:
-    """A channel to one coordinator, which notes whether a coordinator has answered on it."""
+    """A channel to one coordinator, or to several of which one leads."""
 
     def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
-        """address: host:port, or several with commas, of which one leads.
+        """Prepare a channel; it connects at the first call.
 
-        patience_s: how long a single call waits for a coordinator that has gone away.
-        proof: what the coordinator is shown, and how it is known.
+        address: host:port, or several separated by commas, of which one leads. patience_s: how long
+        a single call waits for a coordinator that has gone away. proof: the identity shown to the
+        coordinator, and the means to verify the coordinator's.
         """
-        note_open(self)
-        log.debug(
-            tune_malloc()
-        )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
+        check_fork()
+        _open.add(self)
+        # Before the first state is streamed; STRATAGEM_MALLOC=off leaves it.
+        log.debug(tune_malloc())
         self.address = address
         self._proof = proof
         self._patience_s = patience_s
@@ -208,15 +213,15 @@ class Connection:
         self._channel = CoordinatorChannel(self._coordinators, partial(open_channel, proof=proof))
         self._has_answered = False
         self._num_unanswered = 0
-        self._outage = ToldOutage()
+        self._outage = SharedOutage()
         several = self._coordinators.are_several
         self._timeout_s = ONE_OF_SEVERAL_TIMEOUT_S if several else CALL_TIMEOUT_S
         self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
 
     async def close(self) -> None:
         if is_lost():
-            return  # the channel belongs to the process of which this one is a fork
-        note_closed(self)
+            return  # the channel belongs to the parent process
+        _open.discard(self)
         await self._channel.close()
 
     async def call(
@@ -232,41 +237,41 @@ class Connection:
                 try:
                     response = await method(request, timeout=self._timeout_s)
                 except grpc.aio.AioRpcError as error:
-                    notice.met()
+                    notice.note_error()
                     wait_s = await self._wait_s(error, asked)
-                    if _is_at_work(error):  # an answer, from which on its patience counts
+                    if _is_at_work(error):  # an answer, from which its patience is counted
                         self._has_answered, began_s = True, time.monotonic()
                         backoff.reset()
                     if time.monotonic() >= began_s + wait_s:
-                        notice.ended(error)
+                        notice.note_end(error)
                         raise self.translated(error) from None
                     waits = "until it can" if wait_s == math.inf else f"for up to {wait_s:g} s"
-                    notice.failed(error, waits)
+                    notice.note_retry(error, waits)
                     await backoff.pause()
                 else:
                     self._has_answered = True
-                    notice.answered()
+                    notice.note_answer()
                     return response
 
     async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
-        """Return for how long from its begin on a call that met this error is made again."""
+        """Return how long, from its beginning, a call that met this error is repeated."""
         await self._raise_identity_problem(error, asked)
         if _is_at_work(error):
-            return math.inf  # it will say how it ends
+            return math.inf  # it will answer when it is done
         if self.may_retry(error, asked):
             return self._patience_s
         return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
 
     async def greet(self) -> None:
-        """Make one cheap call, which distinguishes a wrong address from a coordinator that goes
-        away later."""
+        """Make one cheap call, so that a wrong address is not mistaken for a coordinator that went
+        away."""
         if not self._has_answered:
             await self.call(self.stub.ListWorkers, pb.ListWorkersRequest(page_size=1))
 
     async def follow(
         self, open_stream: Callable[[], grpc.aio.UnaryStreamCall[Request, Response]]
     ) -> AsyncIterator[Response]:
-        """The messages of a stream, which is opened again when it is cut.
+        """Yield the messages of a stream, which is opened again if it is interrupted.
 
         open_stream is called for every attempt and knows from where to continue.
         """
@@ -281,17 +286,17 @@ class Connection:
                     async for message in self._messages(stream):
                         self._has_answered = True
                         backoff.reset()
-                        notice.answered()
+                        notice.note_answer()
                         yield message
                     return
                 except grpc.aio.AioRpcError as error:
-                    notice.met()
+                    notice.note_error()
                     await self._raise_identity_problem(error, asked)
                     if not self.may_retry(error, asked):
-                        notice.ended(error)
+                        notice.note_end(error)
                         raise self.translated(error) from None
                     log.info("coordinator at %s is away: %s", asked, error.details())
-                    notice.failed(error, "until one does")
+                    notice.note_retry(error, "until one does")
                 finally:
                     begin.cancel()
                     stream.cancel()
@@ -303,19 +308,19 @@ class Connection:
         backoff: Backoff,
         notice: OutageNotice,
     ) -> None:
-        """Note that a coordinator follows, before there is news; an earlier one does not say so."""
+        """Note that a coordinator follows, before there is news; earlier versions do not announce
+        it."""
         with suppress(grpc.aio.AioRpcError):
             if has_begun(await stream.initial_metadata()):
                 self._has_answered = True
                 backoff.reset()
-                notice.answered()
+                notice.note_answer()
 
     async def _messages(
         self, stream: grpc.aio.UnaryStreamCall[Request, Response]
     ) -> AsyncIterator[Response]:
-        """Yield the messages of a stream. If there are several coordinators, a silent one is called
-        now and then to see that it still answers, so that a frozen one is found out and the next
-        one is tried."""
+        """Yield the messages of a stream. If there are several coordinators and the stream is
+        silent, its coordinator is called now and then: if it is frozen, the next one is tried."""
         if not self._coordinators.are_several:
             async for message in stream:
                 yield message
@@ -342,13 +347,14 @@ class Connection:
         return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
 
     def may_retry(self, error: grpc.aio.AioRpcError, asked: str) -> bool:
-        """The coordinator is restarting or gone, and was there before; or another one may lead."""
+        """Return whether to try again: the coordinator answered before and is away, or another may
+        lead."""
         code = error.code()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._coordinators.are_several:
             self._coordinators.move_on(asked)  # it is frozen
             return True
         if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            # The latter is the last word of a process that ends; our own cancelling is no error.
+            # CANCELLED comes from a process that ends; our own cancelling is not an error.
             return False
         if self._coordinators.are_several and name_of(error) == StandbyError.__name__:
             self._has_answered = True  # there is a cluster, and soon a leader
@@ -356,8 +362,8 @@ class Connection:
         return self._has_answered or self._num_unanswered < len(self._coordinators.addresses)
 
     async def _raise_identity_problem(self, error: grpc.aio.AioRpcError, asked: str) -> None:
-        """Raise the error that says why one side rejects the other's identity, or a proxy the
-        address: waiting does not help. A proxy that is away is waited for as a coordinator is."""
+        """Raise an error if one side rejects the other's identity, or a proxy rejects the address:
+        waiting does not help. A proxy that is away is waited for like a coordinator."""
         if name_of(error):
             return
         problem = await identity_problem(error, asked, self._proof, lasting=True)
@@ -372,15 +378,12 @@ class Connection:
     def translated(self, error: grpc.aio.AioRpcError) -> StratagemError:
         is_away = error.code() is grpc.StatusCode.UNAVAILABLE and not name_of(error)
         if is_away and not self._has_answered:
-            details = error.details() or ""
-            refused = "Connection refused" in details
-            reason = "connection refused" if refused else details
-            return UnavailableError(f"no coordinator answers at {self.address}: {reason}")
+            return UnavailableError(_no_answer(self.address, error.details() or ""))
         return from_rpc_error(error)
 
 
 def _is_at_work(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether a coordinator is there, and does what it is asked for."""
+    """Return whether a coordinator answers that it is working on the request."""
     return name_of(error) == InProgressError.__name__
 
 
@@ -390,7 +393,7 @@ def _is_starting(error: grpc.aio.AioRpcError) -> bool:
         return False
     reason = from_rpc_error(error)
     if isinstance(reason, StandbyError):
-        return not reason.leader  # one that leads elsewhere is for the caller to know
+        return not reason.leader  # the caller must know about a leader elsewhere
     return any(phrase in (error.details() or "") for phrase in _CLOSED)
 
 
@@ -400,28 +403,18 @@ def _is_starting(error: grpc.aio.AioRpcError) -> bool:
 # would never end. Such calls get an error at once, and do not disturb the parent process.
 
 _open: Final[WeakSet[object]] = WeakSet()
-"""Connections of this process."""
+"""The connections of this process."""
 _parent: int | None = None
-"""The process of which this one is a fork, if connections were open in it."""
-
-
-def note_open(connection: object) -> None:
-    """A connection of this process begins. Raises WrongStateError in a fork that can have none."""
-    check_fork()
-    _open.add(connection)
-
-
-def note_closed(connection: object) -> None:
-    _open.discard(connection)
+"""The process that this one was forked from, if connections were open in it."""
 
 
 def is_lost() -> bool:
-    """Return whether this process is a fork of one in which a client was open."""
+    """Return whether this process was forked from one in which a client was open."""
     return _parent is not None
 
 
 def check_fork() -> None:
-    """Raises WrongStateError where is_lost."""
+    """Raise WrongStateError if `is_lost`."""
     if is_lost():
         raise WrongStateError(
             f"this process is a fork of process {_parent}, in which a client of Stratagem was open,"

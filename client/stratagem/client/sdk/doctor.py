@@ -1,8 +1,8 @@
-"""Looks for what is wrong with a client, its coordinator and the workers, and says what to do.
+"""Diagnose a client, its coordinator and the workers, and advise what to do.
 
-Owns the findings about all of them together; common/observe/findings.py has those about one
-process. Each check is a function from what was measured to findings; what there is to measure comes
-from `Diagnose`, and from this process. Nothing here changes anything.
+This module has the findings about all of them together; common/observe/findings.py has those about
+one process. Each check is a function from measurements to findings; the measurements come from
+`Diagnose` and from this process. Nothing is changed.
 """
 
 import time
@@ -26,18 +26,18 @@ _WORKERS_SHOULD_AGREE: Final = ("python", "torch", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Everything that findings are made from. Times are of this process's clock."""
+    """The measurements that findings are made from. Times are of this process's clock."""
 
     client: types_pb2.Environment
     answer: pb.DiagnoseResponse
     round_trip_s: float
     clock_offset_s: float
-    """What to add to this clock to have the coordinator's."""
+    """The difference between the coordinator's clock and this one."""
     now_s: float
 
 
 async def examine(address: str, proof: Proof) -> list[Finding]:
-    """Everything that can be said about the coordinator at an address, and its workers."""
+    """Return all findings about the coordinator at an address, and its workers."""
     own = environment_of(None, ("torch",), proof.tls)
     of_client = [
         *findings.certificate("client", own, time.time()),
@@ -80,14 +80,16 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
     yield from findings.limits("coordinator", answer.environment)
     yield from findings.disk("coordinator", answer.environment)
     if not answer.workers and not answer.refused:
-        advice = "start one: `stratagem worker --coordinator HOST:PORT`; its log says what it meets"
+        advice = "start one: `stratagem worker --coordinator HOST:PORT`; its log shows any problem"
         yield Finding("workers", "coordinator", Level.WARN, "no worker is registered", advice)
     for worker in answer.workers:
         yield from _worker(worker, answer.store_id, measured.now_s)
     for refused in answer.refused:
         where = f" at {refused.address}" if refused.address else ""
         found = f"asks to be registered{where}, and is refused: {refused.reason}"
-        advice = "mend that, and it is in by itself: it goes on asking; for an address --advertise"
+        advice = (
+            "fix the cause: it keeps asking, and registers then; for an address, set --advertise"
+        )
         yield Finding("worker", refused.worker_id, Level.FAIL, found, advice)
     yield from _numerics(answer)
 
@@ -95,7 +97,7 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
 def _worker(worker: pb.WorkerDiagnosis, store_id: str, now_s: float) -> Iterator[Finding]:
     name = worker.info.worker_id
     if not worker.info.is_alive:
-        advice = "start it again, or forget it: runs go on without it"
+        advice = "start it again, or ignore it: runs continue without it"
         found = f"is lost, silent for {duration(worker.info.silent_s)}: {worker.problem}"
         yield Finding("worker", name, Level.WARN, found, advice)
         return
@@ -134,14 +136,14 @@ def _versions(measured: Measured) -> Iterator[Finding]:
 
 
 def _role(proof: Proof) -> Iterator[Finding]:
-    """A person who shows a worker's certificate is refused everywhere."""
+    """Yield a finding about a certificate that is not a client's: every call with it is refused."""
     try:
         shown = None if proof.tls is None else proof.tls.read().cert_id
     except InvalidInputError:
-        return  # said by findings.certificate
+        return  # findings.certificate reports it
     if shown is not None and shown.role is not Role.CLIENT:
-        advice = f"make one for a client: `stratagem certs`; this one is of a {shown.role}"
-        yield Finding("certificate", "client", Level.FAIL, f"{shown} is no client", advice)
+        advice = f"make one for a client: `stratagem certs`; this one is for a {shown.role}"
+        yield Finding("certificate", "client", Level.FAIL, f"{shown} is not a client", advice)
 
 
 def _peers(worker: pb.WorkerDiagnosis) -> Iterator[Finding]:

@@ -1,13 +1,13 @@
-"""Write committed states and backups as files and folders, each of which appears whole and
-verified, or not at all.
-"""
+"""Write committed states and backups as files and folders, each of which appears completely and
+verified, or not at all."""
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import grpc
 
@@ -32,10 +32,10 @@ from stratagem.v1 import coordinator_pb2 as pb
 async def to_file(
     connection: Connection, run_id: RunId, which: str, path: Path, *, plain: bool = False
 ) -> Path:
-    """Write the state as a safetensors file, replacing what was there.
+    """Write the state as a safetensors file, replacing an existing file.
 
-    plain: only the model, under the names of its state_dict(), tied ones too; see model_files.py.
-    The model of averaged parameters is always written so: it is no state.
+    plain: only the model, under all names of its state_dict(); see model_files.py. The model of
+    averaged parameters is always written so, because it is not a state.
     """
     with whole_file(path) as file:
 
@@ -46,14 +46,9 @@ async def to_file(
         def begin(manifest: Manifest, header: bytes) -> Sink:
             if plain or which == AVERAGE:
                 return PlainModel(manifest, put, which).write
-            file.write(header)
+            return _appending(file, header)
 
-            def append(_offset: int, data: bytes) -> None:
-                file.write(data)
-
-            return append
-
-        await _verified(connection, run_id, which, begin)
+        await _verified(partial(pull_state, connection, run_id, which), begin, f"{run_id} {which}")
     return path
 
 
@@ -69,18 +64,20 @@ async def to_folder(
             )
             return model.write
 
-        await _verified(connection, run_id, which, begin)
+        await _verified(partial(pull_state, connection, run_id, which), begin, f"{run_id} {which}")
     return path
 
 
 async def _verified(
-    connection: Connection,
-    run_id: RunId,
-    which: str,
+    pull_into: Callable[[Accept], Awaitable[Manifest]],
     begin: Callable[[Manifest, bytes], Sink],
+    name: str,
+    digest: str | None = None,
 ) -> None:
-    """Pull a state into the sink that `begin` answers to its manifest and to the header of its
-    file; raise IntegrityError where it has another digest than it should."""
+    """Pull a state into the sink that `begin` makes of its manifest and of the header of its file.
+
+    Raises IntegrityError if the content has another digest than this, or than its manifest says.
+    """
     hashers: list[StateHasher] = []
 
     def accept(manifest: Manifest) -> Sink:
@@ -93,23 +90,32 @@ async def _verified(
 
         return sink
 
-    manifest = await pull_state(connection, run_id, which, accept)
-    if hashers[-1].digest() != manifest.digest:
-        raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
+    manifest = await pull_into(accept)
+    if hashers[-1].digest() != (digest or manifest.digest):
+        raise IntegrityError(f"{name}: the content does not match its digest")
+
+
+def _appending(file: BinaryIO, header: bytes) -> Sink:
+    file.write(header)
+
+    def append(_offset: int, data: bytes) -> None:
+        file.write(data)
+
+    return append
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedModel:
-    """A model that was written in the form of another program."""
+    """A model that was exported for another program."""
 
     path: Path
     difference: float
-    """By how much its outputs differ from the model's; 0 where the form has no code of its own."""
+    """The largest difference between its outputs and the model's; 0 for a form without code."""
     inputs: tuple[str, ...] = ()
-    """What it takes, as "x float32[rows, 64]": all sizes but the number of rows are fixed."""
+    """The inputs, such as "x float32[rows, 64]": all sizes but the number of rows are fixed."""
 
 
-async def exported(
+async def export_model(
     connection: Connection,
     run_id: RunId,
     which: str,
@@ -118,9 +124,9 @@ async def exported(
     import_path: Sequence[Path],
     **asked: str,
 ) -> ExportedModel:
-    """Write the model in the form of another program.
+    """Export the model for another program.
 
-    A process of its own, with torch and the user's code, builds the model.
+    A separate process, with torch and the user's code, builds the model.
     """
     target = _free(path, is_file=asked["to"] != "hf")
     with temporary_folder("export") as own:
@@ -134,10 +140,10 @@ async def exported(
 
 
 def _free(path: Path, *, is_file: bool) -> str:
-    """Return the whole path; raise InvalidInputError where something is there, or where no file can
-    be."""
+    """Return the absolute path. Raises InvalidInputError if it exists, or if no file can be made
+    there."""
     if path.exists():
-        raise InvalidInputError.at("path", f"{path} is there already; nothing was written")
+        raise InvalidInputError.at("path", f"{path} exists already; nothing was written")
     if is_file and not path.absolute().parent.is_dir():
         text = f"{path}: there is no folder {str(path.absolute().parent)!r}; nothing was written"
         raise InvalidInputError.at("path", text)
@@ -145,7 +151,7 @@ def _free(path: Path, *, is_file: bool) -> str:
 
 
 async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> Path:
-    """Write a run's trace, replacing what was there. A stream that breaks is begun again."""
+    """Write a run's trace, replacing an existing file. An interrupted stream begins again."""
     request = pb.DownloadProfileRequest(run_id=run_id)
     with whole_file(path) as file:
 
@@ -162,7 +168,7 @@ async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> 
 
 
 async def pull_state(connection: Connection, run_id: RunId, which: str, accept: Accept) -> Manifest:
-    """Stream a state; continues where it was cut while the coordinator restarts."""
+    """Stream a state; an interrupted stream continues where it was cut."""
 
     def request(offset: int) -> pb.DownloadStateRequest:
         return pb.DownloadStateRequest(run_id=run_id, which=which, offset=offset)
@@ -191,18 +197,18 @@ async def pull_state(connection: Connection, run_id: RunId, which: str, accept: 
 
 @dataclass(frozen=True, slots=True)
 class BackupDone:
-    """A backup that is whole."""
+    """A complete backup."""
 
     path: Path
     term: int
     journal_bytes: int
     num_blobs: int
     num_copied: int
-    """Blobs that were not in the folder before."""
+    """The number of blobs that the folder did not hold before."""
 
 
 async def back_up(connection: Connection, folder: Path) -> BackupDone:
-    """Copy what a coordinator has of the present moment into a folder, which is made if absent."""
+    """Copy the journal and the states of this moment into a folder, which is made if missing."""
     _make(folder)
     await connection.greet()
     with whole_file(folder / "journal.sqlite", mode=0o600) as journal:
@@ -232,7 +238,7 @@ async def back_up(connection: Connection, folder: Path) -> BackupDone:
 
 
 def blob_path(folder: Path, digest: Digest) -> Path:
-    """Return where a backup has a blob."""
+    """Return the path of a blob in a backup."""
     return folder / "blobs" / digest[:2] / f"{digest}.safetensors"
 
 
@@ -248,21 +254,8 @@ def _prune(folder: Path, digests: Collection[Digest]) -> None:
 
 
 async def _copy(connection: Connection, digest: Digest, path: Path) -> None:
-    _make(path.parent)
-    hashers: list[StateHasher] = []
-    with whole_file(path, mode=0o600) as file:
-
-        def accept(manifest: Manifest) -> Sink:
-            hashers.append(StateHasher(manifest))
-            file.write(header_bytes(manifest))
-
-            def sink(_offset: int, data: bytes) -> None:
-                hashers[-1].update(data)
-                file.write(data)
-
-            return sink
-
-        await pull(
+    def pull_blob(accept: Accept) -> Awaitable[Manifest]:
+        return pull(
             lambda offset: connection.stub.DownloadBlob(
                 pb.DownloadBlobRequest(digest=digest, offset=offset)
             ),
@@ -270,5 +263,9 @@ async def _copy(connection: Connection, digest: Digest, path: Path) -> None:
             purpose=Purpose.STATE,
             retry=connection.stream_retry,
         )
-        if hashers[-1].digest() != digest:
-            raise IntegrityError(f"blob {digest}: the content does not match its digest")
+
+    _make(path.parent)
+    with whole_file(path, mode=0o600) as file:
+        await _verified(
+            pull_blob, lambda _, header: _appending(file, header), f"blob {digest}", digest
+        )

@@ -28,7 +28,7 @@ from stratagem.common.tensors.manifest import (
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _LARGEST: Final = 99_999
-"""Of the numbers in names of files, which have five digits."""
+"""The greatest number in the name of a file, which has five digits."""
 
 Shards = Sequence[Sequence[TensorSpec]]
 
@@ -36,8 +36,8 @@ Shards = Sequence[Sequence[TensorSpec]]
 def shards_of(tensors: Sequence[TensorSpec], shard_bytes: int | None) -> Shards:
     """Divide tensors, in their order, among files of at most shard_bytes of data each.
 
-    A tensor is never cut: a larger one has a file of its own. None: one file for all. Raises
-    InvalidInputError where they would be more files than their names can number.
+    No tensor is split: a larger one has a file of its own. None: one file for all. Raises
+    InvalidInputError for more files than their names can number.
     """
     shards: list[list[TensorSpec]] = []
     room = 0
@@ -54,12 +54,13 @@ def shards_of(tensors: Sequence[TensorSpec], shard_bytes: int | None) -> Shards:
 
 
 def shard_name(number: int, num_shards: int) -> str:
-    """Return the name of a file; number: from 0 on."""
+    """Return the name of a file; the first number is 0."""
     return f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
 def index_text(shards: Shards) -> str:
-    """Return the index of the files as JSON: where each tensor is, and how many bytes all have."""
+    """Return the index of the files as JSON: the file of each tensor, and the total number of
+    bytes."""
     names = [shard_name(number, len(shards)) for number in range(len(shards))]
     total = sum(tensor.size_bytes for shard in shards for tensor in shard)
     weight_map = {
@@ -69,7 +70,7 @@ def index_text(shards: Shards) -> str:
 
 
 class ShardFolder:
-    """A folder of files that is being written. One file is open at a time, so any number may be."""
+    """A folder of files that is being written. One file is open at a time, so there may be many."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -98,7 +99,7 @@ class ShardFolder:
             self._open = None
 
     def sync(self) -> None:
-        """Return when all of it is on the disk."""
+        """Return when everything is on the disk."""
         self.close()
         for path in (*self._folder.iterdir(), self._folder):
             descriptor = os.open(path, os.O_RDONLY)
@@ -110,15 +111,15 @@ class ShardFolder:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[ShardFolder]:
-    """A folder of files that is at `path` when the block ends well; else nothing has changed.
+    """Yield a new folder of files that appears at `path` if the block ends without an error.
 
-    Raises InvalidInputError where something is there already, OSError that names `path`.
+    Raises InvalidInputError if `path` exists, and OSError that names `path`.
     """
     if path.exists():
-        text = f"{path} is there already; nothing was written"
+        text = f"{path} exists already; nothing was written"
         raise InvalidInputError.at("path", text)
     part = path.absolute().with_name(f".{path.absolute().name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a process of this number that was killed
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed process with this id
     try:
         part.mkdir()
     except OSError as error:
@@ -146,13 +147,13 @@ def whole_folder(path: Path) -> Iterator[ShardFolder]:
 MODEL_PREFIX: Final = "model/"
 AVERAGE_PREFIX: Final = "average/"
 AVERAGE: Final = "average"
-"""What a caller names the model of averaged parameters by, instead of a state."""
+"""The name of the model of averaged parameters, where a caller may also name a state."""
 _FORMAT: Final = {"format": "pt"}
-"""What others look for in files whose tensors are torch's."""
+"""The metadata by which readers recognize torch tensors."""
 
 
 class PlainModel:
-    """Takes the bytes of a state as they come, and puts those of its model where they belong."""
+    """A sink for the bytes of a state that writes those of its model to files."""
 
     def __init__(
         self,
@@ -163,8 +164,8 @@ class PlainModel:
         shard_bytes: int | None = None,
         begin: Callable[[Shards], None] = lambda _: None,
     ) -> None:
-        """Writes the headers. write: puts bytes into the file of a number, from a byte on; begin:
-        is told of the files before that. Raises InvalidInputError for a state without a model, or
+        """Write the headers. write: puts bytes into the file of a number, from a byte on; begin: is
+        given the files before that. Raises InvalidInputError for a state without a model, or
         without an average if that is wanted."""
         specs = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
         if not specs:
@@ -187,7 +188,7 @@ class PlainModel:
                 self._places[name].append((number, len(header) + target.offset))
 
     def write(self, offset: int, data: bytes) -> None:
-        """data: of the state, from this byte on."""
+        """Write data of the state, from this byte on."""
         rest = memoryview(data)
         while rest:
             tensor = self._stored[bisect_right(self._starts, offset) - 1]
@@ -204,10 +205,10 @@ def _plain(specs: Iterable[TensorSpec]) -> Manifest:
 
 
 def means_of(manifest: Manifest) -> dict[str, str]:
-    """Return the names of the averaged tensors by those of the model's, tied ones too.
+    """Return the names of the averaged tensors by those of the model's, including tied ones.
 
-    None where averages stand in the place of the parameters. Raises InvalidInputError for a state
-    without an average.
+    None if the averages replace the parameters. Raises InvalidInputError for a state without an
+    average.
     """
     first = {spec.name: spec.alias_of or spec.name for spec in manifest.tensors}
     means = {

@@ -31,10 +31,10 @@ _FINAL: Final = "final"
 
 
 async def resolve_initial(connection: Connection, job: JobSpec) -> tuple[JobSpec, str]:
-    """Return the job with `initial` as a digest, and what its author should know about that.
+    """Return the job with `initial` as a digest, and a note for its author.
 
-    Raises NotFoundError for a run, a state or a file that is not there, InvalidInputError for a
-    file that is no safetensors file.
+    Raises NotFoundError for a run, a state or a file that does not exist, and InvalidInputError for
+    a file that is not a safetensors file.
     """
     initial, note = job.initial, ""
     if initial is None or initial.digest is not None:
@@ -44,7 +44,7 @@ async def resolve_initial(connection: Connection, job: JobSpec) -> tuple[JobSpec
     else:
         assert initial.file is not None  # exactly one of the three is set
         spec = InitialSpec(digest=await _upload(connection, Path(initial.file)))
-    # Read anew: what concerns several sections is checked with what has been found.
+    # Parse again, so that rules about several sections see the digest.
     return JobSpec.parse({**job.document(), "initial": spec.document()}), note
 
 
@@ -66,7 +66,7 @@ async def _of_run(
             digest=digest,
             resume=True,
             step=commit.step,
-            metrics=counted(commit.metrics, JobSpec.parse(status.job), job) or None,
+            metrics=carried_metrics(commit.metrics, JobSpec.parse(status.job), job) or None,
             average=Digest(commit.average) if commit.average else None,
         )
         return spec, schedule_note(status, commit, job)
@@ -112,7 +112,7 @@ MUST_STAY: Final = {
     "strategy": "it decides the bits of the steps",
 }
 _MAPPINGS: Final = ("strategy.options",)
-"""Which may be absent, when all in them has its default."""
+"""The fields that may be absent if everything in them has its default."""
 _COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
 _OVER_ALL: Final = ("linear", "cosine", "polynomial", "onecycle")
 """Curves that end with the training, unless they have a length of their own."""
@@ -120,8 +120,8 @@ _OTHERS: Final = "it decides the bits of the steps"
 
 
 def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
-    """Raise InvalidInputError for every field that the job must have in common with the job of the
-    run that it resumes, and has not."""
+    """Raise InvalidInputError for every field that differs from the job of the resumed run and must
+    not."""
     before = JobSpec.parse(earlier)
     changed = _changed(before.document(), job.document())
     violations = [each for each in map(_violation, changed) if each is not None]
@@ -133,11 +133,11 @@ def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
 
 
 def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
-    """Raise InvalidInputError for epochs that end no later than the commit that the job goes on
+    """Raise InvalidInputError for epochs that end no later than the commit that the job continues
     from.
 
-    status: of the earlier run, whose epochs say how many steps one has. Where that one counted
-    steps, the worker says it, which knows how many rows there are.
+    status: of the earlier run, whose epochs give the number of steps in one. If that job counted
+    steps, the worker checks this, because it knows the number of rows.
     """
     earlier = JobSpec.parse(dict(status.job)).epochs
     if job.steps is not None or not job.epochs or not earlier or not status.num_steps:
@@ -152,10 +152,10 @@ def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
 
 
 def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
-    """Return what becomes of the learning rate where its schedule reads the length of the training,
-    which is another one than in the earlier run; "" where nothing does.
+    """Return a note about a learning rate whose schedule depends on the length of the training, if
+    that differs from the earlier run's; "" otherwise.
 
-    status: of the earlier run. A schedule that is another one, too, was chosen with open eyes.
+    status: of the earlier run. A schedule that was changed too needs no note.
     """
     earlier = JobSpec.parse(dict(status.job))
     changes = [
@@ -175,16 +175,16 @@ def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
     reading = {path: name for path, each in kept.items() if (name := _ends_with_all(each))}
     if not changes or not reading:
         return ""
-    length = status.num_steps or "N"  # its own number of steps is not known before it begins
+    length = status.num_steps or "N"  # its number of steps is not known before it begins
     which = ", ".join(f"{path}.schedule ({name})" for path, name in reading.items())
     keep = " and ".join(
         f"{'the last part of ' * (kept[path].name == 'chain')}{path}.schedule" for path in reading
     )
     return (
-        f"schedule: {which} is spread over the whole training, and that has "
-        f"{' and '.join(changes)}: the learning rate goes on at step {commit.step} of the new "
-        f"curve, not where the old one stood; steps: {length} in {keep} keeps the old curve, which "
-        "stays at its end"
+        f"schedule: {which} spans the whole training, which now has "
+        f"{' and '.join(changes)}: the learning rate continues at step {commit.step} of the "
+        f"new curve, not at its old value; steps: {length} in {keep} keeps the old curve, which "
+        "then stays at its end"
     )
 
 
@@ -196,7 +196,7 @@ def _ends_with_all(schedule: ScheduleSpec) -> str:
 
 
 def _optimizers_of_groups(job: JobSpec) -> list[object]:
-    """Return which parameters have an optimizer of their own, and of which kind."""
+    """Return the parameters with an optimizer of their own, and the kinds of these optimizers."""
     return [
         (group.match, group.max_dims, group.optimizer.label)
         for optimizer in job.optimizers().values()
@@ -205,9 +205,11 @@ def _optimizers_of_groups(job: JobSpec) -> list[object]:
     ]
 
 
-def counted(metrics: Mapping[str, float], earlier: JobSpec, job: JobSpec) -> dict[str, float]:
-    """Return the metrics of a commit that the new run counts on: of a metric that it follows as the
-    earlier one did, and the steps that were left out."""
+def carried_metrics(
+    metrics: Mapping[str, float], earlier: JobSpec, job: JobSpec
+) -> dict[str, float]:
+    """Return the metrics of a commit that the new run continues: those of a metric that it follows
+    as the earlier run did, and the skipped steps."""
     dropped = {
         f"{prefix}{name}"
         for prefix, of_job in (("stop.", _stops_by), ("plateau.", _falls_by))
@@ -239,7 +241,7 @@ def _falls_by(job: JobSpec) -> tuple[str, str] | None:
 def _changed(
     before: Mapping[str, JSON], after: Mapping[str, JSON], path: str = ""
 ) -> Iterator[str]:
-    """Yield the paths at which two documents differ; of a list, that of the whole list."""
+    """Yield the paths at which two documents differ; a list differs as a whole."""
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key), after.get(key)
         if old == new:
@@ -254,7 +256,8 @@ def _changed(
 
 
 def _violation(path: str) -> Violation | None:
-    """Return what is wrong with a change; the rule of the longest beginning of its path counts."""
+    """Return the violation of a changed field, if any; the rule with the longest matching path
+    applies."""
     parts = path.split(".")
     for prefix in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
         if prefix in MAY_CHANGE:

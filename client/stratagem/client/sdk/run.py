@@ -1,8 +1,10 @@
-"""One run, asynchronously: how it stands, what has happened, what it made.
+"""The asynchronous handle on one run: its status, its events, its states.
 
-Reconnecting is in sdk/connection.py, the tensor streams in downloads.py; nothing here
-imports torch.
+Reconnecting is in connection.py, the tensor streams in downloads.py; nothing here imports torch.
+RunHandle in blocking.py takes its methods, and their documentation, from here.
 """
+
+from __future__ import annotations
 
 import asyncio
 import time
@@ -23,8 +25,8 @@ from stratagem.client.course.population import population as course_population
 from stratagem.client.course.rounds import Round
 from stratagem.client.course.rounds import clients as course_clients
 from stratagem.client.course.rounds import rounds as course_rounds
+from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Event, LogLine, Phase, Progress, RunStatus
-from stratagem.client.history.step_history import History
 from stratagem.client.report.notebook import ListedEvents
 from stratagem.client.report.pages import page
 from stratagem.client.report.run import ReportedRun, recorded, time_text
@@ -45,30 +47,31 @@ if TYPE_CHECKING:
 
 
 ASKING_S: Final = 5.0
-"""How long a coordinator that may be away is asked for an answer that nobody waits for."""
+"""The longest wait for a status if the caller asked not to wait: the coordinator may be away."""
 
 
 class AsyncRun:
-    """A handle on one run of one coordinator. Holds no state of the run itself."""
+    """A handle on one run of one coordinator, without any state of the run itself."""
 
     def __init__(
         self, connection: Connection, run_id: RunId, note: str = "", *, created: bool = False
     ) -> None:
         self.run_id = run_id
         self.note = note
-        """Of a run that was submitted here: why its parallelism became its strategy, and what
-        becomes of the schedule where the training has another length than that which it resumes."""
+        """Remarks about a run that was submitted here: why its strategy was chosen, and how its
+        schedule changes if it is longer or shorter than the training that it resumes."""
         self.created = created
-        """Whether submitting has started it; False where it was there before."""
+        """True if submitting started this run; False if it existed before."""
         self._connection = connection
 
     async def status(self) -> RunStatus:
+        """Return the status of the run: phase and reason, progress, commits, metrics, error."""
         connection = self._connection
         request = pb.GetRunRequest(run_id=self.run_id)
         return views.run_status((await connection.call(connection.stub.GetRun, request)).run)
 
     async def metrics(self) -> Mapping[str, float]:
-        """The latest metrics, such as {"test.accuracy": 0.97, "train.loss": 0.08}."""
+        """Return the latest metrics, such as {"test.accuracy": 0.97, "train.loss": 0.08}."""
         return (await self.status()).metrics
 
     async def watch(
@@ -81,13 +84,14 @@ class AsyncRun:
         follow: bool | None = None,
         before_index: int | None = None,
     ) -> AsyncGenerator[Event | Progress]:
-        """Events from an index on, each once, and progress between them, until the run has ended.
+        """Yield the events from an index on, each once, and progress between them, until the run
+        has ended.
 
-        Survives a coordinator that restarts: goes on after the last event that was seen.
-        kinds: only events of these, such as ["SegmentFinished"]. limit: end after so many events.
-        newest_first: from the newest event, or from before_index, back to from_index; not to be
-        followed. follow: False ends with the events so far, without progress. before_index: only
-        events before this one; not to be followed.
+        If the coordinator restarts, watching continues after the last event that was seen.
+        kinds: only events of these kinds, such as ["SegmentFinished"]. limit: stop after so many
+        events. newest_first: from the newest event, or the one before before_index, back to
+        from_index, and stop there. follow: False stops at the events so far, without progress.
+        before_index: only events before this one, and stop there.
         """
         request = pb.WatchRunRequest(
             run_id=self.run_id,
@@ -126,34 +130,35 @@ class AsyncRun:
                         return
             if has_end or is_over:
                 return
-            if phase is None or not phase.is_final:  # ended early, or there was nothing to say
-                # What happened since the stream ended is asked for once more.
+            if phase is None or not phase.is_final:  # ended early, or nothing has happened
+                # One more round asks for events since the stream ended.
                 is_over = (await self.status()).phase.is_final
 
     async def rounds(self, party: str = "") -> tuple[Round, ...]:
-        """The rounds of a federation so far; party: of one inside another strategy."""
+        """Return the rounds of a federation so far. party: path of a federation inside another
+        strategy."""
         return course_rounds(await self.events(), party)
 
     async def clients(self, party: str = "") -> tuple[FederatedClient, ...]:
-        """The clients of a federation over its rounds so far; party: as for `rounds`."""
+        """Return the clients of a federation over its rounds so far. party: as for `rounds`."""
         return course_clients(await self.events(), party)
 
     async def members(self) -> tuple[MemberInterval, ...]:
-        """When each worker was a member of the run, and why it was one no longer."""
+        """Return when each worker was a member of the run, and why it left."""
         return course_members(await self.events())
 
     async def population(self) -> Population:
-        """The generations of a population so far: scores, lineages, and the schedule of each."""
+        """Return the generations of a population so far: scores, lineages and schedules."""
         return course_population(await self.events(), (await self.status()).job)
 
     async def events(self) -> tuple[Event, ...]:
-        """All events so far."""
+        """Return all events so far."""
         return ListedEvents([event async for page in self.past() for event in page])
 
     async def past(
         self, from_index: int = 0, *, before_index: int | None = None
     ) -> AsyncGenerator[list[Event]]:
-        """Events so far, from an index on, as many at a time as come in one message.
+        """Yield the events so far, from an index on, as many at a time as come in one message.
 
         before_index: only events before this one.
         """
@@ -176,13 +181,13 @@ class AsyncRun:
             yield events
 
     async def shown(self, max_rows: int = 2048) -> ReportedRun:
-        """Return all that pictures of the run are made of; max_rows: of each curve."""
+        """Return the data for all pictures of the run; max_rows: of each curve."""
         status, events = await self.status(), await self.events()
         history = await self.history(*recorded(status.job), max_rows=max_rows)
         return await asyncio.to_thread(ReportedRun.of, status, events, history)
 
     async def report(self, path: str | PathLike[str]) -> Path:
-        """Write the run as it is now as one page of HTML, without scripts: curves, a panel by
+        """Write the run as it is now as one page of HTML without scripts: curves, a panel for its
         strategy, its events and its job."""
         run = await self.shown()
         text = await asyncio.to_thread(page, run, time_text(time.time()))
@@ -199,12 +204,12 @@ class AsyncRun:
         to_step: int | None = None,
         max_rows: int | None = None,
     ) -> History:
-        """Return what was recorded of each step: loss, gradient norm, learning rates, what the
-        user's code has logged, and, observed, times.
+        """Return the recorded values of each step: loss, gradient norm, learning rates, times, and
+        values that the user's code logged.
 
-        series, parties: names, or beginnings of names that end in "*". Without series all of them,
-        without parties those of the whole run. max_rows: of each series; the rows then stand for
-        more steps each. Complete while the run goes on, with the steps of the segment in flight.
+        series, parties: names, or beginnings of names followed by "*"; by default all series, and
+        the party of the whole run. max_rows: the most rows of each series; each row then stands
+        for several steps. The steps of the segment that is being trained are included.
         """
         request = pb.GetHistoryRequest(
             run_id=self.run_id,
@@ -217,7 +222,7 @@ class AsyncRun:
         blocks: list[pb.HistoryBlock] = []
 
         def open_stream() -> grpc.aio.UnaryStreamCall[pb.GetHistoryRequest, pb.GetHistoryResponse]:
-            blocks.clear()  # after a cut all of it is sent again
+            blocks.clear()  # after an interruption everything is sent again
             return self._connection.stub.GetHistory(request)
 
         async for response in self._connection.follow(open_stream):
@@ -225,10 +230,11 @@ class AsyncRun:
         return History.of(blocks)
 
     async def wait(self, timeout_s: float | None = None) -> RunStatus:
-        """Wait for the end of the run, whatever that is, and return its last status.
+        """Wait until the run has completed, failed or been cancelled, and return its last status.
 
-        timeout_s: raise TimeoutError when it has not ended after so long; None waits without a
-        limit, 0 asks once, and waits a few seconds for the answer. The run goes on either way.
+        timeout_s: raise TimeoutError if the run has not ended after this time; None waits without
+        a limit, 0 asks once and waits a few seconds for the answer. A timeout does not stop the
+        run.
         """
         if timeout_s is not None and not timeout_s >= 0:
             raise InvalidInputError.at("timeout_s", f"{timeout_s} is not 0 or more, nor None")
@@ -253,10 +259,10 @@ class AsyncRun:
         raise TimeoutError(f"run {self.run_id} has not ended{within}; {last}")
 
     async def result(self, timeout_s: float | None = None) -> RunStatus:
-        """Wait for the end of the run.
+        """Wait until the run has completed, and return its last status.
 
-        Raises UserCodeError with the words of the user's exception, or RunFailedError with the
-        reason when the run failed otherwise or was cancelled. timeout_s: see `wait`.
+        Raises UserCodeError with the text of the user's exception, or RunFailedError with the
+        reason if the run failed otherwise or was cancelled. timeout_s: as for `wait`.
         """
         status = await self.wait(timeout_s)
         if status.phase is Phase.COMPLETED:
@@ -269,35 +275,37 @@ class AsyncRun:
         raise RunFailedError(f"run {self.run_id} {status.phase.lower()}: {status.reason}")
 
     async def cancel(self) -> None:
-        """Stop the run; its last commit stays and can be resumed. Idempotent."""
+        """Stop the run; its last commit is kept and can be resumed. Stopping again does
+        nothing."""
         request = pb.CancelRunRequest(run_id=self.run_id)
         await self._connection.call(self._connection.stub.CancelRun, request)
 
     async def resume(self, from_segment: int | None = None) -> None:
-        """Go on from the last commit of a run that was cancelled or has failed.
+        """Continue a run that was cancelled or has failed, from its last commit.
 
-        from_segment: go on from this one of the commits that are kept; what followed it happens
-        anew.
+        from_segment: continue from the commit of this segment instead; later steps are trained
+        again.
         """
         request = pb.ResumeRunRequest(run_id=self.run_id, from_segment=from_segment)
         await self._connection.call(self._connection.stub.ResumeRun, request)
 
     async def delete(self) -> None:
-        """Forget an ended run and its states."""
+        """Delete a run that has ended, with its states."""
         request = pb.DeleteRunRequest(run_id=self.run_id)
         await self._connection.call(self._connection.stub.DeleteRun, request)
 
     async def pin(self, pinned: bool = True) -> None:
-        """Keep the run, whatever the retention limits say, until it is unpinned: pin(False)."""
+        """Keep the run, regardless of the retention limits, until pin(False) unpins it."""
         request = pb.PinRunRequest(run_id=self.run_id, pinned=pinned)
         await self._connection.call(self._connection.stub.PinRun, request)
 
     async def logs(
         self, *, follow: bool = False, worker: str = "", from_line: int = 0
     ) -> AsyncIterator[LogLine]:
-        """Lines of the run's log, of one worker if named; with follow, until the run ends.
+        """Yield the lines of the run's log, of one worker if named, with `follow` until the run
+        ends.
 
-        from_line: number of the first line; a negative one counts from the end of the log.
+        from_line: number of the first line; a negative number counts from the end of the log.
         """
         request = pb.TailLogsRequest(
             run_id=self.run_id, follow=follow, worker_id=worker, from_line=from_line
@@ -305,7 +313,7 @@ class AsyncRun:
         earlier, current = set[LogLine](), set[LogLine]()
 
         def open_stream() -> grpc.aio.UnaryStreamCall[pb.TailLogsRequest, pb.TailLogsResponse]:
-            # After a cut the log is sent from its start again: what was shown is left out.
+            # After an interruption the log is sent from its start: skip lines already yielded.
             earlier.update(current)
             return self._connection.stub.TailLogs(request)
 
@@ -324,15 +332,15 @@ class AsyncRun:
         plain: bool = False,
         shard_size: str | None = None,
     ) -> Path:
-        """Write a committed state as a safetensors file, whole or not at all.
+        """Write a committed state as a safetensors file, completely or not at all.
 
-        plain: only the model, under all names of its state_dict(), for any reader of safetensors.
-        Otherwise the state as it is: the optimizer's tensors, too, and tied ones once.
-        which: "final" (the newest one while the run lives), "best", or the number of a segment;
-        "average", the model of averaged parameters in the final state of a run that keeps them,
-        which is always plain; or "predictions", of a run that keeps them.
-        shard_size: such as "5GB". The plain model as a new folder of files of that much data each,
-        with model.safetensors.index.json; tensors are never cut.
+        plain: write only the model, under all names of its state_dict(), for any reader of
+        safetensors. Otherwise the file also holds the optimizer's tensors, and tied tensors once.
+        which: "final" (the newest state while the run lives), "best", or the number of a segment;
+        "average", the averaged parameters of a run that keeps them, always plain; or
+        "predictions", of a run that keeps them.
+        shard_size: such as "5GB". Write the plain model as a new folder of files with up to this
+        much data each, and model.safetensors.index.json; no tensor is split.
         """
         if shard_size is not None:
             size = size_bytes(shard_size, "shard_size")
@@ -350,28 +358,28 @@ class AsyncRun:
         shard_size: str = "5GB",
         import_path: Sequence[Path] = (),
     ) -> downloads.ExportedModel:
-        """Write the model in the form of another program; nothing may be there yet.
+        """Write the model in the format of another program; the path must not exist yet.
 
-        The model is built on this machine, from the user's code, which needs torch: import_path
-        names the folders of its modules, this folder unless given. hf: a folder for
+        The model is built on this machine, by the user's code, which needs torch. import_path:
+        folders with the user's modules, by default the current folder. hf: a folder for
         from_pretrained, in shards of shard_size. torch-export, onnx: a file, whose outputs are
         compared with the model's; all sizes but the number of rows are those of the data.
         """
         job = JobSpec.parse(dict((await self.status()).job))
         asked = {"to": to, "shard_size": shard_size}
-        return await downloads.exported(
+        return await downloads.export_model(
             self._connection, self.run_id, which, job, Path(path), import_path, **asked
         )
 
     async def download_profile(self, path: str | PathLike[str]) -> Path:
-        """Write what the workers recorded, one trace of all, for Perfetto or chrome://tracing.
+        """Write the recordings of all workers as one trace for Perfetto or chrome://tracing.
 
-        NotFoundError when nothing was recorded: see execution.profiling.
+        Raises NotFoundError if nothing was recorded: see execution.profiling.
         """
         return await downloads.profile_to_file(self._connection, self.run_id, Path(path))
 
-    async def state_dict(self, which: str = "final") -> "dict[str, torch.Tensor]":
-        """The model of a committed state as torch tensors, for `model.load_state_dict`."""
+    async def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
+        """Return the model of a committed state as torch tensors, for `model.load_state_dict`."""
         from stratagem.client.sdk.torch_states import to_state_dict
 
         return await to_state_dict(self._connection, self.run_id, which)

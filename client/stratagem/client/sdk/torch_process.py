@@ -1,4 +1,4 @@
-"""Ask a process that has torch and the user's code about a job; this process loads neither.
+"""Ask a process with torch and the user's code about a job; this process loads neither.
 
 The questions build the user's model, so `stratagem.tools.questions` answers them in a process of
 its own.
@@ -21,9 +21,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Final
 
-from stratagem.client.code.code_folder import bundle_of
-from stratagem.client.code.notebook import cells
 from stratagem.client.course.views import Worker
+from stratagem.client.sdk.cell_modules import cells
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.common import strategy as strategies
 from stratagem.common.base.errors import (
     InvalidInputError,
@@ -49,9 +49,9 @@ Job = JobSpec | Mapping[str, Any] | str | PathLike[str]
 
 
 def parse_job(job: Job, inline: str | None = None) -> JobSpec:
-    """The validated job; InvalidInputError with one violation per wrong field.
+    """Return the validated job. Raises InvalidInputError with one violation per wrong field.
 
-    inline: the digest of uploaded data, which then is the job's data.
+    inline: the digest of uploaded data, which replaces the job's data.
     """
     match job:
         case str() | PathLike():
@@ -70,9 +70,9 @@ def parse_job(job: Job, inline: str | None = None) -> JobSpec:
 
 _PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.questions")
 _LONG_S: Final = 30.0
-"""After so long it is told at what the process is, and again after twice as long each time."""
+"""The time after which it is reported what the process is doing; it doubles each time."""
 _PLACE_S: Final = 2.0
-"""How long whoever has interrupted waits to be told where the process was."""
+"""The time that an interrupted caller waits to learn where the process was."""
 _WHERE: Final = "where"
 NO_TORCH: Final = (
     "the model has to be built for this, and torch is not installed here; "
@@ -81,8 +81,7 @@ NO_TORCH: Final = (
 
 
 def import_folders(job: Job) -> tuple[Path, ...]:
-    """Return the folders in which user code is looked for: the current folder, and that of the job
-    file."""
+    """Return the folders with user code: the current folder, and that of the job file."""
     folders = [Path.cwd()]
     if isinstance(job, str | PathLike):
         folders.append(Path(job).absolute().parent)
@@ -100,9 +99,9 @@ def ask(
 ) -> dict[str, Any]:
     """Return the answer to one question about a job; raises what the question raises.
 
-    import_path: folders of the user's modules; unless given, this folder and that of the job file.
-    tell: is given what is found before the answer. complain: is told where the process is when it
-    takes long. Raises KeyboardInterrupt with the place where it was interrupted.
+    import_path: folders with the user's modules, by default the current folder and that of the job
+    file. tell: is given findings before the answer. complain: is given sentences about what takes
+    long, and where. Raises KeyboardInterrupt with the place where the process was interrupted.
     """
     if find_spec("torch") is None:
         raise UnavailableError(NO_TORCH)
@@ -161,7 +160,7 @@ def _exchange(
 
 
 def _read(source: IO[str], told: "SimpleQueue[str]") -> None:
-    """Pass on all lines of a process, and an empty one at the end."""
+    """Pass on all lines of a process, then an empty one."""
     for line in source:
         told.put(line)
     told.put("")
@@ -169,7 +168,7 @@ def _read(source: IO[str], told: "SimpleQueue[str]") -> None:
 
 def _write(process: "subprocess.Popen[str]", line: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # a process that has ended is seen by its output
+    with suppress(BrokenPipeError):  # the end of a process is noticed by its output
         process.stdin.write(f"{line}\n")
         process.stdin.flush()
 
@@ -180,7 +179,7 @@ def _replies(
     tell: Callable[[Mapping[str, Any]], None],
     complain: Callable[[str], None],
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield what is neither a finding nor a place, which are passed on as they come."""
+    """Yield the replies of a process; findings and places are passed on as they come."""
     patience_s = _LONG_S
     while True:
         try:
@@ -202,7 +201,7 @@ def _replies(
 
 
 def _place_at_end(process: "subprocess.Popen[str]", told: "SimpleQueue[str]") -> str:
-    """Return the sentence on where a process is that is ended now."""
+    """Return a sentence about where a process that is being ended was."""
     _write(process, _WHERE)
     until_s = time.monotonic() + _PLACE_S
     with suppress(Empty):
@@ -214,7 +213,7 @@ def _place_at_end(process: "subprocess.Popen[str]", told: "SimpleQueue[str]") ->
 
 
 def _words(message: Mapping[str, str]) -> str:
-    """Return what a process is at, and where."""
+    """Return what a process is doing, and where."""
     place = message["place"]
     doing = f"at {message['at']}" if message["at"] else "at work"
     return f"{doing} ({place})" if place else doing
@@ -237,13 +236,13 @@ def _error(told: Mapping[str, Any]) -> StratagemError:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes on the device of the worker that needs most; the six parts add up to `total`.
+    """The memory in bytes on the device of the worker that needs most; six parts add up to `total`.
 
-    snapshot: of the state at a commit, in host memory; num_snapshots: that are kept at a time.
-    received: of a state that the clients of a federation begin from, there, too; num_received:
-    likewise. num_copied: of updates as large, for a coordinator on the same machine. needed:
-    `total`, and on a CPU the snapshots, what is received and what is copied. rows: that pass
-    through the model together. calibrated_by: what corrected it.
+    snapshot: one state at a commit, in host memory; num_snapshots: those kept at a time. received:
+    one state that the clients of a federation begin from, in host memory; num_received: those kept
+    at a time. num_copied: updates as large, for a coordinator on the same machine. needed: `total`,
+    and on a CPU also snapshots, received states and copies. rows: the rows that pass through the
+    model together. calibrated_by: the measurement that corrected it.
     """
 
     parameters: int
@@ -273,7 +272,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Sections of the job that fit the memory, and why; `fits` is False where nothing does."""
+    """The sections of the job that fit the memory, and the reasons; `fits` is False if none do."""
 
     fits: bool
     execution: Mapping[str, Any]
@@ -295,10 +294,10 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory that one worker of the job will need.
 
-    num_workers: that share it, as many as the strategy has room for unless given. inference: only
-    run the model. measure: also do real steps here and correct the estimate by them. device: cpu
-    or cuda, if it is here; unless given, what is here. import_path: folders of the user's modules;
-    unless given, this folder and that of the job file.
+    num_workers: the workers that share the job, by default as many as the strategy has room for.
+    inference: only run the model. measure: also run real steps here and correct the estimate by
+    them. device: cpu or cuda, by default what this machine has. import_path: folders with the
+    user's modules, by default the current folder and that of the job file.
     """
     answer = ask(
         "estimate",
@@ -321,10 +320,10 @@ def recommend(
     device: str = "",
     import_path: Sequence[Path] = (),
 ) -> Recommendation:
-    """Precision, gradient and parallelism for workers with so much memory each.
+    """Recommend a precision, gradient settings and parallelism for the memory of the workers.
 
-    workers: of a coordinator, as `Client.workers()` answers. They say how much memory there is and
-    how many they are, unless that is given, and give a pipeline its names.
+    workers: of a coordinator, as from `Client.workers()`. They give the memory and the number of
+    workers, unless these are passed, and the names for a pipeline.
     """
     asked: dict[str, Any] = {
         "memory_bytes": memory_bytes,
@@ -341,11 +340,12 @@ def recommend(
 def resolve_parallelism(
     job: JobSpec, workers: Sequence[Worker], import_path: Sequence[Path] = ()
 ) -> tuple[JobSpec, str]:
-    """The job with the strategy that `execution.parallelism` means for these workers, and why."""
+    """Return the job with the strategy that `execution.parallelism` means for these workers, and
+    the reason."""
     match job.execution.parallelism:
         case "None":
             return job, ""
-        case DataParallel(number):  # needs no look at the model
+        case DataParallel(number):  # does not depend on the model
             strategy = strategies.DataParallel(number, strategies.AllReduce())
             execution = job.execution.with_changes(parallelism="None")
             changed = job.with_changes(strategy=strategy, execution=execution)
@@ -357,7 +357,7 @@ def resolve_parallelism(
 
 
 def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """Return the workers that are alive, in order of name, as the process with torch takes them."""
+    """Return the live workers, in order of name, in the form that the process with torch takes."""
     return [
         {
             "worker_id": worker.worker_id,
@@ -372,7 +372,7 @@ def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
 
 
 def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
-    """Workers that evaluate exchange nothing, so each one more makes it faster."""
+    """Return an evaluation over all workers: they exchange nothing, so each one makes it faster."""
     chosen: strategies.Strategy = strategies.Local()
     reason = "Local: there is one worker"
     if num_workers > 1:
@@ -393,7 +393,7 @@ def _to_estimate(answer: Mapping[str, Any]) -> MemoryEstimate:
 
 _CHECK: Final = "check"
 _NUM_NAMES: Final = 5
-"""How many workers a finding lists."""
+"""The most workers that a finding lists."""
 
 
 def check_job(
@@ -405,12 +405,12 @@ def check_job(
     tell: Callable[[Finding], None] = lambda _: None,
     complain: Callable[[str], None] = lambda _: None,
 ) -> list[Finding]:
-    """Return what is found about a job; those of level FAIL are faults. Nothing is submitted.
+    """Return the findings about a job; those of level FAIL are faults. Nothing is submitted.
 
-    job: as for `Client.submit`, or what reads it. workers: of the coordinator that it is meant for.
-    device: cpu or cuda, if it is here; unless given, what is here. import_path: folders of the
-    user's modules; unless given, this folder and that of the job file. tell: is given each finding
-    as it is made. complain: is told what takes long.
+    job: as for `Client.submit`, or a function that reads it. workers: of the coordinator that will
+    run it. device: cpu or cuda, by default what this machine has. import_path: folders with the
+    user's modules, by default the current folder and that of the job file. tell: is given each
+    finding as it is made. complain: is given sentences about what takes long.
     """
     findings: list[Finding] = []
 
@@ -436,7 +436,7 @@ def check_job(
             spec,
             import_path=import_path,
             device=device,
-            tell=lambda found: add(_finding(found)),
+            tell=lambda found: add(finding_in(found)),
             complain=complain,
         )
     except UnavailableError as error:
@@ -447,15 +447,16 @@ def check_job(
     return findings
 
 
-def _finding(told: Mapping[str, Any]) -> Finding:
-    return Finding(**{**told, "level": Level(told["level"])})
+def finding_in(message: Mapping[str, Any]) -> Finding:
+    """Return the finding in a message of a process."""
+    return Finding(**{**message, "level": Level(message["level"])})
 
 
 def _document_faults(error: InvalidInputError) -> Iterator[Finding]:
     yield from _refused(error.violations)
     if not error.violations:
         yield Finding("document", "", Level.FAIL, str(error))
-    advice = "mend the document first, and check again"
+    advice = "fix the document first, then check again"
     yield Finding("code", "", Level.WARN, "code, model and data are not checked", advice)
 
 
@@ -465,46 +466,46 @@ def _refused(violations: Iterable[Violation]) -> Iterator[Finding]:
 
 
 def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
-    """Yield whether the cluster has workers that fit the job."""
+    """Yield findings about whether the cluster has workers that fit the job."""
     alive = sorted((w for w in workers if w.is_alive), key=lambda worker: worker.worker_id)
-    waits = "until there is one the run waits, up to placement_timeout_s"
+    waits = "the run waits for one, up to placement_timeout_s"
     if not alive:
         yield Finding("workers", "", Level.WARN, "none is alive", waits)
         return
-    listed = _listed([worker.worker_id for worker in alive])
+    listed = _names([worker.worker_id for worker in alive])
     yield Finding("workers", "", Level.OK, f"{len(alive)} are alive: {listed}")
     yield from _of_code(spec, alive)
     for field, partition in _partitions(spec.strategy, "strategy"):
         target = partition.target
         if not any(_fits(target, worker) for worker in alive):
-            found = f"no worker that is alive is {target}"
+            found = f"no live worker is {target}"
             yield Finding("workers", f"{field}.target", Level.WARN, found, waits)
     local = spec.data.worker_local
     if local is not None and not any(local in worker.local_data for worker in alive):
-        found = f'no worker that is alive has "{local}"'
+        found = f'no live worker has "{local}"'
         yield Finding("workers", "data.worker_local", Level.WARN, found, waits)
 
 
 def _of_code(spec: JobSpec, alive: Sequence[Worker]) -> Iterator[Finding]:
-    """Yield whether workers take the code that the job brings along."""
+    """Yield findings about whether workers accept the code that travels with the job."""
     if spec.code is None:
         return
     refusing = [worker.worker_id for worker in alive if worker.code_policy == "none"]
     asking = [w.worker_id for w in alive if w.code_policy in ("signed", "digests")]
     advice = "have their operator set --allow-code, or install the package and leave `code` out"
     if len(refusing) == len(alive):
-        found = f"no worker that is alive takes code from jobs: {_listed(refusing)}"
+        found = f"no live worker accepts code from jobs: {_names(refusing)}"
         yield Finding("workers", "code", Level.FAIL, found, advice)
     elif refusing:
-        found = f"these take no code from jobs, and are left out: {_listed(refusing)}"
+        found = f"these accept no code from jobs, and are left out: {_names(refusing)}"
         yield Finding("workers", "code", Level.WARN, found, advice)
     if asking:
-        found = f"these take only code that their operator has signed or listed: {_listed(asking)}"
-        advice = "`stratagem code sign` prints what belongs into code.signature"
+        found = f"these accept only code that their operator has signed or listed: {_names(asking)}"
+        advice = "`stratagem code sign` prints the value of code.signature"
         yield Finding("workers", "code", Level.WARN, found, advice)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
 
 

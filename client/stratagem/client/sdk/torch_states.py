@@ -1,6 +1,6 @@
-"""Converts states to tensors, and tensors to inline data: the parts of the client that need torch.
+"""Convert states to tensors, and tensors to inline data: the parts of the client that need torch.
 
-Imported only when a caller asks for tensors or passes some in.
+Imported only if a caller asks for tensors or passes some.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from stratagem.common.tensors.torch_codec import allocate, element_type, manifes
 async def to_state_dict(
     connection: Connection, run_id: RunId, which: str
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers under the model's own names; the optimizer's state is left out."""
+    """Return parameters and buffers under the model's own names, without the optimizer's state."""
     tensors: dict[str, torch.Tensor] = {}
     means: dict[str, str] = {}
 
@@ -40,7 +40,7 @@ async def to_state_dict(
 
 
 def pack_tensors(named: Mapping[str, Any]) -> tuple[Manifest, list[memoryview]]:
-    """Inline data, tensors and arrays that are in order, as a manifest and their bytes."""
+    """Return tensors, and arrays in native order, as a manifest and their bytes."""
     tensors = {
         name: value if isinstance(value, torch.Tensor) else _tensor(value)
         for name, value in named.items()
@@ -51,6 +51,6 @@ def pack_tensors(named: Mapping[str, Any]) -> tuple[Manifest, list[memoryview]]:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return an array of inline data as a tensor; torch knows some of its types by name only."""
+    """Return an array as a tensor; torch knows some of its types by name only."""
     flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
     return flat.view(torch_dtype(array.dtype.name)).reshape(array.shape)

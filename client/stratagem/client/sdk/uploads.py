@@ -1,7 +1,8 @@
-"""What a job brings along, data and code, uploaded as blobs that the job names by their digests.
+"""Upload the data and the code of a job as blobs, which the job names by their digests.
 
-Inline data are arrays or tensors of the caller. Owns how splits and rows become named tensors
-(`train.x`, `train.y`, `train.x.<key>`). Does not import torch unless the caller passes tensors in.
+Inline data are arrays or tensors of the caller. This module defines how splits and rows become
+named tensors (`train.x`, `train.y`, `train.x.<key>`). It imports torch only if the caller passes
+tensors.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stratagem.client.code.code_folder import bundle_of
-from stratagem.client.code.notebook import cells
+from stratagem.client.sdk.cell_modules import cells
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.client.sdk.connection import Connection
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
@@ -42,7 +43,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class PackedData:
-    """Data ready to be sent; the buffers are the caller's own memory where that is possible."""
+    """Data ready to be sent; the buffers are the caller's own memory where possible."""
 
     manifest: Manifest
     buffers: list[memoryview]
@@ -53,12 +54,12 @@ class PackedData:
 
 
 def pack(data: InlineData) -> PackedData:
-    """The splits as one blob; InvalidInputError names what cannot be sent."""
+    """Return the splits as one blob. Raises InvalidInputError that names what cannot be sent."""
     named = {
         name: value if _is_torch(value) else _plain(name, value) for name, value in _named(data)
     }
     if not named:
-        raise InvalidInputError.at("data", "holds no split; give {'train': (x, y)}")
+        raise InvalidInputError.at("data", "has no split; give {'train': (x, y)}")
     if any(_is_torch(value) for value in named.values()):
         from stratagem.client.sdk.torch_states import pack_tensors
 
@@ -69,14 +70,14 @@ def pack(data: InlineData) -> PackedData:
 
 
 async def upload(connection: Connection, packed: PackedData) -> None:
-    """Store the blob with the coordinator; sends only what it does not have yet."""
+    """Store the blob with the coordinator, unless it has it already."""
     await send(connection, packed.manifest, packed.buffers)
 
 
 async def send(
     connection: Connection, manifest: Manifest, content: Source | Sequence[memoryview]
 ) -> None:
-    """Send any blob whose manifest has its digest to the coordinator, as `upload` does."""
+    """Send a blob whose manifest has its digest to the coordinator, as `upload` does."""
     await connection.greet()
     header = pb.UploadDataHeader(digest=manifest.digest, manifest=to_proto(manifest))
     await push(
@@ -89,8 +90,8 @@ async def send(
 
 
 async def resolve_code(connection: Connection, job: JobSpec) -> JobSpec:
-    """The job with its code, the cells of this notebook too, as the digest of a bundle that the
-    coordinator has."""
+    """Upload the job's code, or the notebook cells that it names, and return the job with its
+    digest."""
     code = cells.code_of(job)
     if code is None or code.digest is not None:
         return job
@@ -122,7 +123,7 @@ def _side(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     if not (isinstance(value, np.ndarray) or _is_torch(value)):
         kind = type(value).__name__
-        raise InvalidInputError.at(f"data.{name}", f"a {kind} is no array or tensor")
+        raise InvalidInputError.at(f"data.{name}", f"a {kind} is not an array or tensor")
     if value.ndim == 0:
         raise InvalidInputError.at(f"data.{name}", "is a scalar; the first dimension counts rows")
     yield name, value
@@ -133,7 +134,8 @@ def _is_torch(value: object) -> bool:
 
 
 def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, list[memoryview]]:
-    """Largest elements first, as torch_codec does it, so that equal data have equal digests."""
+    """Return arrays as a manifest and their bytes, largest elements first as in torch_codec, so
+    that equal data have equal digests."""
     ordered = sorted(named.items(), key=lambda item: -item[1].itemsize)
     triples = ((name, array.dtype.name, array.shape) for name, array in ordered)
     manifest = build_manifest(triples, Purpose.DATA)

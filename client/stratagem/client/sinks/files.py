@@ -63,7 +63,7 @@ class _LineFile:
 
 
 class CsvSink(_LineFile):
-    """A CSV file in long form; what is not finite stands as nan, inf or -inf."""
+    """A CSV file in long form; other than finite values are written as nan, inf or -inf."""
 
     begin = (",".join(COLUMNS) + "\n").encode()
 
@@ -81,7 +81,7 @@ class CsvSink(_LineFile):
 
 
 class JsonLinesSink(_LineFile):
-    """A JSON object per row or event; what is not finite stands there as null."""
+    """A file with a JSON object per row or event; values that are not finite are null."""
 
     def _lines(self, block: RowBlock) -> Iterator[str]:
         for row in _rows(block):
@@ -128,11 +128,8 @@ MAX_FLOAT: Final = 3.4028234663852886e38
 
 
 class TensorBoardSink:
-    """Writes below a folder, in one folder per run: what it shows by default are its runs.
-
-    A row is a point at its last step; where rows stand for several steps, the least and greatest
-    value are curves of their own.
-    """
+    """A folder for TensorBoard, with one folder per run. A row is a point at its last step; if rows
+    stand for several steps, the least and the greatest value are curves of their own."""
 
     def __init__(self, target: str) -> None:
         self._root = Path(target)

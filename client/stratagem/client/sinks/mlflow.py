@@ -1,6 +1,6 @@
-"""The sink for MLflow: a run of the experiment that bears the job's name.
+"""Log a run to MLflow, as a run of the experiment with the job's name.
 
-Needs the extra `mlflow`. How much of the run is there stands in a tag of it.
+Needs the extra `mlflow`. A tag records how much of the run is there.
 """
 
 import json
@@ -15,13 +15,13 @@ from stratagem.client.course.views import Event
 from stratagem.client.sinks.sink import Cursor, RowBlock, SinkRun, values_of
 
 MAX_METRICS: Final = 1000
-"""Of one call; the limit of MLflow's servers."""
+"""The most metrics of one call, a limit of MLflow's servers."""
 RUN_TAG: Final = "stratagem.run"
 CURSOR_TAG: Final = "stratagem.cursor"
 
 
 class MlflowSink:
-    """Logs the last value of each row as a metric, under the name of its series."""
+    """A sink that logs the last value of each row as a metric, under the name of its series."""
 
     def __init__(self, target: str) -> None:
         self._client: Any = MlflowClient(tracking_uri=target)
@@ -43,7 +43,7 @@ class MlflowSink:
         return Cursor()
 
     def restart(self) -> Cursor:
-        """MLflow keeps what it has: the steps that are done again are not logged again."""
+        """Keep what MLflow has: steps that are trained again are not logged again."""
         return _cursor(self._client.get_run(self._run_id).data.tags.get(CURSOR_TAG, ""))
 
     def rows(self, block: RowBlock) -> None:

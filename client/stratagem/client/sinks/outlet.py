@@ -1,8 +1,8 @@
-"""Outlet brings the history of a run to one sink, from a thread of its own.
+"""Bring the history of a run to sinks, each from a thread of its own.
 
-The thread is woken by new data, and then fetches what the sink lacks. Nothing is queued, and a
-sink that fails, or is slow, holds up neither the run nor other sinks. A failed sink is opened
-again and continues from what it has kept.
+New data wake the thread, which fetches what the sink lacks. Nothing is queued, and a slow or
+failing sink delays neither the run nor other sinks. A failed sink is opened again and continues
+from what it has.
 """
 
 import threading
@@ -12,8 +12,8 @@ from typing import Final, Protocol, Self
 
 import numpy as np
 
+from stratagem.client.course.step_history import History, StepSeries
 from stratagem.client.course.views import Event, Progress, RunStatus
-from stratagem.client.history.step_history import History, StepSeries
 from stratagem.client.sdk.blocking import RunHandle
 from stratagem.client.sinks.sink import Cursor, RowBlock, Sink, SinkRun, sink_of
 from stratagem.common.base.errors import InvalidInputError
@@ -27,16 +27,16 @@ KINDS: Final = (
     *("SegmentFinished", "SegmentCommitted", "Evaluated", "RoundClosed", "GenerationClosed"),
     *("RunCompleted", "StoppedEarly", "RunFailed", "RunCancelled"),
 )
-"""Events that sinks get."""
+"""The kinds of events that sinks get."""
 INTERVAL_S: Final = 1.0
-"""A sink is written at most this often."""
+"""The shortest time between two writes to a sink."""
 FIRST_PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 60.0
-"""Between attempts to write to a sink that fails."""
+"""The longest pause between attempts to write to a failing sink."""
 
 
 class FollowedHandle(Protocol):
-    """What is asked of a run; a RunHandle."""
+    """The methods of a RunHandle that an outlet uses."""
 
     def status(self) -> RunStatus: ...
 
@@ -50,9 +50,9 @@ class FollowedHandle(Protocol):
 
 
 def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) -> Cursor:
-    """Bring a sink all that it lacks and return how far it is now.
+    """Bring a sink everything that it lacks, and return its new cursor.
 
-    is_whole: the run has ended; otherwise steps that later ones share a row with are left out.
+    is_whole: the run has ended; otherwise steps that share a row with later ones are left out.
     """
     events = run.watch(cursor.event_index + 1, kinds=KINDS, follow=False)
     for event in events:
@@ -67,7 +67,7 @@ def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) ->
     history = run.history((), ("*",), from_step=_first_step(cursor))
     for series in history.values():
         if is_of_newest_segment(series.party):
-            continue  # what later segments replace is no curve of the run
+            continue  # later segments replace it, so it is not a curve
         block = _lacking(series, cursor, is_whole=is_whole)
         if len(block.columns):
             sink.rows(block)
@@ -78,14 +78,15 @@ def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) ->
 
 
 def _goes_back(event: Event, cursor: Cursor) -> bool:
-    """Return whether steps that the sink has are done again from here on."""
+    """Return whether steps that the sink has are trained again after this event."""
     if event.kind != "RunResumed" or event.payload.get("from_segment") is None:
         return False
     return max(cursor.steps.values(), default=0) > int(event.payload.get("step") or 0)
 
 
 def _first_step(cursor: Cursor) -> int:
-    """Return the step from which on rows may be lacking: behind what each party has at least."""
+    """Return the first step whose rows may be missing: after the last one of the party that is
+    least far."""
     by_party: dict[str, int] = {}
     for name, step in cursor.steps.items():
         party = name.rpartition("/")[0]
@@ -104,13 +105,13 @@ def _lacking(series: StepSeries, cursor: Cursor, *, is_whole: bool) -> RowBlock:
 
 
 class Outlet:
-    """Keeps one sink up to date with a run until `finish()`; thread-safe."""
+    """A thread that keeps one sink up to date with a run until `finish()`; thread-safe."""
 
     def __init__(
         self, name: str, sink: Sink, run: FollowedHandle, complain: Callable[[str], None]
     ) -> None:
-        """name: as the user has written it. complain: is told of the first failure, and of a
-        refusal, which no further attempt would change."""
+        """Start the thread. name: as the user wrote it. complain: is told of the first failure, and
+        of a refusal, after which nothing is tried again."""
         self.is_refused = False
         self._name, self._sink, self._run, self._complain = name, sink, run, complain
         self._cursor: Cursor | None = None
@@ -120,11 +121,11 @@ class Outlet:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something new."""
+        """Announce new data."""
         self._woken.set()
 
     def finish(self) -> str:
-        """Write what is left, once more where it has failed; returns what is wrong, or ""."""
+        """Write the rest, with one more attempt after a failure; return what is wrong, or ""."""
         self._ending.set()
         self._woken.set()
         self._thread.join()
@@ -161,7 +162,7 @@ class Outlet:
         except InvalidInputError as error:
             self._problem, self.is_refused = str(error), True
             self._complain(f"{self._name}: {error}; nothing of the run is written there")
-        except Exception as error:  # of any library
+        except Exception as error:  # of any kind
             self._problem = f"{type(error).__name__}: {error}"
             self._let_go()
             if is_first:
@@ -171,7 +172,7 @@ class Outlet:
         self._cursor = None
         try:
             self._sink.close()
-        except Exception as error:  # it has failed already, and is opened again
+        except Exception as error:  # it failed before, and is opened again
             self._problem = f"{self._problem}; {error}"
 
 
@@ -191,24 +192,25 @@ def _described(status: RunStatus) -> SinkRun:
 
 
 def sinks_of(texts: Iterable[str]) -> dict[str, Sink]:
-    """Return the sinks that a command was given; raises InvalidInputError for one that is none."""
+    """Return the sinks that a command was given. Raises InvalidInputError for an unknown sink."""
     return {text: sink_of(text) for text in texts}
 
 
 class LogOutlets:
-    """The sinks of one run; on leaving the context all is written, or said to be missing."""
+    """The sinks of one run; leaving the context writes everything, or reports what is missing."""
 
     def __init__(
         self, run: RunHandle, sinks: Mapping[str, Sink], complain: Callable[[str], None]
     ) -> None:
-        """sinks: by the text that names each. complain: tells the user a sentence."""
+        """Start an outlet for each sink. sinks: by the text that names each. complain: shows the
+        user a sentence."""
         self._run_id, self._complain = run.run_id, complain
         self._outlets = {text: Outlet(text, sink, run, complain) for text, sink in sinks.items()}
         self.problems: dict[str, str] = {}
-        """By sink: why it is not written to its end."""
+        """The reason why a sink is incomplete, by its text."""
 
     def take(self, item: Event | Progress) -> Event | Progress:
-        """Wake the sinks where an item brings them something; returns it."""
+        """Wake the sinks if an item brings them something new, and return the item."""
         if isinstance(item, Event) and item.kind in KINDS:
             for outlet in self._outlets.values():
                 outlet.wake()
@@ -221,7 +223,7 @@ class LogOutlets:
         for text, outlet in self._outlets.items():
             if problem := outlet.finish():
                 self.problems[text] = problem
-                if outlet.is_refused:  # it has said so, and completes nothing
+                if outlet.is_refused:  # it was reported, and cannot be completed
                     continue
                 completed = f'"stratagem export {self._run_id} --to {text}" completes it'
                 self._complain(f"{text}: not all is written ({problem}); {completed}")

@@ -1,9 +1,7 @@
-"""This module defines the contract of a sink, which takes the rows and facts of a run and
-remembers how far it is.
+"""Define the contract of a sink, which takes the rows and events of a run and records its progress.
 
-A package offers a sink under its entry point in the group `stratagem.sinks`, a callable that is
-given the text behind the name: the class `TensorBoardSink` is called with "DIR" for
-"tensorboard:DIR".
+A package offers a sink as an entry point in the group `stratagem.sinks`: a callable that is given
+the text behind the name. For "tensorboard:DIR" the class `TensorBoardSink` is called with "DIR".
 """
 
 import json
@@ -26,7 +24,7 @@ GROUP: Final = "stratagem.sinks"
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """The run whose rows a sink takes."""
+    """The run that a sink records."""
 
     run_id: str
     name: str
@@ -37,15 +35,15 @@ class SinkRun:
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows of one series, in order of step."""
+    """The rows of one series, in order of step."""
 
     party: str
-    """Whose steps they are; "" is the whole run."""
+    """The party whose steps they are; "" is the whole run."""
     series: str
     stride: int
-    """The steps that a row stands for, at most."""
+    """The most steps that a row stands for."""
     observed: bool
-    """Depends on clocks and machines: two runs of one job differ in it."""
+    """The values depend on clocks and machines: two runs of one job differ in them."""
     columns: Columns
 
     @property
@@ -56,35 +54,32 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How much of a run a sink has."""
+    """The part of a run that a sink has."""
 
     event_index: int = -1
-    """The last event."""
+    """The index of the last event."""
     steps: Mapping[str, int] = field(default_factory=dict)
-    """The last step, by name of series."""
+    """The last step by name of series."""
     size: int = 0
-    """Of a sink that is a file: its bytes."""
+    """The size in bytes of a sink that is a file."""
 
 
 class Sink(Protocol):
-    """Called from one thread. Any exception is told to the user, and the sink is opened again."""
+    """A destination for the history of runs, called from one thread. Any exception is reported to
+    the user, and the sink is opened again."""
 
     def open(self, run: SinkRun) -> Cursor:
-        """Return how much of the run is there, and drop what is behind that.
-
-        Raises InvalidInputError where the target is no place for the run.
-        """
+        """Return the cursor of the run, and drop everything behind it. Raises InvalidInputError if
+        the target cannot hold the run."""
         ...
 
     def restart(self) -> Cursor:
-        """Drop what can be dropped, as the run has gone back to an earlier step.
-
-        Returns what stays.
-        """
+        """Drop what can be dropped, because the run went back to an earlier step; return the new
+        cursor."""
         ...
 
     def rows(self, block: RowBlock) -> None:
-        """Take rows: of a series each step comes once, and in order."""
+        """Take rows; each step of a series comes once, and in order."""
         ...
 
     def fact(self, event: Event) -> None:
@@ -92,25 +87,25 @@ class Sink(Protocol):
         ...
 
     def keep(self, cursor: Cursor) -> None:
-        """Make all durable that has come, then the cursor that says so."""
+        """Make everything durable that has come, then the cursor."""
         ...
 
     def close(self) -> None:
-        """Let go of what is open; nothing comes after this."""
+        """Release resources; no other call follows."""
         ...
 
 
 def values_of(event: Event) -> tuple[int, dict[str, float]]:
-    """Return the numbers that an event adds to the steps' own, and their step (or round).
+    """Return the numbers that an event adds to those of the steps, and its step or round.
 
-    Those of evaluations, of a federation's rounds, and of the best member of a population.
+    These are numbers of evaluations, of a federation's rounds, and of a population's best member.
     """
     fact = event.payload
     if party_of(event):
         return 0, {}
     found = numbers(fact.get("metrics"))
     match event.kind:
-        case "SegmentFinished":  # what is of its training stands in the history of its steps
+        case "SegmentFinished":  # training metrics are in the step history
             step, kept = (
                 fact["step"],
                 {n: v for n, v in found.items() if not n.startswith("train.")},
@@ -132,12 +127,12 @@ def values_of(event: Event) -> tuple[int, dict[str, float]]:
 
 
 def cursor_path(target: Path, run_id: str) -> Path:
-    """Return where the cursor of a run is, beside the file or folder that it is written to."""
+    """Return the path of a run's cursor, beside its file or folder."""
     return target.with_name(f".stratagem-{run_id}-{target.name}.json")
 
 
 def read_cursor(path: Path) -> Cursor | None:
-    """Return the cursor; None where there is none that can be read."""
+    """Return the cursor; None if no valid one exists."""
     try:
         kept = json.loads(path.read_text())
         steps = {str(name): int(step) for name, step in kept["steps"].items()}
@@ -147,7 +142,7 @@ def read_cursor(path: Path) -> Cursor | None:
 
 
 def write_cursor(path: Path, cursor: Cursor) -> None:
-    """Replace the cursor, whole or not at all."""
+    """Replace the cursor, completely or not at all."""
     text = json.dumps(
         {"event_index": cursor.event_index, "steps": dict(cursor.steps), "size": cursor.size}
     )
@@ -165,10 +160,11 @@ def write_cursor(path: Path, cursor: Cursor) -> None:
 
 
 class GrowingFile:
-    """The target of one run. What is in the file and not behind its cursor is whole."""
+    """The file of one run. Everything up to its cursor is complete."""
 
     def __init__(self, path: Path, run: SinkRun, begin: bytes = b"") -> None:
-        """begin: what every file begins with. Raises InvalidInputError for a file of others."""
+        """Open the file. begin: the bytes that every file begins with. Raises InvalidInputError for
+        another program's file."""
         self._path, self._begin = path, begin
         self._cursor_path = cursor_path(path, run.run_id)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +173,7 @@ class GrowingFile:
         if size and not self._cursor_path.exists():
             text = f"{str(path)!r} exists and is not of run {run.run_id}; name another file"
             raise InvalidInputError.at("target", text)
-        if size < self.cursor.size:  # somebody has cut or removed it: all is written anew
+        if size < self.cursor.size:  # cut or removed by others: write everything anew
             self.cursor = Cursor()
         write_cursor(self._cursor_path, self.cursor)
         self._file: BinaryIO = path.open("ab")
@@ -186,7 +182,7 @@ class GrowingFile:
             self.write(begin)
 
     def restart(self) -> Cursor:
-        """Begin anew; returns the cursor of an empty file."""
+        """Begin anew, and return the cursor of an empty file."""
         self.cursor = Cursor()
         write_cursor(self._cursor_path, self.cursor)
         self._file.truncate(0)
@@ -197,7 +193,7 @@ class GrowingFile:
         self._file.write(data)
 
     def keep(self, cursor: Cursor) -> None:
-        """Flush, then keep the cursor with the size that the file has now."""
+        """Flush the file, then write the cursor with its present size."""
         self._file.flush()
         os.fsync(self._file.fileno())
         size = os.fstat(self._file.fileno()).st_size
@@ -205,7 +201,7 @@ class GrowingFile:
         write_cursor(self._cursor_path, self.cursor)
 
     def close(self) -> None:
-        """What is not behind the cursor yet is cut when the file is opened again."""
+        """Close the file. Data behind the cursor are cut off when the file is opened again."""
         self._file.close()
 
 
@@ -220,7 +216,7 @@ def sink_names() -> list[str]:
 
 
 def sink_of(text: str) -> Sink:
-    """Return the sink that NAME:TARGET names. Raises InvalidInputError where there is none."""
+    """Return the sink that NAME:TARGET names. Raises InvalidInputError if there is none."""
     name, _, target = text.partition(":")
     found = entry_points(group=GROUP, name=name)
     if not found:

@@ -1,7 +1,7 @@
-"""The sink for Weights & Biases: a run of a project, also offline (WANDB_MODE=offline).
+"""Log a run to Weights & Biases, as a run of a project, also offline (WANDB_MODE=offline).
 
-Needs the extra `wandb`. Each value is logged with the step that it is of, as its axis: W&B's own
-count, which must not go back, is left to itself.
+Needs the extra `wandb`. Each value is logged with its step as the axis, because W&B's own count
+must not go back.
 """
 
 import os
@@ -25,7 +25,7 @@ STEP: Final = "step"
 
 
 class WandbSink:
-    """Logs the last value of each row under the name of its series."""
+    """A sink that logs the last value of each row under the name of its series."""
 
     def __init__(self, target: str) -> None:
         self._project = target
@@ -45,7 +45,7 @@ class WandbSink:
         return read_cursor(self._cursor_path) or Cursor()
 
     def restart(self) -> Cursor:
-        """W&B keeps what it has: the steps that are done again are not logged again."""
+        """Keep what W&B has: steps that are trained again are not logged again."""
         return read_cursor(self._cursor_path) or Cursor()
 
     def rows(self, block: RowBlock) -> None:

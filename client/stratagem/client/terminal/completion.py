@@ -1,7 +1,6 @@
-"""Completion of the command line in a shell: the script for it, the runs' ids, and the values of
-options that are words of ours.
+"""Complete the command line in a shell: print the script, and offer run ids and our own words.
 
-Whatever goes wrong while a line is completed is not said: there is nowhere to say it.
+Failures while a line is completed are silent, because there is nowhere to report them.
 """
 
 import asyncio
@@ -18,10 +17,10 @@ from stratagem.client.sinks.sink import sink_names
 from stratagem.common.identity.tls import tls_files
 
 PATIENCE_S: Final = 0.3
-"""For the answer of a coordinator; without one there are no ids."""
+"""The time for a coordinator to answer; without an answer no ids are offered."""
 PROGRAM: Final = "stratagem"
 VARIABLE: Final = "_STRATAGEM_COMPLETE"
-"""Set by a shell that asks for what a line could go on with."""
+"""The variable that a shell sets to ask for completions."""
 
 
 EVENT_KINDS: Final = (
@@ -39,7 +38,7 @@ EVENT_KINDS: Final = (
     *("RunReleased", "RunResumed", "RunSubmitted", "SegmentCommitted", "SegmentFinished"),
     *("StoppedEarly", "UpdateReceived", "UpdateRejected", "UpdatesJudged"),
 )
-"""That are offered; a coordinator knows which there are."""
+"""The kinds that are offered; a coordinator may know others."""
 
 
 class ShellName(StrEnum):
@@ -53,35 +52,38 @@ class ShellName(StrEnum):
 def completion(
     shell: Annotated[ShellName, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
 ) -> None:
-    """Print the script that lets a shell complete lines.
+    """Print a script that adds completion to a shell.
 
-    It completes commands, options, the ids of runs, kinds of events, and forms of exports.
+    It completes commands, options, ids of runs, kinds of events, and forms of exports.
 
-    bash: source <(stratagem completion bash), in ~/.bashrc. zsh: the same, after compinit, in
-    ~/.zshrc. fish: stratagem completion fish > ~/.config/fish/completions/stratagem.fish
+    bash: add `source <(stratagem completion bash)` to ~/.bashrc.
+
+    zsh: add `source <(stratagem completion zsh)` to ~/.zshrc, after compinit.
+
+    fish: run `stratagem completion fish > ~/.config/fish/completions/stratagem.fish`.
     """
     names = {"prog_name": PROGRAM, "complete_var": VARIABLE, "shell": shell.value}
     print(of_typer.get_completion_script(**names))  # type: ignore[attr-defined]
 
 
 def answer_shells() -> None:
-    """Let the program complete lines, where a shell has asked it to."""
+    """Let the program complete a line if a shell has asked for it."""
     if VARIABLE in os.environ:
         of_typer.completion_init()  # type: ignore[attr-defined]
 
 
 def event_kinds(incomplete: str) -> list[str]:
-    """Return the kinds of events that begin so."""
+    """Return the kinds of events that begin with this text."""
     return [kind for kind in EVENT_KINDS if kind.startswith(incomplete)]
 
 
 def sink_forms(incomplete: str) -> list[str]:
-    """Return the beginnings of what names a sink and its target."""
+    """Return the names of sinks that begin with this text, each with a colon."""
     return [form for name in sink_names() if (form := f"{name}:").startswith(incomplete)]
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the ids of runs that begin so, the newest first."""
+    """Return the ids of runs that begin with this text, newest first."""
     with suppress(Exception):
         return asyncio.run(asyncio.wait_for(_run_ids(context, incomplete), PATIENCE_S))
     return []

@@ -1,4 +1,4 @@
-"""What is known of a run that is followed: the newest of each thing that its items have told.
+"""The state of a followed run: the newest values from its items.
 
 Pure: folds the items of `watch`, in order; has neither clock nor terminal.
 """
@@ -11,9 +11,9 @@ from stratagem.client.course.rounds import RoundsFolding
 from stratagem.client.course.views import Event, Phase, Progress, RunStatus, number, numbers
 
 MOST_ROUNDS: Final = 8
-"""So many are kept: an update that is late counts in one of the next."""
+"""The number of rounds that are kept: a late update counts in one of the next rounds."""
 TRAINING: Final = "train."
-"""Metrics under this are of a step; of a finished segment they are left to its history."""
+"""The prefix of metrics of a step; those of a finished segment are in its history."""
 
 
 @dataclass(slots=True)
@@ -22,58 +22,58 @@ class Generations:
 
     num_closed: int = 0
     scored: set[str] = field(default_factory=set)
-    """Members that have committed a state in the open generation, by path."""
+    """The members that have committed a state in the open generation, by path."""
     best: float | None = None
     best_member: int | None = None
     num_copied: int = 0
-    """Members that have copied another one at the end of the last generation."""
+    """The number of members that copied another one at the end of the last generation."""
 
 
 @dataclass(slots=True)
 class FollowedRun:
-    """A run as its items have shown it so far."""
+    """The state of a run according to its items so far."""
 
     run_id: str
     name: str = ""
     strategy: str = ""
-    """By the name that people see; it says what the run counts."""
+    """The name of the strategy as users see it; it decides what the run counts."""
     scored_by: str = ""
     """The metric that decides which state is best, such as "test.accuracy"."""
     phase: Phase = Phase.PENDING
     sentence: str = ""
-    """Why the run is in this phase, or what it waits for."""
+    """The reason for the run's phase, or what it waits for."""
     is_waiting: bool = False
     step: int = 0
     num_steps: int = 0
     committed: int = 0
-    """Steps that the newest commit has."""
+    """The number of steps of the newest commit."""
     segment: int = 0
     num_segments: int = 0
     loss: float | None = None
-    """Of the newest step that its progress has told."""
+    """The loss of the newest step that progress has reported."""
     mean_loss: float | None = None
-    """Over the steps of the newest segment that has finished."""
+    """The mean loss over the steps of the newest finished segment."""
     latest: Progress | None = None
     """The newest progress of the open segment."""
     is_private: bool = False
-    """Its clients say no loss: it would be a number about each of them."""
+    """Its clients report no loss, which would reveal something about each of them."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the newest evaluation."""
+    """The metrics of the newest evaluation."""
     evaluated: int = 0
     """The segment or round of that evaluation."""
     rounds: RoundsFolding = field(default_factory=lambda: RoundsFolding(most=MOST_ROUNDS))
-    """Of a federation."""
+    """The rounds of a federation."""
     has_news: bool = False
-    """An evaluation has come between the end of the last round and that of the one before."""
+    """An evaluation came between the ends of the last two rounds."""
     generations: Generations = field(default_factory=Generations)
     num_members: int = 0
-    """Of a population."""
+    """The number of members of a population."""
     _told: int = 0
-    """Which evaluation was the newest one as the last round was closed."""
+    """The newest evaluation at the close of the last round."""
 
     @classmethod
     def of(cls, status: RunStatus) -> "FollowedRun":
-        """Return a run of which only its status is known, before its items are folded."""
+        """Return a run of which only the status is known yet."""
         evaluation = status.job.get("evaluation") or {}
         best = evaluation.get("best") or ""
         return cls(
@@ -96,7 +96,7 @@ class FollowedRun:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether there is something to count."""
+        """Return whether the run has begun to count."""
         return bool(self.step or self.segment or self.rounds.number or self.generations.scored)
 
     def update(self, item: Event | Progress) -> None:
@@ -114,7 +114,7 @@ class FollowedRun:
     def _progress(self, item: Progress) -> None:
         self.is_waiting, self.latest = False, item
         self.step, self.num_steps = item.step, item.num_steps
-        # What closes a round or a generation is told before the state of it is committed.
+        # A round or generation closes before its state is committed.
         is_ahead = self.is_federated or self.is_population
         self.segment = max(self.segment, item.segment) if is_ahead else item.segment
         self.num_segments = item.num_segments
@@ -182,6 +182,6 @@ _FOLDS: Final[Mapping[str, Callable[[FollowedRun, Mapping[str, Any]], None]]] = 
 
 
 def evaluations_in(payload: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an evaluation that a fact holds."""
+    """Return the numbers of an evaluation in a fact."""
     found = numbers(payload.get("metrics"))
     return {name: value for name, value in found.items() if not name.startswith(TRAINING)}

@@ -34,7 +34,7 @@ MAX_BAR_CELLS: Final = 12
 MIN_BAR_CELLS: Final = 4
 MIN_NAME_CELLS: Final = 6
 QUIET_PHASES: Final = ("", "TRAINING")
-"""Phases of a strategy that go without saying."""
+"""The phases of a strategy that are not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,19 @@ class Field:
 
     text: str
     stays: bool = False
-    """It is left out only where the others are left out already."""
+    """The field is left out only after all others."""
     style: str = ""
 
 
 def live_line(run: FollowedRun, width: int) -> Text:
-    """Return the line about a run with its bar, in at most this many cells."""
+    """Return the line about a run with its bar, at most this many cells wide."""
     title = printable(run.name or run.run_id, is_line=True)
     fields = [Field(title, stays=True, style="bold"), *_fields(run)]
     done = fraction(run)
     if done is None or not _is_counting(run):
         return _joined(_fitted(fields, width), width)
     percent = f" {_percent(done):>4}"
-    # The name gives way to its shortest before the bar does; both give way to what is counted.
+    # The name is shortened before the bar; both make room for the count.
     for cells, name_cells in (
         (MAX_BAR_CELLS, None),
         (MIN_BAR_CELLS, None),
@@ -73,14 +73,14 @@ def live_line(run: FollowedRun, width: int) -> Text:
 
 
 def plain_line(run: FollowedRun) -> str:
-    """Return the line about a run where there is no terminal: whole, with the run's id."""
+    """Return the complete line about a run with its id, for outputs that are not a terminal."""
     done = fraction(run) if _is_counting(run) else None
     parts = [run.run_id, "" if done is None else _percent(done)]
     return SEPARATOR.join([*filter(None, parts), *(field.text for field in _fields(run))])
 
 
 def fraction(run: FollowedRun) -> float | None:
-    """Return how much of the run is done, from 0 to 1; None where it is not known."""
+    """Return the share of the run that is done, from 0 to 1; None if it is not known."""
     if run.is_federated or run.is_population:
         done, amount = run.segment, run.num_segments
     elif run.num_steps:
@@ -91,7 +91,7 @@ def fraction(run: FollowedRun) -> float | None:
 
 
 def count_text(run: FollowedRun) -> str:
-    """Return what a run counts: "round 7/30", "generation 5/20" or "step 143/212"."""
+    """Return the count of a run: "round 7/30", "generation 5/20" or "step 143/212"."""
     if run.is_federated:
         return _of("round", run.rounds.number or run.segment, run.num_segments)
     if run.is_population:
@@ -102,7 +102,7 @@ def count_text(run: FollowedRun) -> str:
 
 
 def epoch_text(latest: Progress | None) -> str:
-    """Return which pass over the rows the run is in, and how many it makes: "epoch 4/5"."""
+    """Return the pass over the rows that the run is in, as "epoch 4/5"."""
     if latest is None or latest.epoch <= 0 or not latest.step:
         return ""
     total = latest.epoch * latest.num_steps / latest.step
@@ -110,14 +110,14 @@ def epoch_text(latest: Progress | None) -> str:
 
 
 def clients_text(run: FollowedRun) -> str:
-    """Return what has become of the clients of the round: "31 of 40 done, 2 late, 1 rejected"."""
+    """Return the outcomes of the round's clients: "31 of 40 done, 2 late, 1 rejected"."""
     newest = run.rounds.newest
     own = [each for each in newest.clients if not each.staleness] if newest else []
     if not newest or not own:
         return ""
     num_by_state = Counter(each.state for each in own)
     late = num_by_state[ClientState.LATE]
-    if run.latest is not None and newest.is_open:  # of earlier rounds, and they train on
+    if run.latest is not None and newest.is_open:  # those of earlier rounds, which still train
         late = run.latest.num_clients_late
     num_excused = num_by_state[ClientState.EXCUSED]
     parts = [f"{num_by_state[ClientState.DONE]} of {len(own) - num_excused} done"]
@@ -138,10 +138,10 @@ def best_text(run: FollowedRun) -> str:
 
 
 def loss_of(run: FollowedRun) -> float | None:
-    """Return the newest loss of the whole run; of a population there is none.
+    """Return the newest loss of the whole run; None for a population.
 
-    Of a federation that of its newest round; of an open one that has none yet that of the round
-    before. Clients of a private one say none.
+    A federation's is that of its newest round, or of the round before while an open one has none.
+    Clients of a private federation report none.
     """
     if run.is_population or run.is_private:
         return None
@@ -157,10 +157,10 @@ def loss_of(run: FollowedRun) -> float | None:
 
 
 def evaluation_texts(run: FollowedRun, among: Container[str] | None = None) -> list[str]:
-    """Return the numbers of the newest evaluation, the one that decides first; and what is spent of
-    a privacy budget. Of many, MAX_METRICS and how many more there are.
+    """Return the numbers of the newest evaluation, the deciding one first, and the privacy budget
+    that is spent: at most MAX_METRICS, and the number of the others.
 
-    among: of these metrics alone, unless None.
+    among: only these metrics, unless None.
     """
     known = without_spreads(run.metrics)
     names = sorted(known, key=lambda name: (name != run.scored_by, name))
@@ -198,7 +198,7 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
     if latest is not None:
         yield from _of_speed(latest)
         yield from _of_time(latest)
-    if not run.is_population:  # its members' scores are shown already
+    if not run.is_population:  # the members' scores are shown already
         yield from (Field(printable(each, is_line=True)) for each in evaluation_texts(run))
     of_step = {} if latest is None else latest.metrics
     for name in few(sorted(of_step)):
@@ -208,10 +208,10 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
 
 
 def _phases(run: FollowedRun) -> Iterator[str]:
-    """Yield what the strategy and the training are at, where it does not go without saying."""
+    """Yield the phases of the strategy and the training that are worth showing."""
     latest, newest = run.latest, run.rounds.newest
     if latest is None or (newest is not None and newest.is_open and latest.segment < run.segment):
-        return  # it is of the round before
+        return  # it belongs to the previous round
     for phase in (latest.strategy_phase, latest.training_phase):
         if phase not in QUIET_PHASES:
             yield phase.lower()
@@ -244,7 +244,7 @@ def _of_population(run: FollowedRun) -> Iterator[Field]:
 
 
 def _percent(done: float) -> str:
-    """Return a share in whole percent, of which only all is "100%"."""
+    """Return a share in whole percent; only the whole is "100%"."""
     return f"{math.floor(round(done * 100, 6))}%"  # a product may be a last bit too small
 
 
@@ -257,7 +257,7 @@ def _of(word: str, number: int, amount: int) -> str:
 
 
 def _fitted(fields: Sequence[Field], width: int) -> list[Field]:
-    """Return the fields that fit: the last ones that need not stay are left out first."""
+    """Return the fields that fit; the last ones that need not stay are left out first."""
     kept = list(fields)
     for field in reversed(fields):
         if _cells(kept) <= width:
@@ -291,13 +291,13 @@ def _joined(fields: Sequence[Field], width: int) -> Text:
 # erased, as many as the drawn cells need at the new width.
 
 INTERVAL_S: Final = 0.1
-"""The line is drawn at most this often; a new width is seen as fast."""
+"""The shortest time between two drawings; a new width is noticed as fast."""
 
 
 class RedrawnLine:
-    """Shows what `line(width)` returns, from entering to leaving the context.
+    """A display of `line(width)` from entering to leaving the context; thread-safe.
 
-    Thread-safe. What is written to stderr meanwhile stands above it, where that is a terminal.
+    Text that is written to stderr meanwhile appears above it, if that is a terminal.
     """
 
     def __init__(self, console: Console, line: Callable[[int], Text]) -> None:
@@ -305,14 +305,14 @@ class RedrawnLine:
         self._lock = threading.RLock()
         self._is_stale = True
         self._cells = self._width = 0
-        """What is on the screen now."""
+        """The cells that are on the screen now."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_drawing, name="line", daemon=True)
         self._stderr = sys.stderr
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Draw the line again soon; not while what it is made of changes."""
+        """Redraw the line soon, but not while its contents change."""
         with self._lock:
             yield
             self._is_stale = True
@@ -325,7 +325,7 @@ class RedrawnLine:
             self._draw()
 
     def erase(self) -> None:
-        """Leave nothing of the line."""
+        """Erase the line."""
         with self._lock, self._console:
             self._erase()
 
@@ -350,7 +350,7 @@ class RedrawnLine:
                 self.redraw()
 
     def redraw(self) -> None:
-        """Draw the line as it is now, in the place of the one that is there."""
+        """Draw the present line in place of the earlier one."""
         with self._lock, self._console:
             self._erase()
             self._draw()
@@ -371,7 +371,7 @@ class RedrawnLine:
 
 
 class _Above(io.TextIOBase):
-    """A stderr whose lines stand above a line."""
+    """A stderr whose lines are printed above the redrawn line."""
 
     def __init__(self, line: RedrawnLine) -> None:
         self._line, self._rest = line, ""
@@ -383,7 +383,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Print what has no end of line yet."""
+        """Print the text that has no end of line yet."""
         rest, self._rest = self._rest, ""
         if rest:
             self._line.say(Text(rest))
@@ -399,23 +399,21 @@ class _Above(io.TextIOBase):
 
 TROUBLE: Final = frozenset({"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"})
 ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})
-"""Facts about the whole run whose sentence says all."""
+"""The kinds of facts about the whole run that are printed once, with their sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """A line about what has just happened."""
+    """A line about something that has just happened."""
 
     text: str
     is_urgent: bool = False
-    """It is printed at once, also where lines are rare."""
+    """The line is printed at once, even where lines are rare."""
 
 
 def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milestone | None:
-    """Return the line that an item is worth, if any.
-
-    before: the phase of the run before the item; run: as it is with it.
-    """
+    """Return the line that an item is worth, if any. before: the phase of the run before the item;
+    run: after it."""
     if not isinstance(item, Event):
         return None
     if item.kind in ENDS:
@@ -434,7 +432,7 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
             return _line(_round(run))
         case "GenerationClosed":
             return _line(_generation(run, item))
-        case "Evaluated" if not run.is_federated:  # a round's stands in the next line
+        case "Evaluated" if not run.is_federated:  # a round's is in the next line
             return Milestone(item.sentence)
         case "MembersFormed":
             is_first = item.payload.get("membership") == 1
@@ -447,7 +445,7 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
 
 
 def _reached(run: FollowedRun, end: Event) -> str:
-    """Return how far a run has come that has ended before its end."""
+    """Return the progress of a run that ended early."""
     counts_steps = not (run.is_federated or run.is_population)
     if end.kind == "RunFailed" and run.has_begun and counts_steps:
         activity = (end.payload.get("error") or {}).get("activity") or ""

@@ -50,13 +50,15 @@ SIDE_METRICS: Final = frozenset((
     *("train.grad_norm", "train.max_grad_norm"),
     *("train.loss_min", "train.loss_max", "train.loss_std"),
 ))  # fmt: skip
-"""Left out where states are listed: the newest stand with the run, and JSON has all."""
+"""The metrics that are left out where states are listed; the newest ones stand with the run, and
+JSON has all."""
 _LOSS: Final = "train.loss"
 _FINDING_CELLS: Final = (len("evaluation"), len("execution.precision"), len("warn"))
-"""Widths of the columns of a table whose rows are printed before the next ones are known."""
+"""The widths of the columns of a table whose rows are printed before the next ones are known."""
+_BITS_OF_THREADS: Final = "runs with other numbers of threads have other bits"
 LABEL_CELLS: Final = 10
 MAX_CHANGES: Final = 8
-"""Of a member's hyperparameters, that are shown; JSON has all."""
+"""The most hyperparameter changes of a member that are shown; JSON has all."""
 
 
 def to_json(value: "DataclassInstance", **extra: Any) -> str:
@@ -81,10 +83,10 @@ def _plain(value: Any) -> Any:
 
 
 def metrics_text(metrics: Mapping[str, float], first: str = "", *, in_short: bool = False) -> str:
-    """train.loss 0.0312  test.accuracy 0.9722 (0.91 to 0.99): the loss of the training before the
-    others, with the range over clients where there is one.
+    """Return metrics as text, such as "train.loss 0.0312  test.accuracy 0.9722 (0.91 to 0.99)": the
+    training loss first, with ranges over clients.
 
-    first: the metric that comes next; in_short: of many a few, and how many more.
+    first: the metric that comes next. in_short: show a few of many, and the number of the others.
     """
     known = without_spreads(metrics)
     names = sorted(known, key=lambda name: (name != _LOSS, name != first, name))
@@ -107,24 +109,24 @@ def amount_text(status: RunStatus) -> str:
 
 
 def _reached(status: RunStatus) -> str:
-    """Return the run's progress as text; of one that has failed what is kept, and where it has."""
+    """Return the run's progress as text; for a failed run the last commit, and where it failed."""
     if status.phase is Phase.FAILED:
         return progress_text(status)
     return amount_text(status)
 
 
 def is_population(strategy: str) -> bool:
-    """Return whether a strategy, by the name that people see, counts generations."""
+    """Return whether a strategy, by the name that users see, counts generations."""
     return strategy.startswith("PopulationBased")
 
 
 def generation_text(amounts: RunStatus | Progress) -> str:
-    """Return how many generations of a population are committed: "generation 2/5"."""
+    """Return the number of committed generations of a population: "generation 2/5"."""
     return f"generation {amounts.segment}/{amounts.num_segments}"
 
 
 def print_status(console: Console, status: RunStatus, threads: int | None = None) -> None:
-    """Print everything about one run. threads: of each of its workers, where that is known."""
+    """Print everything about one run. threads: the number of each worker's threads, if known."""
     rows = [
         ("run", f"{status.run_id} ({status.name})"),
         ("phase", _phase_text(status)),
@@ -136,7 +138,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         *_population_rows(status),
         ("best", _no_best_text(status)),
         ("workers", ", ".join(status.worker_ids)),
-        ("threads", _threads_text(threads) if threads else ""),
+        ("threads", f"{threads} of each worker; {_BITS_OF_THREADS}" if threads else ""),
         ("submitted", _submitted_text(status)),
         ("kept", "until it is unpinned" if status.pinned else ""),
         ("seconds", "" if status.seconds is None else f"{status.seconds:.1f}"),
@@ -151,12 +153,12 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         console.print(_commits_table(status, with_states=not console.is_terminal))
     for commit in status.commits if console.is_terminal else ():
         label = Text(f"{f'state {commit.segment}':<{LABEL_CELLS}}", style="bold")
-        # No line ends in a path that is to be copied, however long it is.
+        # A path must be copied whole, so its line is not folded.
         console.print(label.append(_state_text(commit), ""), soft_wrap=True)
 
 
 def _print_row(console: Console, name: str, value: str) -> None:
-    """Print a name and what it is; on a terminal further lines begin below the value."""
+    """Print a name and a value; on a terminal further lines begin below the value."""
     if not console.is_terminal:
         console.print(Text(f"{name:<{LABEL_CELLS}}{value}"))
         return
@@ -167,13 +169,8 @@ def _print_row(console: Console, name: str, value: str) -> None:
     console.print(row)
 
 
-def _threads_text(threads: int) -> str:
-    """Return what the number of threads means to who compares runs."""
-    return f"{threads} of each worker; runs with other numbers of threads have other bits"
-
-
 def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
-    """Print a line per run; where a terminal is narrower, lines are cut at their end."""
+    """Print one line per run; a narrow terminal cuts lines at their end."""
     if not runs:
         console.print("no runs")
         return
@@ -191,7 +188,7 @@ def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
 
 
 def _run_cells(run: RunStatus) -> list[str]:
-    """Return what a list says of a run, each on one line."""
+    """Return the cells of a run in a list, each one line."""
     cells = (
         *(run.run_id, run.phase, run.strategy, _reached(run), _chief_metrics_text(run)),
         *(_time_text(run.submitted_at_s), run.reason),
@@ -200,8 +197,8 @@ def _run_cells(run: RunStatus) -> list[str]:
 
 
 def _chief_metrics_text(run: RunStatus) -> str:
-    """Return the metric that decides which state is best, or else the first of the evaluation, and
-    the loss of the training."""
+    """Return the metric that decides which state is best, or the first one of the evaluation, and
+    the training loss."""
     evaluation = run.job.get("evaluation") or {}
     first = next(iter(evaluation.get("metrics") or ()), "loss")
     shown = (f"{evaluation.get('split')}.{evaluation.get('best') or first}", "train.loss")
@@ -240,7 +237,7 @@ def _phase_text(status: RunStatus) -> str:
 
 
 def _no_best_text(status: RunStatus) -> str:
-    """Return why none of a completed run's states is the best one, where its job asks for one."""
+    """Return why no state of a completed run is the best one, if its job asks for one."""
     is_wanted = (status.job.get("evaluation") or {}).get("best") is not None
     if not is_wanted or status.phase is not Phase.COMPLETED or status.commit("best") is not None:
         return ""
@@ -248,7 +245,7 @@ def _no_best_text(status: RunStatus) -> str:
 
 
 def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """Yield the hyperparameters with which the best state of a population was trained, and those of
+    """Yield the hyperparameters that the best state of a population was trained with, and those of
     the result if it is another state."""
     best, final = status.commit("best"), status.commit()
     metric = _chief_metric(status)
@@ -263,8 +260,7 @@ def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def _schedule_text(schedule: Sequence[Hyperparameters]) -> str:
-    """Return which hyperparameters changed at which steps: "lr 0.1 from step 0; lr 0.11 from step
-    5"."""
+    """Return the changes of hyperparameters as text: "lr 0.1 from step 0; lr 0.11 from step 5"."""
     parts, known = [], dict[str, Any]()
     for setting in schedule:
         changed = {n: v for n, v in setting.values.items() if n not in known or known[n] != v}
@@ -280,8 +276,8 @@ def _submitted_text(status: RunStatus) -> str:
 
 
 def _engine_text(status: RunStatus) -> str:
-    """Return the engine that carries the exchange and, while there are workers, the data plane,
-    which says who may read it."""
+    """Return the engine of the exchange and, while there are workers, the data plane, which decides
+    who may read it."""
     plane = f"data plane {status.data_plane}" if status.data_plane else ""
     return ", ".join(word for word in (status.engine, plane) if word)
 
@@ -307,15 +303,14 @@ def _state_text(commit: Commit) -> str:
 
 
 def _measured_elsewhere(status: RunStatus, commit: Commit) -> str:
-    """Return what to say of a state without metrics: another run has measured what this one went on
-    from."""
+    """Return a remark on a state without metrics: the run before this one has measured it."""
     begins_from = status.job.get("initial") or {}
     is_resumed = begins_from.get("resume") and commit.digest == begins_from.get("digest")
-    return "of the run that it went on from" if is_resumed else ""
+    return "measured by the run that it resumed" if is_resumed else ""
 
 
 def _path_text(path: str) -> str:
-    """Return a path as it can be copied in this folder, as short as that is."""
+    """Return a path that can be copied in this folder, as short as possible."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -332,8 +327,8 @@ def _time_text(time_s: float) -> str:
 
 
 def print_finding(console: Console, finding: Finding, *, is_first: bool) -> None:
-    """Print what a check has found as the next row of a table that is printed as its rows come.
-    is_first: below the names of its columns."""
+    """Print a finding of a check as the next row of a table that grows. is_first: below the
+    headings."""
     names = ("check", "of", "", "found, and what to do")
     table = Table.grid(padding=(0, 2, 0, 0))
     for width in _FINDING_CELLS:
@@ -346,7 +341,7 @@ def print_finding(console: Console, finding: Finding, *, is_first: bool) -> None
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """Return what checks have found as a table for people."""
+    """Return the findings of checks as a table for people."""
     table = Table("check", "of", "", "found, and what to do", box=box.SIMPLE)
     for finding in findings:
         table.add_row(*_finding_cells(finding))
@@ -364,9 +359,9 @@ def _finding_cells(finding: Finding) -> tuple[Text, Text, Text, Text]:
 # ---- Numbers and times ----
 
 DIGITS: Final = 3
-"""Significant digits of a number in a line."""
+"""The number of significant digits in a line."""
 MAX_METRICS: Final = 8
-"""Metrics in a line; with thirty and more it would fill half a screen."""
+"""The most metrics in a line; thirty would fill half a screen."""
 FULL, HALF, EMPTY = "━", "╸", "─"
 
 
@@ -381,7 +376,7 @@ def number_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a time as "2:10" or "1:02:10"; from 100 hours on in days."""
+    """Return a time as "2:10" or "1:02:10", and from 100 hours on in days."""
     whole = max(0, round(seconds))
     minutes, second = divmod(whole, 60)
     hours, minute = divmod(minutes, 60)
@@ -391,18 +386,18 @@ def duration_text(seconds: float) -> str:
 
 
 def few(names: Sequence[str]) -> Sequence[str]:
-    """Return those of the metrics that a line shows."""
+    """Return the metrics that a line shows."""
     return names[:MAX_METRICS]
 
 
 def more_text(names: Sequence[str]) -> str:
-    """Return how many metrics a line leaves out: "57 more metrics"; "" for none."""
+    """Return the number of metrics that a line leaves out, as "57 more metrics"; "" for none."""
     num_more = len(names) - len(few(names))
     return "" if num_more <= 0 else counted(num_more, "more metric")
 
 
 def bar_text(fraction: float, cells: int) -> str:
-    """Return a bar of as many cells, filled by half cells."""
+    """Return a bar that is so many cells wide, filled by half cells."""
     halves = math.floor(min(max(fraction, 0.0), 1.0) * cells * 2)
     bar = FULL * (halves // 2) + HALF * (halves % 2)
     return bar + EMPTY * (cells - len(bar))

@@ -1,8 +1,8 @@
-"""The cell magic `%%stratagem task.py`: cells as modules that travel with the jobs of a session.
+"""The cell magic `%%stratagem task.py`, which makes cells modules that travel with jobs.
 
 `%load_ext stratagem.client` registers it. A cell becomes a file in a folder of this session, and is
-imported from there at once; a job that names a function of such a file has that folder as its
-`code`, unless it says another. A worker sees what was written: no object of the notebook is sent.
+imported at once. A job that names a function of such a file has that folder as its `code`, unless
+it names other code. Workers get the text of the cells, never objects of the notebook.
 """
 
 import atexit
@@ -26,7 +26,7 @@ _COMPILED: Final = "__pycache__"
 
 
 class Shell(Protocol):
-    """The part of IPython's shell that this needs."""
+    """The part of IPython's shell that is used here."""
 
     user_ns: dict[str, Any]
 
@@ -36,18 +36,19 @@ class Shell(Protocol):
 
 
 class CellModules:
-    """The modules that the cells of one session have become."""
+    """The modules that were made from the cells of one session."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
 
     def write(self, file: str, source: str) -> ModuleType:
-        """Write a module, and import it and what it imports of the others anew.
+        """Write a module, and import it again together with the modules of the session that it
+        imports.
 
         file: such as task.py or package/task.py. Raises what the cell raises.
         """
         if not _FILE.fullmatch(file):
-            raise InvalidInputError.at("file", f"{file[:80]!r} is not such as task.py")
+            raise InvalidInputError.at("file", f"{file[:80]!r} is not a name such as task.py")
         folder = self._made()
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,8 @@ class CellModules:
         return importlib.import_module(file.removesuffix(".py").replace("/", "."))
 
     def code_of(self, job: JobSpec) -> CodeSpec | None:
-        """Return the code of a job: its own, or the cells where it names a function of one."""
+        """Return the code of a job: its own, or the folder of the cells if it names a function of
+        one."""
         folder = self._folder
         if job.code is not None or folder is None:
             return job.code
@@ -80,7 +82,7 @@ class CellModules:
 
 
 cells: Final = CellModules()
-"""Those of this process."""
+"""The modules of this process."""
 
 
 def register(shell: Shell) -> None:

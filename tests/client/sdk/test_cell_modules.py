@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import stratagem.client
-from stratagem.client.code import notebook
-from stratagem.client.code.code_folder import bundle_of
+from stratagem.client.sdk import cell_modules
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.code.bundle import unpack
 from stratagem.common.job import CodeSpec
@@ -48,7 +48,7 @@ class AnswersAll(ModuleType):
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(notebook, "cells", notebook.CellModules())
+    monkeypatch.setattr(cell_modules, "cells", cell_modules.CellModules())
     monkeypatch.setitem(sys.modules, "answers_all", AnswersAll("answers_all"))
     before = set(sys.modules)
     shell = Shell()
@@ -60,17 +60,17 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
 
 def test_a_cell_is_imported_and_travels_with_the_jobs_that_name_it(shell: Shell) -> None:
     own = CodeSpec(digest="0" * 64)  # type: ignore[arg-type]
-    assert notebook.cells.code_of(job(USES_CELLS)) is None
+    assert cell_modules.cells.code_of(job(USES_CELLS)) is None
     shell.cell("%%stratagem helper.py\nNAME = 'first'\n")
     shell.cell("%%stratagem task.py\nimport helper\ndef build(): return helper.NAME\n")
     assert shell.user_ns["task"].build() == "first"
-    code = notebook.cells.code_of(job(USES_CELLS))
+    code = cell_modules.cells.code_of(job(USES_CELLS))
     assert code is not None
     before = bundle_of(code)
     assert set(unpack(before)) == {"helper.py", "task.py"}
     # Others need not be allowed on the workers to bring code along.
-    assert notebook.cells.code_of(job("mlp")) is None
-    assert notebook.cells.code_of(job(USES_CELLS, code=own.document())) == own
+    assert cell_modules.cells.code_of(job("mlp")) is None
+    assert cell_modules.cells.code_of(job(USES_CELLS, code=own.document())) == own
 
     shell.cell("%%stratagem helper.py\nNAME = 'other'\n")  # of the same size, at once
     shell.cell("%%stratagem task.py\nimport helper\ndef build(): return helper.NAME\n")
@@ -82,7 +82,7 @@ def test_cells_may_make_packages_and_nothing_outside_of_their_folder(shell: Shel
     shell.cell("%%stratagem package/inner.py\nVALUE = 3\n")
     assert shell.user_ns["package"].inner.VALUE == 3
     for wrong in ("", "task", "../task.py", "/tmp/task.py", "a b.py", "task.py more"):
-        with pytest.raises(InvalidInputError, match="is not such as"):
+        with pytest.raises(InvalidInputError, match="is not a name such as"):
             shell.cell(f"%%stratagem {wrong}\n")
     with pytest.raises(ZeroDivisionError):
         shell.cell("%%stratagem task.py\n1 / 0\n")
@@ -90,8 +90,8 @@ def test_cells_may_make_packages_and_nothing_outside_of_their_folder(shell: Shel
 
 def test_the_folder_is_of_one_session(shell: Shell) -> None:
     shell.cell("%%stratagem task.py\ndef build(): ...\n")
-    code = notebook.cells.code_of(job(USES_CELLS))
+    code = cell_modules.cells.code_of(job(USES_CELLS))
     assert code is not None
     assert code.path is not None
     assert not Path(code.path).is_relative_to(Path.cwd())
-    assert notebook.CellModules().code_of(job(USES_CELLS)) is None
+    assert cell_modules.CellModules().code_of(job(USES_CELLS)) is None

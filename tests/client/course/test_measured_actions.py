@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from stratagem.client.history.step_history import History, MeasuredStep, StepSeries, measured_step
+from stratagem.client.course.step_history import History, MeasuredStep, StepSeries, measured_step
 from stratagem.common.history import Columns
 from stratagem.common.history.recording import NONE, StageAction, StageReport, party_of_stage
 

@@ -1,4 +1,4 @@
-"""This module holds the step history of a run as numpy columns, by series."""
+"""Hold the step history of a run as numpy columns, by series."""
 
 import heapq
 import math
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stratagem.client.course.views import SeriesLike
 from stratagem.client.pictures.axes import short, size_text
 from stratagem.client.pictures.svg import NumberTable
 from stratagem.common.history import Columns, joined
@@ -39,22 +38,22 @@ MAX_NAMED: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSeries:
-    """Values of one series over the steps of a run, in rows.
+    """The values of one series over the steps of a run, in rows.
 
     A row stands for the steps k * stride + 1 to (k + 1) * stride: `step` is the last of them that
-    is there; `last`, `min` and `max` are of the finite values, NaN where there are none; `count`
-    and `nonfinite` say how many values are finite, and how many are not.
+    exists; `last`, `min` and `max` are those of the finite values, NaN if there are none; `count`
+    and `nonfinite` are the numbers of finite and other values.
     """
 
     name: str
     party: str
-    """Whose steps they are; "" is the whole run."""
+    """The party whose steps they are; "" is the whole run."""
     stride: int
     observed: bool
-    """Depends on clocks and machines: two runs of one job differ in it."""
+    """The values depend on clocks and machines: two runs of one job differ in them."""
     columns: Columns
     provisional: NDArray[np.bool_]
-    """By row: whether it has steps of a segment that has not ended, and may be done again."""
+    """A flag for each row: it has steps of an unfinished segment, which may be trained again."""
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -85,7 +84,7 @@ class StepSeries:
 
 
 class History(Mapping[str, StepSeries]):
-    """Series by name; those of a party below the root as `party:name`."""
+    """The series by name; those of a party below the root as `party:name`."""
 
     def __init__(self, series: Iterable[StepSeries]) -> None:
         self._series = {
@@ -94,7 +93,7 @@ class History(Mapping[str, StepSeries]):
 
     @classmethod
     def of(cls, blocks: Iterable[pb.HistoryBlock]) -> "History":
-        """Return the history that an answer of a coordinator holds."""
+        """Return the history in the answer of a coordinator."""
         by_series: dict[tuple[str, str], list[pb.HistoryBlock]] = {}
         for block in blocks:
             by_series.setdefault((block.party, block.series), []).append(block)
@@ -102,10 +101,10 @@ class History(Mapping[str, StepSeries]):
 
     @property
     def next_step(self) -> int:
-        """Return the step from which on an answer has to go that continues this one: the first one
-        of a row that may change."""
+        """Return the first step that the next answer must have: the first one of a row that may
+        change."""
         last_of: dict[str, int] = {}
-        for each in self._series.values():  # the segments of a party end for all its series
+        for each in self._series.values():  # a segment ends for all series of its party
             certain = each.step[~each.provisional]
             last = int(certain[-1]) if len(certain) else 0
             last_of[each.party] = max(last, last_of.get(each.party, 0))
@@ -114,14 +113,15 @@ class History(Mapping[str, StepSeries]):
         return (last - 1) // stride * stride + 1 if last else 1
 
     def continued(self, later: "History") -> "History":
-        """Return this history with a later answer from its next step on."""
+        """Return this history continued by a later answer from its next step on."""
         from_step = self.next_step
         names = dict.fromkeys([*self, *later])
         pairs = ((self._series.get(name), later._series.get(name)) for name in names)
         return History(_continued(own, other, from_step) for own, other in pairs)
 
     def with_newest_of(self, whole: "History") -> "History":
-        """Return this part of a history with what only the newest segment of the whole one has."""
+        """Return this part of a history with the series that only the newest segment of the whole
+        one has."""
         kept = [each for each in self._series.values() if not is_of_newest_segment(each.party)]
         newest = [each for each in whole._series.values() if is_of_newest_segment(each.party)]
         return History([*kept, *newest])
@@ -146,20 +146,20 @@ class History(Mapping[str, StepSeries]):
         return len(self._series)
 
     def __repr__(self) -> str:
-        """Return how much there is, and the names: what there is to ask for."""
+        """Return the number of steps and the names of the series."""
         steps = max((int(each.step[-1]) for each in self._series.values() if len(each)), default=0)
         names = list(self._series)
         named = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
         return f"History({len(names)} series up to step {steps}{named and f': {named}'})"
 
     def _repr_html_(self) -> str:
-        """Return the series with their ends and their ranges as a table."""
+        """Return a table of the series with their last values and ranges."""
         headings = ("series", "party", "rows", "up to step", "last", "least", "greatest", "")
         return NumberTable(headings, tuple(map(_row, self._series.values()))).to_html()
 
     def bubble(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return, of a pipeline whose `stage/<i>` series are here, the share of a step that its
-        workers did not compute, and the steps that it is of: the last one of each row."""
+        """Return the idle share of a pipeline's workers and the steps that it belongs to, the last
+        one of each row. Empty without `stage/<i>` series."""
         busy, spans = (
             [each for each in self._series.values() if _is_of_stage(each, name)]
             for name in ("busy_s", "span_s")
@@ -182,13 +182,13 @@ def _row(series: StepSeries) -> tuple[str, ...]:
     end = str(series.step[-1]) if len(series) else ""
     last, low, high = (each[np.isfinite(each)] for each in (series.last, series.min, series.max))
     values = (last[-1], low.min(), high.max()) if min(map(len, (last, low, high))) else ()
-    shown = [_shown(series.name, float(value)) for value in values] or ["", "", ""]
+    shown = [_value_text(series.name, float(value)) for value in values] or ["", "", ""]
     how = "observed" if series.observed else ""
     return (series.name, series.party, str(len(series)), end, *shown, how)
 
 
-def _shown(name: str, value: float) -> str:
-    """Return a value as people read it: a time as one, memory with its unit."""
+def _value_text(name: str, value: float) -> str:
+    """Return a value in the form for people: a time as one, memory with its unit."""
     if name == "time.wall_s":
         return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return size_text(value) if name.endswith("memory_bytes") else short(value)
@@ -218,19 +218,18 @@ def _series(blocks: list[pb.HistoryBlock]) -> StepSeries:
 
 
 def _continued(own: StepSeries | None, later: StepSeries | None, from_step: int) -> StepSeries:
-    """Return a series with its later rows in place of those from a step on."""
+    """Return a series with later rows in place of those from a step on."""
     known = cast(StepSeries, own or later)
     stride = max(each.stride for each in (own, later) if each is not None)
     first = (from_step - 1) // stride * stride
-    kept = joined([] if own is None else [_up_to(own.columns, first)], stride)
+    kept = joined([], stride)
+    if own is not None:
+        num_kept = int(np.searchsorted(own.step, first, side="right"))
+        kept = joined([part_of(own.columns, 0, num_kept)], stride)
     rows = joined([kept] if later is None else [kept, later.columns], stride)
     certain = kept.step if later is None else later.step[~later.provisional]
     last = max(int(steps[-1]) if len(steps) else 0 for steps in (kept.step, certain))
     return replace(known, stride=stride, columns=rows, provisional=rows.step > last)
-
-
-def _up_to(columns: Columns, step: int) -> Columns:
-    return part_of(columns, 0, int(np.searchsorted(columns.step, step, side="right")))
 
 
 def _table(series: StepSeries) -> dict[str, Any]:
@@ -256,30 +255,30 @@ def _table(series: StepSeries) -> dict[str, Any]:
 # their distance, as in the Network Time Protocol (RFC 5905, section 8).
 
 _GRADIENTS: Final = ("backward", "input")
-"""Kinds of work that make, and need, the gradient of an activation."""
+"""The kinds of work that make, and need, the gradient of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """The work of one step, in seconds since the first of it has begun."""
+    """The work of one step, in seconds since its first action began."""
 
     step: int
     lanes: Mapping[int, tuple[int, ...]]
-    """By rank of a worker, the stages that it has."""
+    """The stages of each worker, by its rank."""
     actions: Mapping[int, Sequence[StageAction]]
-    """By stage, in order of time."""
+    """The actions of each stage, in order of time."""
     error_s: float
-    """By which the clocks of two workers may be further apart, or closer, than drawn."""
+    """The largest error in the offset between the clocks of two workers."""
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all micro-batches are told, not only every so many of them."""
+        """Return whether all micro-batches were measured, not only every so many of them."""
         numbers = {each.micro_batch for its in self.actions.values() for each in its} - {NONE}
         return numbers == set(range(max(numbers, default=-1) + 1))
 
 
-def measured_step(history: Mapping[str, SeriesLike], num_stages: int) -> MeasuredStep | None:
-    """Return the newest step whose work was measured by all stages; None where none was."""
+def measured_step(history: Mapping[str, StepSeries], num_stages: int) -> MeasuredStep | None:
+    """Return the newest step whose work all stages measured; None if there is none."""
     found = [_values(history, stage) for stage in range(num_stages)]
     step = max((step for step, _ in found), default=0)
     if not step or any(each != step for each, _ in found):
@@ -299,8 +298,8 @@ def measured_step(history: Mapping[str, SeriesLike], num_stages: int) -> Measure
     return MeasuredStep(step, dict(sorted(lanes.items())), actions, error_s)
 
 
-def _values(history: Mapping[str, SeriesLike], stage: int) -> tuple[int, dict[str, float]]:
-    """Return the newest step that a stage has told, and its values by series."""
+def _values(history: Mapping[str, StepSeries], stage: int) -> tuple[int, dict[str, float]]:
+    """Return the newest step that a stage has reported, and its values by series."""
     begin = f"{party_of_stage(stage)}:"
     its = {
         name.removeprefix(begin): series
@@ -317,8 +316,8 @@ def _moved(actions: Sequence[StageAction], by_s: float) -> list[StageAction]:
 
 
 def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
-    """Return by rank when its worker has begun the step, in seconds since the first rank has, and
-    by how much the least certain of them may be wrong."""
+    """Return when each rank began the step, in seconds after the first rank, and the largest
+    possible error."""
     between = _bounds(reports)
     ranks = sorted({report.rank for report in reports})
     offsets, errors = {ranks[0]: 0.0}, {ranks[0]: 0.0}
@@ -326,7 +325,7 @@ def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
         (high - low, ranks[0], rank) for (a, rank), (low, high) in between.items() if a == ranks[0]
     ]
     heapq.heapify(near)
-    while near:  # the closest bounds first, so that every clock is as certain as it can be
+    while near:  # the closest bounds first, which makes every clock as certain as possible
         width, known, rank = heapq.heappop(near)
         if rank in offsets:
             continue
@@ -340,14 +339,14 @@ def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
 
 
 def _middle(low: float, high: float) -> float:
-    """Return the number half-way between two bounds, of which one may be missing."""
+    """Return the middle of two bounds, of which one may be missing."""
     finite = [each for each in (low, high) if math.isfinite(each)]
     return sum(finite) / max(len(finite), 1)
 
 
 def _bounds(reports: Sequence[StageReport]) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return, for each two ranks that send to each other or share a clock, between what numbers of
-    seconds lies the begin of the step at the second one behind that at the first one."""
+    """Return bounds for the seconds from one rank's beginning of the step to another's, for ranks
+    that send to each other or share a clock."""
     low: defaultdict[tuple[int, int], float] = defaultdict(lambda: -math.inf)
     for report in reports:
         for source in report.sources:
@@ -365,8 +364,8 @@ def _bounds(reports: Sequence[StageReport]) -> dict[tuple[int, int], tuple[float
 
 
 def _least(sender: StageReport, receiver: StageReport, kinds: Sequence[str]) -> float:
-    """Return the least number of seconds by which the receiver has begun the step behind the
-    sender: no micro-batch is worked on before it is there."""
+    """Return the least number of seconds by which the receiver began the step after the sender: no
+    micro-batch is processed before it arrives."""
     ends = {each.micro_batch: each.end_s for each in sender.actions if each.kind in kinds}
     return max(
         (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.code.code_folder import bundle_of
+from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.common.base.errors import InvalidInputError, LimitError
 from stratagem.common.code.bundle import unpack
 from stratagem.common.job import CodeSpec
@@ -90,9 +90,9 @@ def test_what_is_too_much_is_named(tmp_path: Path) -> None:
 
 
 def test_folders_that_cannot_be_sent_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"code\.path: .*missing is no folder"):
+    with pytest.raises(InvalidInputError, match=r"code\.path: .*missing is not a folder"):
         bundle_of(CodeSpec(path=str(tmp_path / "missing")))
-    with pytest.raises(InvalidInputError, match="holds no file"):
+    with pytest.raises(InvalidInputError, match="has no file"):
         bundle_of(CodeSpec(path=str(tmp_path)))
     make(tmp_path, {"Model.py": "", "model.py": ""})
     with pytest.raises(InvalidInputError, match="some systems"):

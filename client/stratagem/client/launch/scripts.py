@@ -1,19 +1,74 @@
-"""A program for a cluster of Ray: workers of one run, each a process beside an actor of its own.
-
-Actors take resources one by one as the cluster has them free. A placement group would wait until
-there is room for all, while a run begins with the workers that are there.
+"""Programs that start the workers of one run on many machines: a batch script for Slurm, which
+requeues it when it is preempted, and a Python program for Ray.
 """
 
+import shlex
 import signal
 from pathlib import Path
 from typing import Final
 
-from stratagem.client.launch.workers import WorkerLaunch, answer_of, check_program
+from stratagem.client.launch.workers import SiteProgram, WorkerLaunch, check_options
 from stratagem.common.process.process_exit import PREEMPTED
 
-_WHERE: Final = "where Ray's are"
+# ---- Slurm ----
 
-SCRIPT: Final = '''\
+GRACE_S: Final = 60
+"""The seconds before the end of a job's time at which Slurm sends the signal."""
+
+SBATCH: Final = SiteProgram("sbatch", "run this on a machine with Slurm's commands")
+
+_SLURM_SCRIPT: Final = """\
+#!/bin/bash
+# Workers of run {run_id}, whose coordinator is {coordinator}.
+{directives}
+
+srun --no-kill --kill-on-bad-exit=0 {command}
+status=$?
+# {preempted}: preempted; the run goes on from its last commit. Without this Slurm takes a job that
+# ends within its grace for a failed one. Slurm starts a job again after some two minutes.
+if [ "$status" = {preempted} ]; then
+  exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
+    """Return the script. options: further options of sbatch, which override those set here."""
+    check_options(options, "sbatch")
+    directives = [
+        f"--job-name={launch.run_id}",
+        f"--ntasks={launch.num_workers}",
+        f"--output={launch.run_id}-%j.log",
+        "--no-kill",  # a lost node ends only its own workers
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=USR1@{GRACE_S}",
+        *options,
+    ]
+    return _SLURM_SCRIPT.format(
+        run_id=launch.run_id,
+        coordinator=launch.coordinator,
+        directives="\n".join(f"#SBATCH {directive}" for directive in directives),
+        command=shlex.join(launch.command_of("slurm")),
+        preempted=PREEMPTED,
+    )
+
+
+def submit_to_slurm(script: Path) -> str:
+    """Submit a script, and return the id of Slurm's job. Raises UnavailableError."""
+    return SBATCH.answer("--parsable", str(script)).partition(";")[0]
+
+
+# ---- Ray ----
+#
+# Each worker is a process beside an actor of its own. Actors take resources one by one as the
+# cluster has them free. A placement group would wait until there is room for all, while a run
+# begins with the workers that are there.
+
+RAY: Final = SiteProgram("ray", "run this on a machine with Ray's commands")
+
+_RAY_SCRIPT: Final = '''\
 """Workers of run {run_id}, whose coordinator is {coordinator}, on a cluster of Ray.
 
     ray job submit --no-wait --submission-id {run_id} -- {python} {run_id}.ray.py
@@ -112,12 +167,12 @@ if __name__ == "__main__":
 
 
 def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
-    """Return the program. cpus, gpus: of each worker. host: the coordinator's."""
+    """Return the program. cpus, gpus: for each worker. host: the coordinator's."""
     words = launch.command_of("env")
     for name in ("--threads", "--max-readers"):  # Ray binds no process to its cores
         if not any(word.partition("=")[0] == name for word in words):
             words += (name, str(cpus))
-    return SCRIPT.format(
+    return _RAY_SCRIPT.format(
         run_id=launch.run_id,
         coordinator=launch.coordinator,
         python=words[0],
@@ -131,13 +186,7 @@ def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
     )
 
 
-def check_submit() -> None:
-    """Raise UnavailableError where ray is missing."""
-    check_program("ray", _WHERE)
-
-
-def submit(script: Path, launch: WorkerLaunch, options: tuple[str, ...]) -> None:
-    """Hand a program to Ray. options: of `ray job submit`. Raises UnavailableError."""
-    asked = ["ray", "job", "submit", "--no-wait", "--submission-id", launch.run_id, *options]
-    python = launch.command[0]
-    answer_of([*asked, "--", python, str(script.resolve())], _WHERE)
+def submit_to_ray(script: Path, launch: WorkerLaunch, options: tuple[str, ...]) -> None:
+    """Submit a program to Ray. options: of `ray job submit`. Raises UnavailableError."""
+    words = ("--no-wait", "--submission-id", launch.run_id, *options)
+    RAY.answer("job", "submit", *words, "--", launch.command[0], str(script.resolve()))

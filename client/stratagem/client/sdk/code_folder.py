@@ -1,7 +1,7 @@
-"""The user's folder as a code bundle: which of its files travel with a job.
+"""Bundle the user's folder as the code that travels with a job.
 
-Left out are dot files, `__pycache__`, what a .gitignore ignores, and what is no plain file. Owns
-that choice; the form of a bundle is in common/code.
+Dot files, `__pycache__`, files that a .gitignore ignores, and everything but plain files are left
+out. The format of a bundle is defined in common/code.
 """
 
 import os
@@ -22,14 +22,14 @@ _LEFT_OUT: Final = "__pycache__"
 
 
 def bundle_of(code: CodeSpec) -> bytes:
-    """The bundle of the folder that `code` names, seen from the current folder.
+    """Return the bundle of the folder that `code` names, relative to the current folder.
 
-    Raises InvalidInputError for a folder that is not there or holds nothing to take, LimitError,
-    which names the largest files, before any is read.
+    Raises InvalidInputError for a folder that does not exist or holds no code, and LimitError,
+    which names the largest files, before any file is read.
     """
     folder = Path(code.path or ".").absolute()
     if not folder.is_dir():
-        raise InvalidInputError.at("code.path", f"{folder} is no folder")
+        raise InvalidInputError.at("code.path", f"{folder} is not a folder")
     chosen = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
     if code.include is not None:
         included = _patterns("code.include", code.include)
@@ -38,7 +38,7 @@ def bundle_of(code: CodeSpec) -> bytes:
         excluded = _patterns("code.exclude", code.exclude)
         chosen = {name: path for name, path in chosen.items() if not excluded.match_file(name)}
     if not chosen:
-        raise InvalidInputError.at("code", f"{folder} holds no file to take along")
+        raise InvalidInputError.at("code", f"{folder} has no file that can travel with the job")
     try:
         check_names(chosen)
         check_size({name: path.stat().st_size for name, path in chosen.items()})
@@ -55,13 +55,13 @@ class _Ignored:
     rules: GitIgnoreSpec
 
     def verdict(self, path: Path, *, is_folder: bool) -> bool | None:
-        """Return whether the path is ignored; None where no rule speaks of it."""
+        """Return whether the path is ignored; None if no rule matches it."""
         name = path.relative_to(self.folder).as_posix()
         return self.rules.check_file(f"{name}/" if is_folder else name).include
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are not left out, links to files among them."""
+    """Yield the files below a folder that are not left out, including links to files."""
     above = list(_rules_above(folder))
     return _walk(folder, above)
 
@@ -87,13 +87,13 @@ def _walk(folder: Path, rules: Sequence[_Ignored]) -> Iterator[Path]:
 
 
 def _is_ignored(path: Path, rules: Sequence[_Ignored], *, is_folder: bool) -> bool:
-    """The rules nearest to a path count first, as they do for git."""
+    """Return whether rules leave out a path; the nearest rules count first, as in git."""
     verdicts = (each.verdict(path, is_folder=is_folder) for each in reversed(rules))
     return next((verdict for verdict in verdicts if verdict is not None), False)
 
 
 def _rules_above(folder: Path) -> Iterator[_Ignored]:
-    """Yield the rules of the folders above, from the top of the repository on, if it is in one."""
+    """Yield the rules of the folders above, from the top of the repository, if there is one."""
     above = list(folder.parents)
     for depth, top in enumerate(chain([folder], above)):
         if (top / ".git").exists():

@@ -1,1 +1,0 @@
-"""Prepare the code that travels with jobs in the client: a folder as a bundle, cells as modules."""

@@ -1,1 +1,0 @@
-"""This package reads the step history of runs in the client."""
