@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 from pydantic import model_validator
 
 from stratagem.common.base.errors import Violation
+from stratagem.common.numerics.shards import split_rows
 from stratagem.common.process.cpu_threads import available_cores
 from stratagem.common.schema.document import Count, DocumentValue, OneKey, Section
 from stratagem.common.schema.rules import rule
@@ -221,3 +222,49 @@ def _text(value: Gradient | Parallelism) -> str:
         return value
     field = next(iter(value.__pydantic_fields__))
     return f"{type(value).__name__} {{ {field}: {number_of(value)} }}"
+
+
+# ---- Accumulation ----
+#
+# The section `accumulation`: in what portions the rows of one optimizer step are computed.
+#
+# `batch_size` stays the rows of one step. Each worker's share of it (a logical shard, a gossip
+# node's or a federated client's batch) is cut into micro-batches, whose gradients are added in
+# order and divided once by their total weight, so the cut changes memory and rounding, but not the
+# step.
+
+
+class AccumulationSpec(Section):
+    """micro_batch_size: rows, the last micro-batch may have fewer; or steps: how many micro-batches
+    a full share is cut into, sizes differing by at most one. Without either, a share is computed at
+    once. normalize: mean divides by the weight, sum does not. non_finite: what a loss or gradient
+    that is no finite number does to its step."""
+
+    micro_batch_size: Count | None = None
+    steps: Count | None = None
+    normalize: Literal["mean", "sum"] = "mean"
+    non_finite: Literal["fail", "skip_step"] = "fail"
+
+    @rule
+    def _one_way_to_cut(self) -> Iterator[Violation]:
+        if self.micro_batch_size is not None and self.steps is not None:
+            yield Violation("steps", "micro_batch_size is set already; only one of the two may be")
+
+    @property
+    def must_divide(self) -> bool:
+        """Return whether the sum over the window is divided by its weight."""
+        return self.normalize == "mean"
+
+    @property
+    def may_skip(self) -> bool:
+        """Return whether a step that is not finite is left out, rather than ending the run."""
+        return self.non_finite == "skip_step"
+
+    def cut(self, num_rows: int) -> tuple[range, ...]:
+        """The micro-batches of a share of `num_rows` rows, in order; none is empty."""
+        size = self.micro_batch_size
+        if size is None:
+            return split_rows(num_rows, min(self.steps or 1, num_rows)) if num_rows else ()
+        return tuple(
+            range(first, min(first + size, num_rows)) for first in range(0, num_rows, size)
+        )

@@ -13,14 +13,13 @@ from pydantic import Field, WrapSerializer
 from stratagem.common.base import ids
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.code.code_section import CodeSpec, RequirementText
-from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression import CompressionSpec
-from stratagem.common.job.execution import ExecutionSpec
+from stratagem.common.job.execution import AccumulationSpec, ExecutionSpec
 from stratagem.common.job.fields import Every, Unit
 from stratagem.common.job.nested import effective, flat
-from stratagem.common.job.optimizer import OptimizerSpec, WeightAverageSpec
+from stratagem.common.job.optimizer import OptimizerSpec, TurnSpec, WeightAverageSpec
 from stratagem.common.job.privacy import PrivacySpec
-from stratagem.common.job.rules import violations_of
+from stratagem.common.job.rules import check_submitted, violations_of
 from stratagem.common.job.schedules import HyperparameterSchedule, PhasesSpec
 from stratagem.common.job.search_space import SearchSpaceField
 from stratagem.common.job.sections import (
@@ -33,8 +32,6 @@ from stratagem.common.job.sections import (
     PartitionSpec,
     RecordingSpec,
 )
-from stratagem.common.job.strategy_rules import check_submitted
-from stratagem.common.job.turns import TurnSpec
 from stratagem.common.numerics.rules import KEEPS_DTYPES
 from stratagem.common.schema.document import (
     MAX_COUNT,
@@ -156,6 +153,12 @@ class JobSpec(Section):
         without it; `execution.gradient: {Accumulated: n}` is another way to set its `steps`."""
         own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
         return own if steps is None else own.with_changes(steps=steps)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Return the steps of the whole training, of a federation its rounds, if the job says how
+        many."""
+        return self.strategy.rounds if isinstance(self.strategy, Federated) else self.steps
 
     def optimizers(self) -> dict[str, OptimizerSpec]:
         """Return the optimizers of the job by their paths: one, or that of each turn."""

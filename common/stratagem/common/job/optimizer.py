@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from stratagem.common.base import ids
 from stratagem.common.base.errors import InvalidInputError, Violation
@@ -29,17 +29,6 @@ from stratagem.common.schema.document import (
 )
 from stratagem.common.schema.json import FrozenDict, not_one_of, suggest
 from stratagem.common.schema.rules import rule
-from stratagem.common.strategy import (
-    AllReduce,
-    Custom,
-    DataParallel,
-    Federated,
-    Local,
-    ModelParallel,
-    ParameterServer,
-    PopulationBased,
-    Strategy,
-)
 
 # ---- Section ----
 #
@@ -395,25 +384,48 @@ class WeightAverageSpec(Section):
         return 1.0 - (_DECAY if self.decay is None else self.decay)
 
 
-def reason_against(strategy: Strategy, field: str = "strategy") -> str | None:
-    """Why no average of the parameters is kept under this strategy; None where there is one.
+# ---- Turns ----
+#
+# The section `turns`: several optimizers of one model, which take turns within each step. Every
+# turn is a whole synchronous step over its own parameters, with an objective of its own.
 
-    field: the path of the strategy in the job.
+
+class TurnSpec(Section):
+    """One turn of every step. params: patterns of the names of the parameters that it trains, such
+    as "generator.*"; the others are frozen meanwhile. step: computes what this turn minimises."""
+
+    name: Name
+    params: Annotated[
+        Items[NonEmptyText],
+        Field(min_length=1),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ]
+    step: EntrypointName
+    optimizer: OptimizerSpec
+
+    def holds(self, name: str) -> bool:
+        """Return whether the turn trains a parameter of this name."""
+        return is_matched(name, self.params)
+
+
+def check_turn_parameters(turns: Sequence[TurnSpec], params: Sequence[tuple[str, int]]) -> None:
+    """Raise InvalidInputError for a turn without a trained parameter, and for a parameter that is
+    trained by no turn, or by two.
+
+    params: names and numbers of dimensions of all that are trained.
     """
-    match strategy:
-        case Local() | ModelParallel():
-            return None
-        case Federated() if field == "strategy":
-            return None
-        case DataParallel(aggregation=AllReduce() | ParameterServer()) | PopulationBased():
-            inner = strategy.options.inner
-            return None if inner is None else reason_against(inner, f"{field}.options.inner")
-        case DataParallel():
-            return (
-                f"cannot go with {field}.aggregation.method Decentralized: each node has "
-                "parameters of its own, and what is committed is their mean"
-            )
-        case Federated():
-            return f"cannot go with {field}.type Federated inside of another strategy"
-        case Custom():
-            return f"cannot go with {field}.type Custom: what it has workers do is not known here"
+    violations = []
+    for place, turn in enumerate(turns):
+        if own := [(name, num_dims) for name, num_dims in params if turn.holds(name)]:
+            check_groups(turn.optimizer, own)
+            continue
+        text = f"{', '.join(map(repr, turn.params))} fits no trained parameter"
+        violations.append(Violation(f"turns[{place}].params", text))
+    for name, _ in params:
+        holding = [repr(turn.name) for turn in turns if turn.holds(name)]
+        if len(holding) != 1:
+            text = f"parameter {name!r} is in {' and '.join(holding) or 'no turn'}; each trained "
+            violations.append(Violation("turns", f"{text}parameter is in one turn, or frozen"))
+            break
+    if violations:
+        raise InvalidInputError(violations=violations)
