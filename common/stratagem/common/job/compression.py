@@ -87,7 +87,7 @@ class CompressionSpec(Section):
 
     @property
     def consensus_step(self) -> float:
-        """The less of a move a payload carries, the shorter the step must be; found by trying."""
+        """Return the share of a step, found by trying: the less a payload carries, the shorter."""
         if self.consensus_step_size is not None:
             return self.consensus_step_size
         match self.codec:

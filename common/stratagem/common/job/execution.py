@@ -17,7 +17,7 @@ from stratagem.common.schema.document import Count, DocumentValue, OneKey, Secti
 from stratagem.common.schema.rules import rule
 
 MAX_LOCAL_WORKERS: Final = 8
-"""What `Automatic` counts as, at most, before it has been resolved."""
+"""The most workers that `Automatic` counts as before it has been resolved."""
 
 
 class Checkpointed(DocumentValue):
@@ -63,7 +63,7 @@ Parallelism: TypeAlias = (
 
 
 def number_of(variant: Variant) -> int:
-    """The one number that a variant holds."""
+    """Return the one number that a variant holds."""
     match variant:
         case Checkpointed(number) | Accumulated(number):
             return number
@@ -174,27 +174,27 @@ class ExecutionSpec(Section):
             yield Violation("amp_dtype", text)
 
     def with_changes(self, **changes: Any) -> Self:
-        """A copy with fields set, checked as a whole; a preset sets the fields it names."""
+        """Return a copy with fields set, checked as a whole; a preset sets the fields it names."""
         return super().with_changes(**{**PRESETS.get(changes.get("preset", ""), {}), **changes})
 
     @property
     def computes_gradients(self) -> bool:
-        """False for a model that is only run, not trained."""
+        """Return whether the model is trained, not only run."""
         return self.gradient != "None"
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Blocks between two whose activations are kept; None without checkpointing."""
+        """Return the blocks between two whose activations are kept; None without checkpointing."""
         return self.gradient.interval if isinstance(self.gradient, Checkpointed) else None
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Micro-batches of a shard; None without accumulation."""
+        """Return the micro-batches of a shard; None without accumulation."""
         return self.gradient.steps if isinstance(self.gradient, Accumulated) else None
 
     @property
     def num_workers(self) -> int:
-        """Workers that the parallelism asks for; of Automatic, what one machine has: up to 8."""
+        """Return the workers that the parallelism asks for: if Automatic, up to 8, one a core."""
         match self.parallelism:
             case "None":
                 return 1
@@ -261,7 +261,7 @@ class AccumulationSpec(Section):
         return self.non_finite == "skip_step"
 
     def cut(self, num_rows: int) -> tuple[range, ...]:
-        """The micro-batches of a share of `num_rows` rows, in order; none is empty."""
+        """Return the micro-batches of a share of `num_rows` rows, in order; none is empty."""
         size = self.micro_batch_size
         if size is None:
             return split_rows(num_rows, min(self.steps or 1, num_rows)) if num_rows else ()

@@ -83,14 +83,14 @@ METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")
 
 
 def check_loss_name(value: str) -> str:
-    """The name of a loss; raises InvalidInputError for one that is not in the table."""
+    """Return the name of a loss; raise InvalidInputError for one that is not in the table."""
     if value not in LOSSES and ids.are_checked():
         raise InvalidInputError(not_one_of(value, sorted(LOSSES)) + colon_hint(value))
     return value
 
 
 def check_metric_name(value: str) -> str:
-    """The name of a metric, or an entry point; raises InvalidInputError for other names."""
+    """Return the name of a metric, or an entry point; raise InvalidInputError for other names."""
     if ":" not in value and value not in METRICS and ids.are_checked():
         raise InvalidInputError(not_one_of(value, METRICS) + colon_hint(value))
     return value
@@ -119,7 +119,7 @@ SHARES: Final[Mapping[str, float]] = {
     "client_p90": 0.9,
     CLIENT_MAX: 1.0,
 }
-"""Of the clients, in order of their values, up to which each name goes."""
+"""The share of the clients, in order of their values, that each name covers."""
 
 
 def of_metric(name: str) -> str:
@@ -156,7 +156,7 @@ Mode: TypeAlias = Literal["max", "min"]
 
 
 class StopSpec(Section):
-    """Ends the training early: after `patience` evaluations in a row without an improvement.
+    """The end of a training after `patience` evaluations in a row without an improvement.
 
     metric and mode: those of evaluation.best unless set. min_delta: an improvement is a value that
     is better than the best one so far by more than this.

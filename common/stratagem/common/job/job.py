@@ -55,7 +55,7 @@ _ABSENT: Any = None
 _IF_THERE = WrapSerializer(lambda section, write: None if section is None else write(section))
 
 _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"}
-"""What a strategy counts its evaluations in, unless the job says otherwise; else epochs."""
+"""The unit in which a strategy counts its evaluations by default; epochs for others."""
 
 
 class JobSpec(Section):
@@ -108,7 +108,7 @@ class JobSpec(Section):
     placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     def _settle_strategy(self) -> Iterator[Violation]:
-        """Fill in what the model's graph says about the strategy, and say why it cannot be."""
+        """Fill in what the model's graph says about the strategy; yield why it cannot be."""
         graph = self.model.graph
         try:
             if graph is not None and "strategy" not in self.model_fields_set:
@@ -120,7 +120,7 @@ class JobSpec(Section):
             yield from error.violations
 
     def _settle_interval(self) -> Iterable[Violation]:
-        """Fill in what an evaluation counts in, by the strategy."""
+        """Fill in the interval of the evaluations, by the strategy."""
         evaluation = self.evaluation
         if evaluation and "every" not in evaluation.model_fields_set:
             local_steps = local_steps_of(self.strategy)
@@ -167,12 +167,12 @@ class JobSpec(Section):
         return {} if self.optimizer is None else {"optimizer": self.optimizer}
 
     def canonical_json(self) -> str:
-        """The document as compact JSON."""
+        """Return the document as compact JSON."""
         return dump_json(self.document())
 
     @staticmethod
     def from_json(text: str) -> "JobSpec":
-        """The job from its JSON text; the latest ones are kept, as several readers follow."""
+        """Return the job of a JSON text; the latest ones are kept, as several readers follow."""
         return _read(text, ids.are_checked())
 
     @staticmethod

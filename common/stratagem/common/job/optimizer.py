@@ -37,7 +37,7 @@ from stratagem.common.schema.rules import rule
 
 MAX_GROUPS: Final = 64
 _NUM_NAMES: Final = 5
-"""How many names of parameters a refusal lists."""
+"""The number of names of parameters that a refusal lists."""
 DEFAULT_GROUP: Final = "default"
 _RESERVED: Final = (
     *("params", "name", "entrypoint", "lr"),
@@ -73,7 +73,7 @@ class UpdateRuleSpec(Section):
 
     @property
     def label(self) -> str:
-        """The name, or the entry point, for people."""
+        """Return the name, or the entry point, for people."""
         return self.name or str(self.entrypoint)
 
 
@@ -169,7 +169,7 @@ class GroupedRule:
     """An optimizer with the groups that it updates."""
 
     path: str
-    """Of the section that names it."""
+    """The path of the section that names it."""
     rule: UpdateRuleSpec
     groups: Mapping[str, tuple[float, Mapping[str, Any]]]
     """The learning rate of each, and the keywords that only it has, by name."""
@@ -207,7 +207,10 @@ def _check_rule(rule: UpdateRuleSpec, path: str) -> Iterator[Violation]:
 def _check_keywords(
     name: str | None, kwargs: Mapping[str, Any], path: str, own: Sequence[str] = ()
 ) -> Iterator[Violation]:
-    """own: the keys of the section beside those that the optimizer takes."""
+    """Yield the keywords that an optimizer does not take, and values of a wrong kind.
+
+    own: the keys of the section beside those that the optimizer takes.
+    """
     known = KEYWORDS.get((name or "").lower())
     for key, value in kwargs.items():
         if known is not None and key not in known:
@@ -312,7 +315,7 @@ KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "rprop": ("differentiable", "etas", "maximize", "step_sizes"),
     "sgd": ("dampening", "differentiable", "momentum", "nesterov", *_ALL),
 }
-"""By name in small letters, besides `lr`, `schedule` and `clip_norm`, which all have."""
+"""The keywords of each by its name in small letters; all have `lr`, `schedule`, `clip_norm`."""
 
 _SWITCHES: Final = frozenset((
     *("amsgrad", "centered", "decoupled_weight_decay", "differentiable", "maximize", "nesterov"),

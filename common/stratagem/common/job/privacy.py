@@ -24,7 +24,7 @@ BelowOne = Annotated[float, Field(gt=0, lt=1)]
 
 
 class AdaptiveClipSpec(Section):
-    """How the clipping norm follows the norms of the updates: toward their `quantile`, by a factor
+    """A clipping norm that follows the norms of the updates: toward their `quantile`, by a factor
     of e^(rate · distance) in a round. See common/privacy/adaptive_clipping.py."""
 
     quantile: BelowOne = 0.5

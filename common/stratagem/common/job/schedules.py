@@ -45,7 +45,7 @@ _NEEDED: Final = {
 """The field that a curve needs, as a line."""
 _OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
 _EPSILON: Final = 1e-8
-"""Of torch's ReduceLROnPlateau: a rate that would change by no more than this stays as it is."""
+"""The change of a rate up to which torch's ReduceLROnPlateau leaves it as it is."""
 _ONLY_IN: Final = {
     "step_size_steps": "step",
     "milestones": "multistep",
@@ -199,7 +199,7 @@ class ScheduleSpec(Section):
 
 
 class SettingSpec(Section):
-    """What the job trains with from a step on.
+    """The values that the job trains with from a step on.
 
     from_step: steps (rounds of a federation) behind the state that it begins with. seed: of all
     random numbers from there on, as in the job. params: fields of the job by dotted path, such as
@@ -320,14 +320,15 @@ class PhasesSpec(Section):
 
     @property
     def full_limits(self) -> tuple[int, int]:
-        """(least, most) Full steps of a cycle that adaptation may choose."""
+        """Return the least and the most Full steps of a cycle that adaptation may choose."""
         low, high = self.adaptive.min_full_steps, self.adaptive.max_full_steps
         least = max(2, self.full_steps // 2) if low is None else low
         return least, 4 * self.full_steps if high is None else high
 
     @property
     def predict_limits(self) -> tuple[int, int]:
-        """(least, most) Predict steps of a cycle that adaptation may choose; (0, 0) for never."""
+        """Return the least and the most Predict steps of a cycle that adaptation may choose; (0, 0)
+        for never."""
         if self.predict_steps == 0:
             return 0, 0
         low, high = self.adaptive.min_predict_steps, self.adaptive.max_predict_steps

@@ -69,7 +69,7 @@ class ModelSpec(Section):
 
 
 def check_tensor_file(value: str) -> str:
-    """The path of a safetensors file, by its name; raises InvalidInputError for others."""
+    """Return the path of a safetensors file, by its name; raise InvalidInputError for others."""
     if not value.endswith(".safetensors"):
         raise InvalidInputError(f"{value!r} is not a .safetensors file; other formats can run code")
     return value
@@ -145,7 +145,7 @@ class LossSpec(Section):
 
 
 def _not_too_many(metrics: object) -> object:
-    """Asked before each of them is looked at."""
+    """Refuse too many metrics before each of them is looked at."""
     if isinstance(metrics, list) and len(metrics) > MAX_METRICS and ids.are_checked():
         raise InvalidInputError(
             f"has {len(metrics)} items; at most {MAX_METRICS} items are allowed"
@@ -242,7 +242,7 @@ class CheckpointSpec(Section):
 
 
 class RecordingSpec(Section):
-    """What is recorded of the steps of a run; nothing of it changes what is computed.
+    """The records of the steps of a run, which change nothing of what is computed.
 
     steps: record them, which costs some microseconds each. observed: record, too, what depends on
     clocks and machines, such as rows per second. client_steps: record those of each client of a

@@ -58,7 +58,7 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 class Condition(NamedTuple):
-    """What is asked of the value at a path: whether it is said, or how it compares with others."""
+    """A question about the value at a path: whether it is said, or how it compares with others."""
 
     is_wanted: bool
     path: Path

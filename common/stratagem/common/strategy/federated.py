@@ -35,7 +35,7 @@ DEFAULT_WAIT_S: Final = 86_400.0
 
 
 class Roster(DocumentValue, is_extras=True):
-    """Who is a client, and how long the federation waits for clients.
+    """The clients of a federation, and how long it waits for them.
 
     open: clients join, leave and come back while the run goes on, num_clients at most; otherwise
     there are exactly num_clients from the start. min_clients: how many must be able to take part
@@ -74,7 +74,7 @@ class Strikes(DocumentValue, is_extras=True):
 # The section `options.ditto` trains a model of each client's own beside the global one.
 
 KEY: Final = "lambda"
-"""As documents have it; Python has the word already."""
+"""The key in documents; in Python it is a keyword."""
 
 
 class Ditto(DocumentValue, is_extras=True):
@@ -223,7 +223,7 @@ REFUSE: Final = "refuse"
 
 
 def _check_quorum(value: object) -> int | float | None:
-    """A whole number is a count of clients, another number a share of them."""
+    """Return a quorum: a whole number is a count of clients, another one a share of them."""
     if value is None or (type(value) is int and 1 <= value <= MAX_UNSIGNED):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

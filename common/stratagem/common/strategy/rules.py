@@ -176,7 +176,7 @@ _BY_REGION: Final = {
     "options.late_updates": "a late update has another base than the sum of its region",
     "options.secure_aggregation": "masks go out of the sum of all clients alone",
 }
-"""What goes together neither with regions in one federation nor with those that are federations."""
+"""Options refused both with regions in one federation and with regions that are federations."""
 
 FEDERATED: Final[Table] = (
     Rules("", "{}", {

@@ -244,17 +244,17 @@ class FederatedOptions(DocumentValue, is_extras=True):
 
     @property
     def has_client_state(self) -> bool:
-        """Whether clients keep something of their own from one round to the next."""
+        """Return whether clients keep something of their own from one round to the next."""
         return self.has_own_models or self.control is not None
 
     @property
     def has_own_models(self) -> bool:
-        """Whether what a client keeps is part of the model that it evaluates, or the whole."""
+        """Return whether a client keeps the model that it evaluates, or a part of it."""
         return self.personal is not None or self.ditto is not None
 
     @property
     def open_roster(self) -> Roster | None:
-        """The roster, where clients join and leave while the run goes on."""
+        """Return the roster if clients join and leave while the run goes on."""
         return self.roster if self.roster is not None and self.roster.open else None
 
 
@@ -315,7 +315,7 @@ for _holder in (DataParallelOptions, FederatedOptions, PopulationOptions):
 
 
 def describe(strategy: Strategy) -> str:
-    """The short name that people see, such as "DataParallel/AllReduce"."""
+    """Return the short name that people see, such as "DataParallel/AllReduce"."""
     match strategy:
         case Local():
             return "Local"
@@ -456,26 +456,26 @@ def clients_by_region(outer: Federated, inner: Federated) -> tuple[tuple[int, ..
 
 
 class _Document(Section):
-    """What holds a strategy, so that errors name it."""
+    """A document that holds a strategy, so that errors name it."""
 
     strategy: StrategyField
 
 
 def parse_strategy(source: object) -> Strategy:
-    """A strategy from its JSON text or from the parsed object."""
+    """Return a strategy from its JSON text or from the parsed object."""
     value = load_json(source, "strategy") if isinstance(source, str) else source
     return _Document.parse({"strategy": value}).strategy
 
 
 def dump_strategy(strategy: Strategy) -> dict[str, JSON]:
-    """The JSON object, tag first, then the fields in order; without extras the shared form."""
+    """Return the JSON object: the tag, then the fields in order; without extras the shared form."""
     written = _Document(strategy=strategy).document()["strategy"]
     assert isinstance(written, dict)
     return written
 
 
 def dumps_strategy(strategy: Strategy) -> str:
-    """The compact JSON text of a strategy."""
+    """Return the compact JSON text of a strategy."""
     return dump_json(dump_strategy(strategy))
 
 
