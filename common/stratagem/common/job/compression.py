@@ -1,7 +1,6 @@
-"""The section `compression`: how what goes over the wire is coded, and where that is possible.
+"""The section `compression`: the coding of what goes over the wire, with all codecs' options.
 
-Owns the options of every codec and the sentence with which a job is refused that no engine could
-honour. What a codec does is `stratagem.common.compression`.
+The codecs themselves are in `stratagem.common.compression`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
-"""Defines how a job is computed as one value: mode, gradients, precision, memory, parallelism.
+"""Define how a job is computed as one value: mode, gradients, precision, memory, parallelism.
 
-Says what is wanted; whether this installation can do it is decided where it is done. A preset is
-only a short way to write the fields: it dissolves into them when the section is read, so that two
-sections which mean the same are equal.
+The value says what is wanted; whether this installation can do it is decided where it is done. A
+preset is only a short way to write the fields: it dissolves into them when the section is read, so
+that two sections which mean the same are equal.
 """
 
 from collections.abc import Iterator, Mapping

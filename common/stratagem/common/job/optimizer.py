@@ -1,4 +1,4 @@
-"""This module defines the sections `optimizer` and `weight_average` of a job.
+"""This module defines the sections `optimizer`, `weight_average` and `turns` of a job.
 
 The sections check themselves, except for keywords: a population's draw may make them fit.
 """

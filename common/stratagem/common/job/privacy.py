@@ -1,12 +1,12 @@
 """This module defines the section `privacy`: differential privacy of the clients of a federation,
 or of their rows.
 
-It checks the section and what a job with it must not contain besides. It depends on neither the
-accountant nor the noise.
+It depends on neither the accountant nor the noise. What a job with it must not contain besides is
+in `rules.py`.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -14,9 +14,6 @@ from stratagem.common.base.errors import Violation
 from stratagem.common.schema.document import Positive, Section
 from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import Federated, Random
-
-if TYPE_CHECKING:
-    pass
 
 # ---- Section ----
 
@@ -92,11 +89,7 @@ def too_few(noise_multiplier: float, num_expected: float) -> str:
 
 # ---- Protected rows ----
 #
-# A job whose rows are protected (`privacy.unit: row`) is checked before a model exists.
-#
-# A row must influence published results only through its clipped gradient. The rules therefore
-# refuse everything that looks at several rows at once, publishes numbers of them, or decides by
-# them, and every option of a round that is not known to see protected updates alone.
+# What is possible in a job whose rows are protected (`privacy.unit: row`).
 
 AFTER_THE_NOISE: Final = frozenset(
     {

@@ -1,7 +1,7 @@
 """This module defines the sections of a job: the model, the data, the evaluation, and the initial
 state.
 
-Each section checks itself; `JobSpec` checks what concerns several sections at once. User code is
+Each section checks itself; `rules.py` has what concerns several sections at once. User code is
 only named here (an entry point is text), never imported.
 """
 

@@ -160,7 +160,8 @@ def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:
 
 def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
     """Return which of several classes an object may stand for; the class is named under a key."""
-    tag = next(part.discriminator for part in metadata_of(info) if _has_discriminator(part))
+    tags = (getattr(part, "discriminator", None) for part in metadata_of(info))
+    tag = next(each for each in tags if each is not None)
     value, context = details["input"], details.get("ctx", {})
     names = re.findall(r"'([^']*)'", context.get("expected_tags", "")) or _tags(info, str(tag))
     if not isinstance(value, Mapping):
@@ -174,10 +175,6 @@ def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
         text = f"missing; one of {', '.join(names)}, for example {tag}: {names[0]}"
         return Violation(join(path, str(tag)), text)
     return Violation(join(path, str(tag)), not_one_of(value[tag], names))
-
-
-def _has_discriminator(part: Any) -> bool:
-    return isinstance(part, FieldInfo) and part.discriminator is not None
 
 
 def _tags(info: FieldInfo, tag: str) -> list[str]:
