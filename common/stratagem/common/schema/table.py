@@ -181,20 +181,31 @@ def _of_items(case: str, says: str, made: Any) -> Iterator[RuleRow]:
 
 def _hold(conditions: Iterable[Condition], made: Any) -> bool:
     for is_wanted, path, compare, others in conditions:
-        holds = _compares(made, path, compare, others) if compare else is_said(made, path)
+        around, value = _at(made, path)
+        if value is None:
+            holds = False
+        elif compare:
+            holds = _compares(value, compare, others, made)
+        else:
+            holds = _is_said(around, path, value)
         if holds != is_wanted:
             return False
     return True
 
 
-def _compares(made: Any, path: Path, compare: str, others: Path) -> bool:
-    value = value_at(made, path)
-    if value is None:
-        return False
+def _compares(value: Any, compare: str, others: Path, made: Any) -> bool:
     if compare in _COMPARISONS:
         bound = others[0] if isinstance(others[0], int) else value_at(made, others)
         return bound is not None and _COMPARISONS[compare](value, bound)
     return (shown(value).lower() in others) == (compare == "is")
+
+
+def _is_said(around: Any, path: Path, value: Any) -> bool:
+    """Return whether what is there is not as it is by default."""
+    if value is False or value == ():
+        return False
+    kind: Any = type(around)
+    return bool(value) if isinstance(around, dict) else value != _default(kind, path[-1])
 
 
 def value_at(made: Any, path: Path) -> Any:
@@ -216,15 +227,6 @@ def _at(made: Any, path: Path) -> tuple[Any, Any]:
         if made is None:
             break
     return around, made
-
-
-def is_said(made: Any, path: Path) -> bool:
-    """Return whether what is at a path is there, and not as it is by default."""
-    around, value = _at(made, path)
-    if value is None or value is False or value == ():
-        return False
-    kind: Any = type(around)
-    return bool(value) if isinstance(around, dict) else value != _default(kind, path[-1])
 
 
 @lru_cache(maxsize=1024)
