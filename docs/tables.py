@@ -26,12 +26,12 @@ from stratagem.common.job.fields import LOSSES, METRICS, Every, OrderSpec, StopS
 from stratagem.common.job.optimizer import (
     GroupSpec,
     OptimizerSpec,
+    TurnSpec,
     UpdateRuleSpec,
     WeightAverageSpec,
 )
 from stratagem.common.job.schedules import HyperparameterSchedule, ScheduleSpec, SettingSpec
 from stratagem.common.job.search_space import SearchSpace
-from stratagem.common.job.turns import TurnSpec
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
 from stratagem.common.schema.document import DocumentValue, OneKey
 from stratagem.common.schema.messages import TECHNICAL

@@ -31,13 +31,10 @@ SHORT = {
     *("common.base.retry", "common.base.units", "common.numerics.rules"),
 }
 IN_CIRCLES = {
-    *("common.job.accumulation", "common.job.job", "common.job.privacy", "common.job.rules"),
-    *("common.job.training_rules", "common.strategy.federated", "common.strategy.nested_regions"),
-    *("common.strategy.regions", "common.strategy.strategies", "coordinator.core.ended_runs"),
-    *("coordinator.core.state", "coordinator.core.strategy_contract"),
+    *("coordinator.core.ended_runs", "coordinator.core.state"),
+    "coordinator.core.strategy_contract",
 }
-"""Three circles, each closed by an import for types alone: the rules of jobs, the federated
-strategy, the contract of strategies."""
+"""One circle, closed by an import for types alone: the contract of strategies."""
 
 
 def test_the_product_has_no_more_modules_folders_and_lines_than_before() -> None:

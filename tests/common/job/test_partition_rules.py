@@ -9,8 +9,8 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.job.checks import BY_ELEMENT
 from stratagem.common.job.optimizer import KEYWORDS
-from stratagem.common.job.training_rules import BY_ELEMENT
 from stratagem.common.strategy import fewest_mirrored, partitions_parameters, partitions_state
 from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED
 from tests.gan_jobs import TURNS

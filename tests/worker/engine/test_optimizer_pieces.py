@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec
-from stratagem.common.job.training_rules import BY_ELEMENT
+from stratagem.common.job.checks import BY_ELEMENT
 from stratagem.worker.engine.apply_step import set_learning_rates
 from stratagem.worker.engine.optimizers import make_optimizer, update
 from stratagem.worker.engine.slices import OptimizerPieces

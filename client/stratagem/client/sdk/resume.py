@@ -18,8 +18,8 @@ from stratagem.client.sdk.uploads import send
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, Violation
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import InitialSpec, JobSpec
-from stratagem.common.job.fields import plateau_metric, stop_metric
 from stratagem.common.job.schedules import ScheduleSpec
+from stratagem.common.job.sections import plateau_metric, stop_metric
 from stratagem.common.schema.json import JSON, frozen
 from stratagem.common.tensors.files import blob_digest, from_file, read_header
 from stratagem.common.tensors.manifest import Purpose

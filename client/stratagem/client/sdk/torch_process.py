@@ -35,7 +35,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.code.bundle import digest_of
 from stratagem.common.job import JobSpec, entry_points, load_job
 from stratagem.common.job.execution import DataParallel
-from stratagem.common.job.strategy_rules import check_submitted
+from stratagem.common.job.rules import check_submitted
 from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.process.cpu_threads import passive_waiting
 from stratagem.common.strategy import ModelParallel, Partition, RemoteTarget, Strategy, Tag

@@ -1,7 +1,6 @@
 """This package defines the job document: its sections, its rules, and its canonical text."""
 
 from stratagem.common.code.code_section import CodeSpec
-from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression import CompressionSpec, exchanged_codec
 from stratagem.common.job.derived import (
     entry_points,
@@ -11,7 +10,7 @@ from stratagem.common.job.derived import (
     seed_of,
     with_fields,
 )
-from stratagem.common.job.execution import ExecutionSpec
+from stratagem.common.job.execution import AccumulationSpec, ExecutionSpec
 from stratagem.common.job.fields import Every
 from stratagem.common.job.files import load_job, parse_yaml
 from stratagem.common.job.job import JobSpec

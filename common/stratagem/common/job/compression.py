@@ -1,7 +1,6 @@
-"""The section `compression`: how what goes over the wire is coded, and where that is possible.
+"""The section `compression`: the coding of what goes over the wire, with all codecs' options.
 
-Owns the options of every codec and the sentence with which a job is refused that no engine could
-honour. What a codec does is `stratagem.common.compression`.
+The codecs themselves are in `stratagem.common.compression`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,14 +12,8 @@ from stratagem.common.base.errors import Violation
 from stratagem.common.schema.document import Count, Section, Whole
 from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import (
-    DIRECT_ALL_REDUCE,
     DataParallel,
-    Decentralized,
-    Federated,
-    Local,
     Strategy,
-    all_reduce_of,
-    describe,
 )
 
 _OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -93,7 +86,7 @@ class CompressionSpec(Section):
 
     @property
     def consensus_step(self) -> float:
-        """The less of a move a payload carries, the shorter the step must be; found by trying."""
+        """Return the share of a step, found by trying: the less a payload carries, the shorter."""
         if self.consensus_step_size is not None:
             return self.consensus_step_size
         match self.codec:
@@ -121,41 +114,3 @@ def exchanged_codec(
         bits = strategy.options.outer_bits
         return CompressionSpec(codec="int8" if bits == 8 else "int4", block=BLOCK)
     return None if compression is None or compression.codec == "none" else compression
-
-
-def why_not_compressed(
-    spec: CompressionSpec, strategy: Strategy, precision: str | None
-) -> Iterator[Violation]:
-    """Why a job with this section cannot be carried out as it says."""
-    if spec.codec == "none":
-        return
-    if precision in ("Full", "Half"):
-        yield Violation(
-            "compression.codec", f"{spec.codec} codes float32; precision is {precision}"
-        )
-    inner = getattr(getattr(strategy, "options", None), "inner", None)
-    if not isinstance(strategy, DataParallel | Federated):
-        text = f"{describe(strategy)} exchanges neither gradients nor updates"
-        yield Violation("compression", f"has no meaning here: {text}")
-    elif inner is not None and not isinstance(inner, Local):
-        text = f"is not possible around {describe(inner)}: its exchanges are its own"
-        yield Violation("compression", text)
-    if all_reduce_of(strategy) != DIRECT_ALL_REDUCE:
-        text = f"{all_reduce_of(strategy)} sends sums, not what a codec makes of a shard"
-        yield Violation("strategy.options.all_reduce", text)
-    if isinstance(strategy, Federated) and spec.error_feedback:
-        text = "is not possible under Federated: clients keep nothing from round to round"
-        yield Violation("compression.error_feedback", text)
-    if isinstance(strategy, DataParallel) and isinstance(strategy.aggregation, Decentralized):
-        yield from _not_among_nodes(spec)
-    elif spec.consensus_step_size is not None:
-        yield Violation("compression.consensus_step_size", "belongs to Decentralized only")
-
-
-def _not_among_nodes(spec: CompressionSpec) -> Iterator[Violation]:
-    if spec.error_feedback:
-        text = "is not possible under Decentralized: differences to public copies are one already"
-        yield Violation("compression.error_feedback", text)
-    if spec.codec == "ternary" and spec.stochastic:
-        text = "is not possible under Decentralized: the public copies would drift away"
-        yield Violation("compression.stochastic", text)

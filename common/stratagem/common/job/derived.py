@@ -13,8 +13,9 @@ from stratagem.common.strategy import Federated, Local, PopulationBased, dump_st
 
 
 def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
-    """The job with fields such as "optimizer.lr" set; None takes a field away. An item of a list is
-    found by its name, as in "optimizer.groups.head.lr", or by its place, as in "turns.0.params".
+    """Return the job with fields such as "optimizer.lr" set; None takes a field away. An item of a
+    list is found by its name, as in "optimizer.groups.head.lr", or by its place, as in
+    "turns.0.params".
 
     Raises InvalidInputError when a path leads through a value or the job becomes invalid.
     """
@@ -84,12 +85,12 @@ def scheduled_job(job: JobSpec, setting: SettingSpec) -> JobSpec:
 
 
 def entry_points(job: JobSpec) -> tuple[str, ...]:
-    """Exactly what the job names of the user's code; nothing else may be imported."""
+    """Return exactly what the job names of the user's code; nothing else may be imported."""
     return tuple(dict.fromkeys(entry_points_by_field(job).values()))
 
 
 def entry_points_by_field(job: JobSpec) -> dict[str, str]:
-    """The entry points that the job names, by the path of the field that names each."""
+    """Return the entry points that the job names, by the path of the field that names each."""
     data, order, evaluation = job.data, job.data.order, job.evaluation
     named: dict[str, str | None] = {
         "model.entrypoint": job.model.entrypoint,
@@ -121,8 +122,8 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
 
 
 def _drawn(job: JobSpec) -> dict[str, str | None]:
-    """The entry points that the members of a population may have, and the settings of a schedule,
-    by where they are listed."""
+    """Return the entry points that the members of a population may have, and the settings of a
+    schedule, by where they are listed."""
     found: dict[str, str | None] = {}
     schedule = job.hyperparameter_schedule
     for place, setting in enumerate(schedule.settings if schedule else ()):

@@ -1,8 +1,8 @@
-"""Defines how a job is computed as one value: mode, gradients, precision, memory, parallelism.
+"""Define how a job is computed as one value: mode, gradients, precision, memory, parallelism.
 
-Says what is wanted; whether this installation can do it is decided where it is done. A preset is
-only a short way to write the fields: it dissolves into them when the section is read, so that two
-sections which mean the same are equal.
+The value says what is wanted; whether this installation can do it is decided where it is done. A
+preset is only a short way to write the fields: it dissolves into them when the section is read, so
+that two sections which mean the same are equal.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,13 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 from pydantic import model_validator
 
 from stratagem.common.base.errors import Violation
+from stratagem.common.numerics.shards import split_rows
 from stratagem.common.process.cpu_threads import available_cores
 from stratagem.common.schema.document import Count, DocumentValue, OneKey, Section
 from stratagem.common.schema.rules import rule
 
 MAX_LOCAL_WORKERS: Final = 8
-"""What `Automatic` counts as, at most, before it has been resolved."""
+"""The most workers that `Automatic` counts as before it has been resolved."""
 
 
 class Checkpointed(DocumentValue):
@@ -62,7 +63,7 @@ Parallelism: TypeAlias = (
 
 
 def number_of(variant: Variant) -> int:
-    """The one number that a variant holds."""
+    """Return the one number that a variant holds."""
     match variant:
         case Checkpointed(number) | Accumulated(number):
             return number
@@ -173,27 +174,27 @@ class ExecutionSpec(Section):
             yield Violation("amp_dtype", text)
 
     def with_changes(self, **changes: Any) -> Self:
-        """A copy with fields set, checked as a whole; a preset sets the fields it names."""
+        """Return a copy with fields set, checked as a whole; a preset sets the fields it names."""
         return super().with_changes(**{**PRESETS.get(changes.get("preset", ""), {}), **changes})
 
     @property
     def computes_gradients(self) -> bool:
-        """False for a model that is only run, not trained."""
+        """Return whether the model is trained, not only run."""
         return self.gradient != "None"
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Blocks between two whose activations are kept; None without checkpointing."""
+        """Return the blocks between two whose activations are kept; None without checkpointing."""
         return self.gradient.interval if isinstance(self.gradient, Checkpointed) else None
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Micro-batches of a shard; None without accumulation."""
+        """Return the micro-batches of a shard; None without accumulation."""
         return self.gradient.steps if isinstance(self.gradient, Accumulated) else None
 
     @property
     def num_workers(self) -> int:
-        """Workers that the parallelism asks for; of Automatic, what one machine has: up to 8."""
+        """Return the workers that the parallelism asks for: if Automatic, up to 8, one a core."""
         match self.parallelism:
             case "None":
                 return 1
@@ -221,3 +222,49 @@ def _text(value: Gradient | Parallelism) -> str:
         return value
     field = next(iter(value.__pydantic_fields__))
     return f"{type(value).__name__} {{ {field}: {number_of(value)} }}"
+
+
+# ---- Accumulation ----
+#
+# The section `accumulation`: in what portions the rows of one optimizer step are computed.
+#
+# `batch_size` stays the rows of one step. Each worker's share of it (a logical shard, a gossip
+# node's or a federated client's batch) is cut into micro-batches, whose gradients are added in
+# order and divided once by their total weight, so the cut changes memory and rounding, but not the
+# step.
+
+
+class AccumulationSpec(Section):
+    """micro_batch_size: rows, the last micro-batch may have fewer; or steps: how many micro-batches
+    a full share is cut into, sizes differing by at most one. Without either, a share is computed at
+    once. normalize: mean divides by the weight, sum does not. non_finite: what a loss or gradient
+    that is no finite number does to its step."""
+
+    micro_batch_size: Count | None = None
+    steps: Count | None = None
+    normalize: Literal["mean", "sum"] = "mean"
+    non_finite: Literal["fail", "skip_step"] = "fail"
+
+    @rule
+    def _one_way_to_cut(self) -> Iterator[Violation]:
+        if self.micro_batch_size is not None and self.steps is not None:
+            yield Violation("steps", "micro_batch_size is set already; only one of the two may be")
+
+    @property
+    def must_divide(self) -> bool:
+        """Return whether the sum over the window is divided by its weight."""
+        return self.normalize == "mean"
+
+    @property
+    def may_skip(self) -> bool:
+        """Return whether a step that is not finite is left out, rather than ending the run."""
+        return self.non_finite == "skip_step"
+
+    def cut(self, num_rows: int) -> tuple[range, ...]:
+        """Return the micro-batches of a share of `num_rows` rows, in order; none is empty."""
+        size = self.micro_batch_size
+        if size is None:
+            return split_rows(num_rows, min(self.steps or 1, num_rows)) if num_rows else ()
+        return tuple(
+            range(first, min(first + size, num_rows)) for first in range(0, num_rows, size)
+        )

@@ -1,4 +1,4 @@
-"""Reads a job file (YAML, TOML or JSON, by its suffix) and applies `a.b=c` overrides.
+"""Read a job file (YAML, TOML or JSON, by its suffix) and apply `a.b=c` overrides.
 
 YAML is read as version 1.2 does, so that `lr: 1e-3` is a number and `mode: off` is text, and a
 key that stands twice is refused in all three formats. Knows no field of the job but those that hold
@@ -26,12 +26,12 @@ _SHORT_FORMS: Final = {
     "data.order": ("by", "entrypoint"),
     "compression": ("codec", "codec"),
 }
-"""What bare text in place of a section is: a field, and the one of "module:name"."""
+"""The field of a section that bare text in its place is, and the field of "module:name"."""
 _SUFFIXES: Final = ".yaml, .yml, .toml, .json"
 
 
 def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
-    """The validated job of a file, with overrides such as "optimizer.lr=0.01"."""
+    """Return the validated job of a file, with overrides such as "optimizer.lr=0.01"."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -51,12 +51,12 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
 
 
 def read_overrides(overrides: Iterable[str]) -> dict[str, JSON]:
-    """The values of overrides as `load_job` takes them, by dotted path."""
+    """Return the values of overrides as `load_job` takes them, by dotted path."""
     return dict(map(_read_override, overrides))
 
 
 def parse_yaml(text: str) -> JSON:
-    """The value of a YAML text, nothing but plain data."""
+    """Return the value of a YAML text, nothing but plain data."""
     try:
         loader = _Loader(text)
         try:
@@ -175,7 +175,7 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 def _resolve(tag: str, pattern: str, first: str) -> None:
-    """Plain scalars that match are of the tag; `first` lists the characters they may begin with."""
+    """Give plain scalars that match the tag; `first` lists the characters they may begin with."""
     whole = re.compile(rf"(?:{pattern})\Z")
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, [*first] or [""])
 

@@ -13,14 +13,13 @@ from pydantic import Field, WrapSerializer
 from stratagem.common.base import ids
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.code.code_section import CodeSpec, RequirementText
-from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression import CompressionSpec
-from stratagem.common.job.execution import ExecutionSpec
+from stratagem.common.job.execution import AccumulationSpec, ExecutionSpec
 from stratagem.common.job.fields import Every, Unit
 from stratagem.common.job.nested import effective, flat
-from stratagem.common.job.optimizer import OptimizerSpec, WeightAverageSpec
+from stratagem.common.job.optimizer import OptimizerSpec, TurnSpec, WeightAverageSpec
 from stratagem.common.job.privacy import PrivacySpec
-from stratagem.common.job.rules import violations_of
+from stratagem.common.job.rules import check_submitted, violations_of
 from stratagem.common.job.schedules import HyperparameterSchedule, PhasesSpec
 from stratagem.common.job.search_space import SearchSpaceField
 from stratagem.common.job.sections import (
@@ -33,8 +32,6 @@ from stratagem.common.job.sections import (
     PartitionSpec,
     RecordingSpec,
 )
-from stratagem.common.job.strategy_rules import check_submitted
-from stratagem.common.job.turns import TurnSpec
 from stratagem.common.numerics.rules import KEEPS_DTYPES
 from stratagem.common.schema.document import (
     MAX_COUNT,
@@ -58,7 +55,7 @@ _ABSENT: Any = None
 _IF_THERE = WrapSerializer(lambda section, write: None if section is None else write(section))
 
 _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"}
-"""What a strategy counts its evaluations in, unless the job says otherwise; else epochs."""
+"""The unit in which a strategy counts its evaluations by default; epochs for others."""
 
 
 class JobSpec(Section):
@@ -111,7 +108,7 @@ class JobSpec(Section):
     placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     def _settle_strategy(self) -> Iterator[Violation]:
-        """Fill in what the model's graph says about the strategy, and say why it cannot be."""
+        """Fill in what the model's graph says about the strategy; yield why it cannot be."""
         graph = self.model.graph
         try:
             if graph is not None and "strategy" not in self.model_fields_set:
@@ -123,7 +120,7 @@ class JobSpec(Section):
             yield from error.violations
 
     def _settle_interval(self) -> Iterable[Violation]:
-        """Fill in what an evaluation counts in, by the strategy."""
+        """Fill in the interval of the evaluations, by the strategy."""
         evaluation = self.evaluation
         if evaluation and "every" not in evaluation.model_fields_set:
             local_steps = local_steps_of(self.strategy)
@@ -157,6 +154,12 @@ class JobSpec(Section):
         own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
         return own if steps is None else own.with_changes(steps=steps)
 
+    @property
+    def num_steps(self) -> int | None:
+        """Return the steps of the whole training, of a federation its rounds, if the job says how
+        many."""
+        return self.strategy.rounds if isinstance(self.strategy, Federated) else self.steps
+
     def optimizers(self) -> dict[str, OptimizerSpec]:
         """Return the optimizers of the job by their paths: one, or that of each turn."""
         if self.turns is not None:
@@ -164,12 +167,12 @@ class JobSpec(Section):
         return {} if self.optimizer is None else {"optimizer": self.optimizer}
 
     def canonical_json(self) -> str:
-        """The document as compact JSON."""
+        """Return the document as compact JSON."""
         return dump_json(self.document())
 
     @staticmethod
     def from_json(text: str) -> "JobSpec":
-        """The job from its JSON text; the latest ones are kept, as several readers follow."""
+        """Return the job of a JSON text; the latest ones are kept, as several readers follow."""
         return _read(text, ids.are_checked())
 
     @staticmethod

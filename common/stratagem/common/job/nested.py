@@ -25,6 +25,7 @@ from stratagem.common.strategy import (
     ModelParallel,
     Strategy,
     describe,
+    levels,
 )
 from stratagem.common.strategy.strategies import MAX_REPLICAS
 
@@ -55,9 +56,8 @@ _OF_GROUPS: Final = ("min_replicas", "inner")
 def flat(strategy: Strategy, path: str = "strategy") -> Strategy:
     """Return the strategy with replicas in place of groups of replicas, at any depth; raise where
     there is no flat strategy that does the same."""
-    options = getattr(strategy, "options", None)
-    within: Strategy | None = getattr(options, "inner", None)
-    if options is None or within is None:
+    within: Strategy | None = getattr(strategy.options, "inner", None)
+    if within is None:
         return strategy
     path = f"{path}.options.inner"
     inner = flat(within, path)
@@ -104,13 +104,13 @@ def _why_not_flat(outer: DataParallel, inner: DataParallel, path: str) -> Iterat
 
 
 def effective(strategy: Strategy, graph: GraphSpec) -> Strategy:
-    """The job's strategy with those of subgraphs inside it; raises where they cannot be."""
-    current = _innermost(strategy)
+    """Return the job's strategy with those of subgraphs inside it; raise where they cannot be."""
+    *outer, current = [each for _, each in levels(strategy)]
     stages = list(_groups(graph, "model.graph")) if isinstance(current, ModelParallel) else []
     if not stages:
         return _within(strategy, strategy, graph, graph, "model.graph")
     group = _group_of_all(stages, graph)
-    around = _parent(strategy)
+    around = outer[-1] if outer else None
     if isinstance(around, DataParallel):
         if replace(around, options=replace(around.options, inner=None)) != group:
             text = f"{describe(group)} of {group.num_replicas} differs from the replicas around "
@@ -156,24 +156,8 @@ def _group_of_all(
     return replace(group, options=replace(group.options, inner=None))
 
 
-def _inner(strategy: Strategy) -> Strategy | None:
-    inner: Strategy | None = getattr(getattr(strategy, "options", None), "inner", None)
-    return inner
-
-
-def _innermost(strategy: Strategy) -> Strategy:
-    inner = _inner(strategy)
-    return strategy if inner is None else _innermost(inner)
-
-
-def _parent(strategy: Strategy) -> Strategy | None:
-    """Return the strategy right around the innermost one; None where there is one alone."""
-    inner = _inner(strategy)
-    return None if inner is None else _parent(inner) or strategy
-
-
 def _with_innermost(strategy: Strategy, new: Strategy) -> Strategy:
-    inner = _inner(strategy)
+    inner: Strategy | None = getattr(strategy.options, "inner", None)
     return new if inner is None else _around(strategy, _with_innermost(inner, new))
 
 
@@ -186,7 +170,7 @@ def _around(strategy: Any, inner: Strategy) -> Strategy:
 def _within(
     whole: Strategy, current: Strategy, graph: GraphSpec, root: GraphSpec, path: str
 ) -> Strategy:
-    """`whole` after all subgraphs below; `current` is the innermost strategy so far."""
+    """Return `whole` with the strategies of all subgraphs; `current` is the innermost so far."""
     for sub in graph.subgraphs:
         place = f"{path}.subgraphs.{sub.id}"
         own = sub.graph.training_strategy
@@ -223,13 +207,13 @@ def _trained(graph: GraphSpec) -> Iterator[NodeSpec]:
 
 
 def _nested(whole: Strategy, own: Strategy, place: str) -> Strategy:
-    """The strategy with `own` at the innermost place that can hold one."""
+    """Return the strategy with `own` at the innermost place that can hold one."""
     if isinstance(whole, Local):
         return own
-    options = getattr(whole, "options", None)
-    if options is None or "inner" not in {field.name for field in fields(options)}:
+    options: Any = whole.options
+    if not hasattr(options, "inner"):
         message = f"{describe(own)} cannot run inside {describe(whole)}, which holds no other one"
-        raise InvalidInputError(violations=[Violation(f"{place}.training_strategy", message)])
+        raise InvalidInputError.at(f"{place}.training_strategy", message)
     if options.inner == own:
         return whole  # said twice: in the graph and in the strategy
     if isinstance(whole, DataParallel) and isinstance(own, DataParallel):

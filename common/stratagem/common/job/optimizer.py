@@ -1,4 +1,4 @@
-"""This module defines the sections `optimizer` and `weight_average` of a job.
+"""This module defines the sections `optimizer`, `weight_average` and `turns` of a job.
 
 The sections check themselves, except for keywords: a population's draw may make them fit.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from stratagem.common.base import ids
 from stratagem.common.base.errors import InvalidInputError, Violation
@@ -29,17 +29,6 @@ from stratagem.common.schema.document import (
 )
 from stratagem.common.schema.json import FrozenDict, not_one_of, suggest
 from stratagem.common.schema.rules import rule
-from stratagem.common.strategy import (
-    AllReduce,
-    Custom,
-    DataParallel,
-    Federated,
-    Local,
-    ModelParallel,
-    ParameterServer,
-    PopulationBased,
-    Strategy,
-)
 
 # ---- Section ----
 #
@@ -48,7 +37,7 @@ from stratagem.common.strategy import (
 
 MAX_GROUPS: Final = 64
 _NUM_NAMES: Final = 5
-"""How many names of parameters a refusal lists."""
+"""The number of names of parameters that a refusal lists."""
 DEFAULT_GROUP: Final = "default"
 _RESERVED: Final = (
     *("params", "name", "entrypoint", "lr"),
@@ -84,7 +73,7 @@ class UpdateRuleSpec(Section):
 
     @property
     def label(self) -> str:
-        """The name, or the entry point, for people."""
+        """Return the name, or the entry point, for people."""
         return self.name or str(self.entrypoint)
 
 
@@ -180,7 +169,7 @@ class GroupedRule:
     """An optimizer with the groups that it updates."""
 
     path: str
-    """Of the section that names it."""
+    """The path of the section that names it."""
     rule: UpdateRuleSpec
     groups: Mapping[str, tuple[float, Mapping[str, Any]]]
     """The learning rate of each, and the keywords that only it has, by name."""
@@ -218,7 +207,10 @@ def _check_rule(rule: UpdateRuleSpec, path: str) -> Iterator[Violation]:
 def _check_keywords(
     name: str | None, kwargs: Mapping[str, Any], path: str, own: Sequence[str] = ()
 ) -> Iterator[Violation]:
-    """own: the keys of the section beside those that the optimizer takes."""
+    """Yield the keywords that an optimizer does not take, and values of a wrong kind.
+
+    own: the keys of the section beside those that the optimizer takes.
+    """
     known = KEYWORDS.get((name or "").lower())
     for key, value in kwargs.items():
         if known is not None and key not in known:
@@ -323,7 +315,7 @@ KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "rprop": ("differentiable", "etas", "maximize", "step_sizes"),
     "sgd": ("dampening", "differentiable", "momentum", "nesterov", *_ALL),
 }
-"""By name in small letters, besides `lr`, `schedule` and `clip_norm`, which all have."""
+"""The keywords of each by its name in small letters; all have `lr`, `schedule`, `clip_norm`."""
 
 _SWITCHES: Final = frozenset((
     *("amsgrad", "centered", "decoupled_weight_decay", "differentiable", "maximize", "nesterov"),
@@ -395,25 +387,48 @@ class WeightAverageSpec(Section):
         return 1.0 - (_DECAY if self.decay is None else self.decay)
 
 
-def reason_against(strategy: Strategy, field: str = "strategy") -> str | None:
-    """Why no average of the parameters is kept under this strategy; None where there is one.
+# ---- Turns ----
+#
+# The section `turns`: several optimizers of one model, which take turns within each step. Every
+# turn is a whole synchronous step over its own parameters, with an objective of its own.
 
-    field: the path of the strategy in the job.
+
+class TurnSpec(Section):
+    """One turn of every step. params: patterns of the names of the parameters that it trains, such
+    as "generator.*"; the others are frozen meanwhile. step: computes what this turn minimises."""
+
+    name: Name
+    params: Annotated[
+        Items[NonEmptyText],
+        Field(min_length=1),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ]
+    step: EntrypointName
+    optimizer: OptimizerSpec
+
+    def holds(self, name: str) -> bool:
+        """Return whether the turn trains a parameter of this name."""
+        return is_matched(name, self.params)
+
+
+def check_turn_parameters(turns: Sequence[TurnSpec], params: Sequence[tuple[str, int]]) -> None:
+    """Raise InvalidInputError for a turn without a trained parameter, and for a parameter that is
+    trained by no turn, or by two.
+
+    params: names and numbers of dimensions of all that are trained.
     """
-    match strategy:
-        case Local() | ModelParallel():
-            return None
-        case Federated() if field == "strategy":
-            return None
-        case DataParallel(aggregation=AllReduce() | ParameterServer()) | PopulationBased():
-            inner = strategy.options.inner
-            return None if inner is None else reason_against(inner, f"{field}.options.inner")
-        case DataParallel():
-            return (
-                f"cannot go with {field}.aggregation.method Decentralized: each node has "
-                "parameters of its own, and what is committed is their mean"
-            )
-        case Federated():
-            return f"cannot go with {field}.type Federated inside of another strategy"
-        case Custom():
-            return f"cannot go with {field}.type Custom: what it has workers do is not known here"
+    violations = []
+    for place, turn in enumerate(turns):
+        if own := [(name, num_dims) for name, num_dims in params if turn.holds(name)]:
+            check_groups(turn.optimizer, own)
+            continue
+        text = f"{', '.join(map(repr, turn.params))} fits no trained parameter"
+        violations.append(Violation(f"turns[{place}].params", text))
+    for name, _ in params:
+        holding = [repr(turn.name) for turn in turns if turn.holds(name)]
+        if len(holding) != 1:
+            text = f"parameter {name!r} is in {' and '.join(holding) or 'no turn'}; each trained "
+            violations.append(Violation("turns", f"{text}parameter is in one turn, or frozen"))
+            break
+    if violations:
+        raise InvalidInputError(violations=violations)

@@ -4,9 +4,9 @@ phases.
 The sections check themselves.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,17 +28,6 @@ from stratagem.common.schema.document import (
     only_with,
 )
 from stratagem.common.schema.rules import rule
-from stratagem.common.strategy import (
-    AllReduce,
-    Custom,
-    DataParallel,
-    Federated,
-    Local,
-    ModelParallel,
-    ParameterServer,
-    PopulationBased,
-    Strategy,
-)
 
 # ---- Learning rate schedule ----
 #
@@ -56,7 +45,7 @@ _NEEDED: Final = {
 """The field that a curve needs, as a line."""
 _OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
 _EPSILON: Final = 1e-8
-"""Of torch's ReduceLROnPlateau: a rate that would change by no more than this stays as it is."""
+"""The change of a rate up to which torch's ReduceLROnPlateau leaves it as it is."""
 _ONLY_IN: Final = {
     "step_size_steps": "step",
     "milestones": "multistep",
@@ -209,24 +198,8 @@ class ScheduleSpec(Section):
 # member of its lineage.
 
 
-class _Job(Protocol):
-    """What is read here of a job."""
-
-    @property
-    def hyperparameter_schedule(self) -> "HyperparameterSchedule | None": ...
-    @property
-    def strategy(self) -> Strategy: ...
-    @property
-    def initial(self) -> Any: ...
-    @property
-    def evaluation(self) -> Any: ...
-    @property
-    def checkpoint(self) -> Any: ...
-    def optimizers(self) -> Mapping[str, Any]: ...
-
-
 class SettingSpec(Section):
-    """What the job trains with from a step on.
+    """The values that the job trains with from a step on.
 
     from_step: steps (rounds of a federation) behind the state that it begins with. seed: of all
     random numbers from there on, as in the job. params: fields of the job by dotted path, such as
@@ -266,60 +239,6 @@ class HyperparameterSchedule(Section):
         """Return the step at which each setting ends, in a job of this many steps."""
         ends = (setting.from_step for setting in self.settings[1:])
         return (*ends, self.last_step or num_steps)
-
-
-def check_schedule(job: _Job, num_steps: int | None) -> Iterator[Violation]:
-    """Yield why the hyperparameters of a job cannot change where it says so.
-
-    num_steps: of the whole training (rounds of a federated one), where the job says so.
-    """
-    schedule, name = job.hyperparameter_schedule, "hyperparameter_schedule"
-    if schedule is None:
-        return
-    kind = type(job.strategy).__name__
-    if isinstance(job.strategy, PopulationBased | Custom):
-        yield Violation(name, f"is not possible with strategy {kind}, which decides by itself")
-        return
-    if num_steps is None:
-        yield Violation("steps", f"missing; {name} counts in steps, for example steps: 1000")
-        return
-    if job.initial is not None and job.initial.resume:
-        yield Violation("initial.resume", f"is not possible with {name}, which begins at step 0")
-    if job.evaluation is not None and job.evaluation.stop is not None:
-        yield Violation(
-            "evaluation.stop", f"is not allowed with {name}, whose last_step is its end"
-        )
-    if any(optimizer.plateau is not None for optimizer in job.optimizers().values()):
-        text = f"is not allowed with {name}: a plateau is followed under one setting only"
-        yield Violation("optimizer.schedule", text)
-    if schedule.last_step is not None and schedule.last_step > num_steps:
-        text = f"{schedule.last_step} is more than the {num_steps} steps of the job"
-        yield Violation(f"{name}.last_step", text)
-    else:
-        yield from _uncommitted(job, schedule, num_steps)
-
-
-def _uncommitted(
-    job: _Job, schedule: HyperparameterSchedule, num_steps: int
-) -> Iterator[Violation]:
-    """Yield the ends of settings at which no segment ends, whatever number of rows there is."""
-    everies = {
-        "checkpoint.every": job.checkpoint.every,
-        "evaluation.every": job.evaluation.every if job.evaluation else None,
-    }
-    given = {field: every for field, every in everies.items() if every is not None}
-    if isinstance(job.strategy, Federated):
-        return  # each round is committed
-    for field, every in given.items():
-        if every.unit != "step":
-            text = f"'{every}' is not allowed with hyperparameter_schedule, which counts in steps"
-            yield Violation(field, text)
-            return
-    for end in schedule.ends(num_steps):
-        if end != num_steps and all(end % every.count for every in given.values()):
-            text = f"must be a divisor of {end}, so that what a setting has trained is committed"
-            yield Violation("checkpoint.every", text)
-            return
 
 
 # ---- Phases ----
@@ -401,14 +320,15 @@ class PhasesSpec(Section):
 
     @property
     def full_limits(self) -> tuple[int, int]:
-        """(least, most) Full steps of a cycle that adaptation may choose."""
+        """Return the least and the most Full steps of a cycle that adaptation may choose."""
         low, high = self.adaptive.min_full_steps, self.adaptive.max_full_steps
         least = max(2, self.full_steps // 2) if low is None else low
         return least, 4 * self.full_steps if high is None else high
 
     @property
     def predict_limits(self) -> tuple[int, int]:
-        """(least, most) Predict steps of a cycle that adaptation may choose; (0, 0) for never."""
+        """Return the least and the most Predict steps of a cycle that adaptation may choose; (0, 0)
+        for never."""
         if self.predict_steps == 0:
             return 0, 0
         low, high = self.adaptive.min_predict_steps, self.adaptive.max_predict_steps
@@ -427,30 +347,3 @@ class PhasesSpec(Section):
             if value > most:
                 text = f"{most} is less than {name}, {value}"
                 yield Violation(f"adaptive.max_{name}", text)
-
-
-def reason_against(strategy: Strategy) -> str | None:
-    """Why phases cannot run under this strategy; None where they can.
-
-    What decides the phases must be the same on all members, and is where every member holds the
-    sum over the whole batch and the whole model.
-    """
-    match strategy:
-        case Local():
-            return None
-        case DataParallel(aggregation=AllReduce() | ParameterServer()) | PopulationBased():
-            return reason_against(strategy.options.inner or Local())
-        case DataParallel():
-            return "not under Decentralized: each node has gradients of its own to predict from"
-        case Federated():
-            return (
-                "not under Federated: a client begins each round afresh, without a history to "
-                "predict from"
-            )
-        case ModelParallel():
-            return (
-                "not under ModelParallel: a stage sees only its own share of the gradient, and "
-                "whether a prediction was good is asked of the whole"
-            )
-        case Custom():
-            return "not under Custom: what it has its workers do is not known here"

@@ -235,7 +235,7 @@ def _options(structural: bool | None) -> DimensionOptions:
 
 
 def read_short_form(entries: Mapping[str, object]) -> SearchSpace:
-    """The search space of a mapping from a field's path to its range."""
+    """Return the search space of a mapping from a field's path to its range."""
     violations: list[Violation] = []
     dimensions: list[Dimension] = []
     for name, written in entries.items():
@@ -256,7 +256,7 @@ def read_short_form(entries: Mapping[str, object]) -> SearchSpace:
 
 
 def _as_written(field: str, dimensions: list[Dimension]) -> str:
-    """The place in the short form of what is wrong at a place of the canonical one."""
+    """Return the place in the short form of what is wrong at a place of the canonical one."""
     return re.sub(r"dimensions\[(\d+)\]", lambda place: dimensions[int(place[1])].name, field)
 
 

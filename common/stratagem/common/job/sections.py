@@ -1,12 +1,13 @@
 """This module defines the sections of a job: the model, the data, the evaluation, and the initial
 state.
 
-Each section checks itself; `JobSpec` checks what concerns several sections at once. User code is
+Each section checks itself; `rules.py` has what concerns several sections at once. User code is
 only named here (an entry point is text), never imported.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -18,12 +19,14 @@ from stratagem.common.job.fields import (
     RETURNED,
     Every,
     EveryField,
+    Mode,
     OrderSpec,
     StopSpec,
     check_loss_kwargs,
     check_loss_name,
     check_metric_name,
 )
+from stratagem.common.job.schedules import ScheduleSpec
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.schema.document import (
     Count,
@@ -40,14 +43,6 @@ from stratagem.common.schema.document import (
 )
 from stratagem.common.schema.json import FrozenDict
 from stratagem.common.schema.rules import rule
-from stratagem.common.strategy import (
-    Custom,
-    FedAvg,
-    Federated,
-    FedProx,
-    PopulationBased,
-    Strategy,
-)
 
 # ---- Sections ----
 
@@ -74,7 +69,7 @@ class ModelSpec(Section):
 
 
 def check_tensor_file(value: str) -> str:
-    """The path of a safetensors file, by its name; raises InvalidInputError for others."""
+    """Return the path of a safetensors file, by its name; raise InvalidInputError for others."""
     if not value.endswith(".safetensors"):
         raise InvalidInputError(f"{value!r} is not a .safetensors file; other formats can run code")
     return value
@@ -112,6 +107,11 @@ class DataSpec(Section):
         for name in ("kwargs", "collate", "readers", "streams", "shuffle_rows"):
             yield from only_with(self, name, "entrypoint")
 
+    @property
+    def is_stream(self) -> bool:
+        """Return whether the job itself says that its training rows come as a stream."""
+        return self.streams is not None or self.shuffle_rows is not None
+
 
 class LossSpec(Section):
     """The loss: the name of one of ours, or an entry point. Bare text is either.
@@ -145,7 +145,7 @@ class LossSpec(Section):
 
 
 def _not_too_many(metrics: object) -> object:
-    """Asked before each of them is looked at."""
+    """Refuse too many metrics before each of them is looked at."""
     if isinstance(metrics, list) and len(metrics) > MAX_METRICS and ids.are_checked():
         raise InvalidInputError(
             f"has {len(metrics)} items; at most {MAX_METRICS} items are allowed"
@@ -208,6 +208,33 @@ class EvaluationSpec(Section):
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class FollowedMetric:
+    """A metric by its name in a commit, and what counts as an improvement of it."""
+
+    name: str
+    mode: Mode
+    min_delta: float
+
+
+def stop_metric(evaluation: EvaluationSpec, spec: StopSpec) -> FollowedMetric:
+    """Return the metric that a stop follows, in a job that was checked."""
+    return _followed(evaluation, spec.metric, spec.mode, spec.min_delta)
+
+
+def plateau_metric(evaluation: EvaluationSpec, spec: ScheduleSpec) -> FollowedMetric:
+    """Return the metric that a plateau follows, in a job that was checked."""
+    return _followed(evaluation, spec.metric, spec.mode, spec.min_delta or 0.0)
+
+
+def _followed(
+    evaluation: EvaluationSpec, metric: str | None, mode: Mode | None, min_delta: float
+) -> FollowedMetric:
+    name = metric or evaluation.best
+    assert name is not None  # the job was checked
+    return FollowedMetric(f"{evaluation.split}.{name}", mode or evaluation.mode, min_delta)
+
+
 class CheckpointSpec(Section):
     """The interval at which the state is committed; None leaves it to the strategy."""
 
@@ -215,7 +242,7 @@ class CheckpointSpec(Section):
 
 
 class RecordingSpec(Section):
-    """What is recorded of the steps of a run; nothing of it changes what is computed.
+    """The records of the steps of a run, which change nothing of what is computed.
 
     steps: record them, which costs some microseconds each. observed: record, too, what depends on
     clocks and machines, such as rows per second. client_steps: record those of each client of a
@@ -319,40 +346,3 @@ class InitialSpec(Section):
         for name in ("step", "metrics", "average"):
             if getattr(self, name) is not None and (self.resume is None or self.digest is None):
                 yield Violation(name, "has a meaning only together with digest and resume")
-
-
-def check_resumed(
-    initial: InitialSpec | None, strategy: Strategy, num_steps: int | None
-) -> Iterator[Violation]:
-    """Yield why a job cannot go on from the state that it names.
-
-    num_steps: of the whole training (rounds of a federated one), where the job says so.
-    """
-    if initial is None or initial.resume is None:
-        return
-    if reason := why_not_resumed(strategy):
-        yield Violation("initial.resume", reason)
-    name = "strategy.rounds" if isinstance(strategy, Federated) else "steps"
-    if num_steps is not None and initial.step is not None and num_steps <= initial.step:
-        text = f"{num_steps} must be more than the {initial.step} of the state that is resumed"
-        yield Violation(name, text)
-
-
-def why_not_resumed(strategy: Strategy) -> str:
-    """Return why a commit of a run of this strategy is not all that another run needs to go on from
-    it; "" where it is."""
-    match strategy:
-        case PopulationBased():
-            return (
-                "is not possible under PopulationBased: a commit is the state of one member; give "
-                "its hyperparameters to a job without a population"
-            )
-        case Custom():
-            return "is not possible under Custom: what it keeps besides a state is not known here"
-        case Federated(aggregation=FedAvg() | FedProx()):
-            return ""
-        case Federated():
-            kind = type(strategy.aggregation).__name__
-            return f"is not possible with {kind}: what its server optimizer keeps is in no commit"
-        case _:
-            return ""

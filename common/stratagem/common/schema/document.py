@@ -85,7 +85,7 @@ class Section(BaseModel):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """The section from plain values, as JSON, YAML or TOML give them."""
+        """Return the section from plain values, as JSON, YAML or TOML give them."""
         plain = check_json(value)
         try:
             section = cls.model_validate(plain)
@@ -96,7 +96,7 @@ class Section(BaseModel):
         return section
 
     def document(self) -> dict[str, JSON]:
-        """The section as plain values: declared order, kwargs in key order, without what is
+        """Return the section as plain values: declared order, kwargs in key order, without what is
         absent. Raises InvalidInputError for a number that is not finite."""
         written: dict[str, JSON] = check_json(self.model_dump(mode="json"))  # type: ignore[assignment]
         return written
@@ -149,7 +149,7 @@ class Section(BaseModel):
 
 
 class _MadeInCode(type):
-    """Says in our words what is wrong with a value that code makes."""
+    """The class of values that code makes; it raises what is wrong with them in our words."""
 
     if not TYPE_CHECKING:  # type checkers see the constructor that is derived from the fields
 
@@ -274,7 +274,7 @@ def one_of(section: BaseModel, names: Sequence[str]) -> list[Violation]:
 
 
 def only_with(section: BaseModel, name: str, owner: str) -> list[Violation]:
-    """The violation if a field that belongs to another one is set without it."""
+    """Return the violation if a field that belongs to another one is set without it."""
     if not getattr(section, name) or getattr(section, owner) is not None:
         return []
     return [Violation(name, f"has a meaning only together with {owner}")]

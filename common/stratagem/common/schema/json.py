@@ -19,7 +19,7 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 2**16
-"""In one text; a megabyte of brackets would else take its reader many seconds."""
+"""The most values in one text: a megabyte of brackets would take its reader many seconds."""
 _MAX_PATHS: Final = 3
 """That a sentence suggests."""
 
@@ -39,12 +39,12 @@ def load_json(text: str, field: str = "") -> JSON:
 
 
 def dump_json(value: JSON) -> str:
-    """Compact JSON text, keys in the order of the value."""
+    """Return compact JSON text, keys in the order of the value."""
     return json.dumps(check_json(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def check_json(value: object, field: str = "", depth: int = 0) -> JSON:
-    """The value itself if it can be written as JSON and read back equal; tuples become lists."""
+    """Return the value if it can be written as JSON and read back equal; tuples become lists."""
     if depth > MAX_DEPTH:
         raise InvalidInputError.at(field, f"nested deeper than {MAX_DEPTH} levels")
     match value:
@@ -70,7 +70,7 @@ def check_json(value: object, field: str = "", depth: int = 0) -> JSON:
 
 
 def _inside(value: object, place: int | str, field: str, depth: int) -> JSON:
-    """A path is made only for a value that is wrong: there are many that are right."""
+    """Check a value inside another one; a path is made only for a wrong one, as most are right."""
     try:
         return check_json(value, "", depth + 1)
     except InvalidInputError as error:
@@ -90,14 +90,14 @@ def _check_number_of_values(value: object, field: str) -> None:
 
 
 def check_key(key: object, field: str) -> str:
-    """The key of an object, which JSON wants to be text."""
+    """Return the key of an object, which must be text in JSON."""
     if not isinstance(key, str):
         raise InvalidInputError.at(field, f"the key {key!r} is not text")
     return check_text(key, field)
 
 
 def check_text(value: str, field: str) -> str:
-    """The text, if it is valid Unicode: half a surrogate pair cannot be sent as UTF-8."""
+    """Return the text if it is valid Unicode: half a surrogate pair cannot be sent as UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -117,14 +117,14 @@ def sort_keys(value: JSON) -> JSON:
 
 
 def join(path: str, name: str) -> str:
-    """A dotted field path; list positions such as "[0]" are appended without a dot."""
+    """Return a dotted field path; list positions such as "[0]" are appended without a dot."""
     if not path or not name:
         return path or name
     return f"{path}{name}" if name.startswith("[") else f"{path}.{name}"
 
 
 def under(path: str, violations: Iterable[Violation]) -> tuple[Violation, ...]:
-    """The violations of an inner value, as seen from the document that holds it at `path`."""
+    """Return the violations of an inner value as seen from the document that has it at `path`."""
     return tuple(
         Violation(join(path, violation.field), violation.message) for violation in violations
     )
@@ -140,7 +140,7 @@ def item_of(items: list[JSON], key: str) -> int | None:
 
 
 def no_item(items: list[JSON], key: str) -> str:
-    """The sentence for a list without the item that a path names."""
+    """Return the sentence for a list without the item that a path names."""
     names = [str(_name(item)) for item in items if isinstance(item, dict) and _name(item)]
     named = f", named {', '.join(names)}" if names else ""
     places = f"0 to {len(items) - 1}" if items else "none"
@@ -183,20 +183,20 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" if a known name is close to the word, else ""."""
+    """Return "; did you mean X?" if a known name is close to the word, else ""."""
     name = closest(word, known)
     return "" if name is None else f"; did you mean {name}?"
 
 
 def not_one_of(value: object, known: Iterable[str]) -> str:
-    """The sentence for a value that is not among the known names."""
+    """Return the sentence for a value that is not among the known names."""
     names = tuple(known)
     hint = suggest(value, names) if isinstance(value, str) else ""
     return f"{value!r} is not one of {', '.join(names)}{hint}"
 
 
 def unknown_key(key: str, known: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
-    """The sentence for a key that a strict document does not have.
+    """Return the sentence for a key that a strict document does not have.
 
     elsewhere: paths of keys in its sections that may be meant; one of the very name is likelier
     than a similar name here.

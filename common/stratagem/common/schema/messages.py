@@ -122,8 +122,8 @@ def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
 
 
 def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
-    """The paths at which the classes inside this one have a key of this name, or of a name that
-    begins with it."""
+    """Return the paths at which the classes inside this one have a key of this name, or of a name
+    that begins with it."""
     found = dict.fromkeys(
         join(name, inner)
         for name, info in fields.items()
@@ -135,7 +135,7 @@ def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
 
 
 def _classes_beside(annotation: Any) -> Iterator[Any]:
-    """The classes whose keys a field may have; not those of the items of a list."""
+    """Yield the classes whose keys a field may have; not those of the items of a list."""
     if hasattr(annotation, "__pydantic_fields__"):
         yield annotation
     if get_origin(annotation) in (Annotated, Union, UnionType):
@@ -144,7 +144,7 @@ def _classes_beside(annotation: Any) -> Iterator[Any]:
 
 
 def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:
-    """The path of what is wrong, and the field that it is in."""
+    """Return the path of what is wrong, and the field that it is in."""
     if not details["loc"]:
         return "", None
     first, *further = details["loc"]
@@ -159,8 +159,9 @@ def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:
 
 
 def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
-    """Says which of several classes an object may stand for; the class is named under a key."""
-    tag = next(part.discriminator for part in metadata_of(info) if _has_discriminator(part))
+    """Return which of several classes an object may stand for; the class is named under a key."""
+    tags = (getattr(part, "discriminator", None) for part in metadata_of(info))
+    tag = next(each for each in tags if each is not None)
     value, context = details["input"], details.get("ctx", {})
     names = re.findall(r"'([^']*)'", context.get("expected_tags", "")) or _tags(info, str(tag))
     if not isinstance(value, Mapping):
@@ -174,10 +175,6 @@ def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
         text = f"missing; one of {', '.join(names)}, for example {tag}: {names[0]}"
         return Violation(join(path, str(tag)), text)
     return Violation(join(path, str(tag)), not_one_of(value[tag], names))
-
-
-def _has_discriminator(part: Any) -> bool:
-    return isinstance(part, FieldInfo) and part.discriminator is not None
 
 
 def _tags(info: FieldInfo, tag: str) -> list[str]:
@@ -210,7 +207,7 @@ def _sentence(details: ErrorDetails, info: FieldInfo | None) -> str:
 
 
 def _range(bound: str, limit: float, info: FieldInfo | None) -> str:
-    """The whole range of a number of which one bound was broken."""
+    """Return the whole range of a number of which one bound was broken."""
     limits = {
         name: value
         for part in (metadata_of(info) if info else ())

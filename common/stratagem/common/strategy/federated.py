@@ -1,13 +1,13 @@
-"""This module defines the `options` of the Federated strategy: the behaviour of a round beyond its
-shared form.
+"""This module defines the sections of the `options` of the Federated strategy: the behaviour of a
+round beyond its shared form.
 
-A new option is one line of `FederatedOptions`, and a section is a class.
+A new option is one line of `FederatedOptions`, and a section is a class here.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, assert_never
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, assert_never
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
@@ -16,9 +16,6 @@ from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.schema.document import (
     MAX_UNSIGNED,
     DocumentValue,
-    NonEmptyItems,
-    NonEmptyText,
-    NotNegative,
     Positive,
     SharedCount,
 )
@@ -26,16 +23,7 @@ from stratagem.common.schema.json import JSON
 from stratagem.common.schema.rules import rule
 from stratagem.common.strategy.choices import (
     Discount,
-    FedAvg,
-    FederatedAggregation,
-    FedProx,
-    ServerOptimizer,
 )
-from stratagem.common.strategy.regions import Regions
-from stratagem.common.strategy.secure import SecureAggregation
-
-if TYPE_CHECKING:
-    from stratagem.common.strategy.strategies import StrategyField
 
 # ---- Membership ----
 #
@@ -47,7 +35,7 @@ DEFAULT_WAIT_S: Final = 86_400.0
 
 
 class Roster(DocumentValue, is_extras=True):
-    """Who is a client, and how long the federation waits for clients.
+    """The clients of a federation, and how long it waits for them.
 
     open: clients join, leave and come back while the run goes on, num_clients at most; otherwise
     there are exactly num_clients from the start. min_clients: how many must be able to take part
@@ -86,7 +74,7 @@ class Strikes(DocumentValue, is_extras=True):
 # The section `options.ditto` trains a model of each client's own beside the global one.
 
 KEY: Final = "lambda"
-"""As documents have it; Python has the word already."""
+"""The key in documents; in Python it is a keyword."""
 
 
 class Ditto(DocumentValue, is_extras=True):
@@ -113,86 +101,6 @@ class Ditto(DocumentValue, is_extras=True):
         return {
             name.removesuffix("_"): plain for name, plain in super()._write(made, write).items()
         }
-
-
-# ---- Weights ----
-#
-# The options `q`, `normalize` and `control` make updates of a round count otherwise than by rows.
-# The checks here concern the strategy alone; those of the clients' optimizer are in
-# job/training_rules.py.
-
-
-def check_weighing(
-    options: "FederatedOptions", aggregation: FederatedAggregation
-) -> Iterator[Violation]:
-    """Yield what the strategy says besides that does not go together with how updates weigh."""
-    if options.q is not None:
-        yield from _against_q(options, aggregation)
-    if options.normalize is not None:
-        yield from _against_normalize(options)
-    if options.control is not None:
-        yield from _against_control(options, aggregation)
-
-
-def _against_q(
-    options: "FederatedOptions", aggregation: FederatedAggregation
-) -> Iterator[Violation]:
-    if not isinstance(aggregation, FedAvg):
-        text = f"is of FedAvg only; the aggregation is {type(aggregation).__name__}"
-        yield Violation("options.q", text)
-    if options.server_optimizer is not None:
-        text = "is not possible with q, which says itself how far a round goes; leave one out"
-        yield Violation("options.server_optimizer", text)
-    if options.robust is not None:
-        text = (
-            "is not possible with q, by which a client has the more say the worse it claims to be"
-        )
-        yield Violation("options.robust", text)
-    if options.late_updates != "refuse":
-        text = "is not possible with q: the loss of a late client is that of another state"
-        yield Violation("options.late_updates", text)
-    if options.inner is not None:
-        text = "is not possible with q: a silo does not measure its loss before it trains"
-        yield Violation("options.inner", text)
-
-
-def _against_normalize(options: "FederatedOptions") -> Iterator[Violation]:
-    if options.q is not None:
-        text = "is not possible with q, which takes a change for a gradient as it is; leave one out"
-        yield Violation("options.normalize", text)
-    if options.robust is not None:
-        text = "is not possible with normalize, by which who claims few steps counts more"
-        yield Violation("options.robust", text)
-    if options.late_updates != "refuse":
-        text = "is not possible with normalize: how far clients go is a mean over those of a round"
-        yield Violation("options.late_updates", text)
-    if options.inner is not None:
-        text = "is not possible with normalize: how far a silo goes its own strategy decides"
-        yield Violation("options.inner", text)
-
-
-def _against_control(
-    options: "FederatedOptions", aggregation: FederatedAggregation
-) -> Iterator[Violation]:
-    together = "is not possible with control: scaffold"
-    if isinstance(aggregation, FedProx) and aggregation.mu:
-        text = f"{together}, which takes the term of FedProx for a gradient of the rows; use FedAvg"
-        yield Violation("aggregation.mu", text)
-    for name, why in {
-        "q": "in which each client counts as one",
-        "normalize": "in which each change counts as it is",
-        "robust": "whose common state is a sum over clients, which one false one leads anywhere",
-        "personal": "which is not defined for tensors that are not shared",
-        "ditto": "which is not defined beside a second model",
-    }.items():
-        if getattr(options, name) is not None:
-            yield Violation(f"options.{name}", f"{together}, {why}; leave one out")
-    if options.late_updates != "refuse":
-        text = f"{together}: a late update was corrected by the common state of another round"
-        yield Violation("options.late_updates", text)
-    if options.open_roster is not None:
-        text = f"{together}, which divides by the number of all clients; give a fixed roster"
-        yield Violation("options.roster.open", text)
 
 
 # ---- Robust rules ----
@@ -315,7 +223,7 @@ REFUSE: Final = "refuse"
 
 
 def _check_quorum(value: object) -> int | float | None:
-    """A whole number is a count of clients, another number a share of them."""
+    """Return a quorum: a whole number is a count of clients, another one a share of them."""
     if value is None or (type(value) is int and 1 <= value <= MAX_UNSIGNED):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -337,123 +245,7 @@ def _read_late_updates(value: object) -> Discount | Literal["refuse"]:
     return Discount(value["discount"])
 
 
-_LateUpdates: TypeAlias = Annotated[
+Quorum: TypeAlias = Annotated[float | int | None, PlainValidator(_check_quorum)]
+LateUpdates: TypeAlias = Annotated[
     Discount | Literal["refuse"], BeforeValidator(_read_late_updates)
 ]
-
-
-class FederatedOptions(DocumentValue, is_extras=True):
-    """Options of what a round does beyond its shared form.
-
-    quorum: how many of the selected clients make a round: a share (float) or a count (int);
-    None = all that do not fail, however long it takes, at least one. round_deadline_s: when to
-    settle for the quorum. on_client_error: "reject" leaves a client that fails out of the round,
-    "fail" ends the run with it. on_missing_quorum: "fail" ends a run whose round has too few
-    updates; "wait" waits for more, and asks failed clients again once their worker is a new one.
-    server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
-    mean is it. over_select: how many clients more than needed are drawn; the round closes with the
-    first that suffice. late_updates: "refuse", or how an update counts whose round has closed.
-    max_staleness: how many rounds late an update may be, where they are not refused. inner: how a
-    client trains when it is several workers, a silo; one worker unless given. robust: what takes
-    the place of the weighted mean, so that a minority of false updates leads the model nowhere.
-    roster: who takes part; num_clients from the start unless given. strikes: when a client that
-    keeps failing is left alone for some rounds; never unless given. q: how much more a
-    client counts the higher its loss, q-FedAvg; by rows unless given. normalize:
-    "fednova" divides the change of a client by how far its steps can go; undivided unless given.
-    control: "scaffold" corrects each step of a client by how its gradient differs from that of all;
-    uncorrected unless given.
-    personal: patterns of the names of tensors that each client trains for itself, and that are
-    never sent. ditto: each client also trains a whole model of its own, near the global one.
-    regions: clients, or sites, that are added up together before all are, by region; all at once
-    unless given.
-    secure_aggregation: the coordinator learns the sum of the updates and none of them; it sees them
-    all unless given.
-    """
-
-    local_epochs: SharedCount = 1
-    quorum: Annotated[float | int | None, PlainValidator(_check_quorum)] = None
-    round_deadline_s: Positive | None = None
-    server_learning_rate: Positive = DEFAULT_SERVER_LEARNING_RATE
-    server_optimizer: Annotated[ServerOptimizer, Field(discriminator="name")] | None = None
-    over_select: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
-    late_updates: _LateUpdates = REFUSE
-    max_staleness: SharedCount = DEFAULT_MAX_STALENESS
-    inner: "StrategyField | None" = None
-    on_client_error: Literal["reject", "fail"] = "reject"
-    on_missing_quorum: Literal["fail", "wait"] = "fail"
-    robust: Annotated[RobustRule, Field(discriminator="name")] | None = None
-    roster: Roster | None = None
-    strikes: Strikes | None = None
-    q: NotNegative | None = None
-    normalize: Literal["fednova"] | None = None
-    control: Literal["scaffold"] | None = None
-    personal: NonEmptyItems[NonEmptyText] | None = None
-    ditto: Ditto | None = None
-    regions: Regions = None
-    secure_aggregation: SecureAggregation | None = None
-
-    @rule
-    def _deadline(self) -> Iterator[Violation]:
-        if self.round_deadline_s is not None and self.quorum is None:
-            text = "missing; round_deadline_s says when to settle for it, for example quorum: 0.5"
-            yield Violation("quorum", text)
-
-    @rule
-    def _late_updates(self) -> Iterator[Violation]:
-        if self.late_updates == REFUSE:
-            if self.max_staleness != DEFAULT_MAX_STALENESS:
-                text = 'late_updates is "refuse", so no update is stale; give it a discount'
-                yield Violation("max_staleness", text)
-        elif self.robust is not None:
-            text = "robust compares updates that began from one state, and late ones did not"
-            yield Violation("late_updates", text)
-        elif self.round_deadline_s is None and not self.over_select:
-            text = "no client is ever late without round_deadline_s or over_select; set one"
-            yield Violation("late_updates", text)
-
-    @rule
-    def _strikes(self) -> Iterator[Violation]:
-        if self.strikes is not None and self.on_client_error == "fail":
-            text = 'no client fails twice: on_client_error is "fail"; use "reject"'
-            yield Violation("strikes", text)
-
-    @rule
-    def _client_state(self) -> Iterator[Violation]:
-        for name in ("personal", "ditto", "control"):
-            if getattr(self, name) is not None and self.inner is not None:
-                text = "a silo trains on several workers, and what a client keeps lies on one"
-                yield Violation(name, f"{text}; leave inner out")
-        if self.personal is not None and self.ditto is not None:
-            text = "keeps a whole model at each client already; leave personal or it out"
-            yield Violation("ditto", text)
-
-    @rule
-    def _open_roster(self) -> Iterator[Violation]:
-        roster = self.open_roster
-        if roster is None:
-            return
-        if self.inner is not None:
-            text = "a silo is several workers, and who joins an open roster is one; leave one out"
-            yield Violation("roster.open", text)
-        if type(self.quorum) is int and self.quorum > roster.min_clients:
-            text = f"{self.quorum} is more than roster.min_clients, {roster.min_clients}"
-            yield Violation("quorum", f"{text}: a round could not close")
-        fewest = fewest_updates(self.robust)
-        if fewest > roster.min_clients:
-            text = f"{roster.min_clients} is less than the {fewest} updates that robust needs"
-            yield Violation("roster.min_clients", text)
-
-    @property
-    def has_client_state(self) -> bool:
-        """Whether clients keep something of their own from one round to the next."""
-        return self.has_own_models or self.control is not None
-
-    @property
-    def has_own_models(self) -> bool:
-        """Whether what a client keeps is part of the model that it evaluates, or the whole."""
-        return self.personal is not None or self.ditto is not None
-
-    @property
-    def open_roster(self) -> Roster | None:
-        """The roster, where clients join and leave while the run goes on."""
-        return self.roster if self.roster is not None and self.roster.open else None

@@ -34,9 +34,9 @@ OuterField: TypeAlias = Annotated[OuterOptimizer, Field(discriminator="name")]
 
 
 DEFAULT_OUTER: Final = Nesterov()
-"""Of a job that names none."""
+"""The outer optimizer of a job that names none."""
 DEFAULT_MIX: Final = 0.5
-"""Where there is an overlap."""
+"""The default where there is an overlap."""
 DEFAULT_UPLOAD_EVERY: Final = 10
 """Commits from one that has all that only one worker has to the next."""
 
@@ -53,7 +53,7 @@ class OuterSchedule(Protocol):
 
 
 class Due(NamedTuple):
-    """What is due for a fragment: its cut, or the application of what was cut."""
+    """A task for a fragment: its cut, or the application of what was cut."""
 
     fragment: int
     is_cut: bool
@@ -98,6 +98,6 @@ def due_after(step: int, schedule: OuterSchedule, num_steps: int) -> list[Due]:
 
 
 def _fragment_at(step: int, schedule: OuterSchedule) -> int:
-    """The fragment that is cut after this step, which ends a part of a round."""
+    """Return the fragment that is cut after this step, which ends a part of a round."""
     assert schedule.local_steps is not None
     return (step * schedule.fragments // schedule.local_steps - 1) % schedule.fragments

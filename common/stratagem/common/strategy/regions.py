@@ -6,15 +6,12 @@ The tree of the sum is part of the job, and decides its bits; where a region is 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.schema.json import FrozenDict, frozen
-
-if TYPE_CHECKING:
-    from stratagem.common.strategy.federated import FederatedOptions
 
 _FIELD: Final = "options.regions"
 _MAX_NAMED: Final = 8
@@ -56,21 +53,6 @@ def members_of(regions: Mapping[str, Any]) -> list[Any]:
     return [member for region in sorted(regions) for member in regions[region]]
 
 
-def check_regions(options: "FederatedOptions", num_clients: int) -> Iterator[Violation]:
-    """Yield what is wrong with the regions: clients in none or in two, and what does not go
-    together with them."""
-    if options.regions is None:
-        return
-    wrong = [*check_members(options.regions, num_clients)]
-    num_members = len(members_of(options.regions))
-    yield from wrong
-    if not wrong and num_members != num_clients:  # of sites: numbers have been counted
-        text = f"has {num_members} sites, and num_clients is {num_clients}; name each of them"
-        yield Violation(_FIELD, text)
-    for name, text in against_regions(options).items():
-        yield Violation(f"options.{name}", f"is not possible with regions: {text}")
-
-
 def check_members(regions: Mapping[str, Any], num_clients: int) -> Iterator[Violation]:
     """Yield the clients that are in none of the regions, or in two, and numbers of none."""
     members = members_of(regions)
@@ -82,29 +64,6 @@ def check_members(regions: Mapping[str, Any], num_clients: int) -> Iterator[Viol
             yield Violation(_FIELD, text)
         if missing := sorted(set(range(num_clients)) - set(members)):
             yield Violation(_FIELD, f"{_said(missing)} in no region; each client is in one")
-
-
-def against_regions(options: "FederatedOptions") -> dict[str, str]:
-    """Return the other options that a sum by regions has no meaning for, and why."""
-    found = {}
-    if options.robust is not None:
-        found["robust"] = "a robust rule compares all updates, and a region tells only their sum"
-    if options.q is not None:
-        found["q"] = "a client's weight depends on the losses of all others"
-    if options.normalize is not None:
-        found["normalize"] = "how far a round goes depends on the steps of all clients"
-    if options.control is not None:
-        found["control"] = "the common state of scaffold is that of all clients together"
-    if options.late_updates != "refuse":
-        found["late_updates"] = "a late update has another base than the sum of its region"
-    if options.secure_aggregation is not None:
-        found["secure_aggregation"] = "masks go out of the sum of all clients alone"
-    for name in ("personal", "ditto"):
-        if getattr(options, name) is not None:
-            found[name] = "what clients keep to themselves is not defined by region"
-    if options.open_roster is not None:
-        found["roster.open"] = "who joins later is in none"
-    return found
 
 
 def _said(members: list[Any]) -> str:

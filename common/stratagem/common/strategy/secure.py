@@ -1,7 +1,7 @@
-"""How a federation adds up updates that nobody sees: the section `options.secure_aggregation`.
+"""The section `options.secure_aggregation`: a federation adds up updates that nobody sees.
 
-Says what its numbers mean and what does not go together with it in a strategy; how masks are made
-is no concern of this module.
+Defines its numbers and what does not go together with it in a strategy; the masks are made
+elsewhere.
 """
 
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ class SecureAggregation(DocumentValue, is_extras=True):
 
     @property
     def max_weight(self) -> int:
-        """What a client counts at most."""
+        """Return the most that a client counts."""
         return self.max_rows or 1
 
     def weight(self, num_rows: int) -> int:

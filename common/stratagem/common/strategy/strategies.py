@@ -8,7 +8,7 @@ only this project has are under `options`.
 
 from collections.abc import Iterator
 from dataclasses import field
-from typing import Annotated, Final, Literal, TypeAlias, assert_never
+from typing import Annotated, Any, Final, Literal, TypeAlias, assert_never
 
 from pydantic import Field
 from pydantic.dataclasses import rebuild_dataclass
@@ -21,16 +21,18 @@ from stratagem.common.schema.document import (
     NonEmptyItems,
     NonEmptyText,
     NoOptions,
+    NotNegative,
+    Positive,
     Section,
     SharedCount,
     UpTo,
     ZeroToBelowOne,
 )
 from stratagem.common.schema.json import JSON, dump_json, load_json
-from stratagem.common.schema.rules import differing, rule
+from stratagem.common.schema.rules import rule
+from stratagem.common.schema.table import found_in
 from stratagem.common.strategy.choices import (
     AUTO,
-    AllReduce,
     ClientSelection,
     CommunicationProtocol,
     DataStore,
@@ -38,21 +40,24 @@ from stratagem.common.strategy.choices import (
     ExploitStrategy,
     ExploreStrategy,
     FederatedAggregation,
-    FedYogi,
     GradientAggregation,
     ParameterServer,
     Partition,
-    Pipeline,
     Random,
     ScheduleName,
+    ServerOptimizer,
     num_drawn,
 )
 from stratagem.common.strategy.federated import (
+    DEFAULT_MAX_STALENESS,
     DEFAULT_SERVER_LEARNING_RATE,
     REFUSE,
-    FederatedOptions,
-    check_weighing,
-    too_few,
+    Ditto,
+    LateUpdates,
+    Quorum,
+    RobustRule,
+    Roster,
+    Strikes,
 )
 from stratagem.common.strategy.local_steps import (
     DEFAULT_MIX,
@@ -61,9 +66,14 @@ from stratagem.common.strategy.local_steps import (
     OuterField,
     OuterOptimizer,
 )
-from stratagem.common.strategy.nested_regions import check_nested
-from stratagem.common.strategy.regions import check_regions
-from stratagem.common.strategy.secure import against_secure_aggregation, wrong_numbers
+from stratagem.common.strategy.regions import Regions, are_named, members_of
+from stratagem.common.strategy.rules import (
+    DATA_PARALLEL,
+    FEDERATED,
+    FEDERATED_OPTIONS,
+    MODEL_PARALLEL,
+)
+from stratagem.common.strategy.secure import SecureAggregation
 
 # ---- Strategies ----
 
@@ -143,86 +153,18 @@ class DataParallel(DocumentValue, tag="type"):
     options: DataParallelOptions = field(default_factory=DataParallelOptions)
 
     @rule
-    def _number(self) -> Iterator[Violation]:
-        if self.options.min_replicas > self.num_replicas:
-            text = f"{self.options.min_replicas} is more than num_replicas, {self.num_replicas}"
-            yield Violation("options.min_replicas", text)
+    def _together(self) -> Iterator[Violation]:
+        return found_in(DATA_PARALLEL, self)
 
     @rule
-    def _aggregation(self) -> Iterator[Violation]:
-        kind = type(self.aggregation).__name__
-        if kind != "AllReduce" and self.options.all_reduce != DIRECT_ALL_REDUCE:
-            yield Violation("options.all_reduce", f"{kind} has none; AllReduce has")
-        if kind != "Decentralized" and self.options.consensus_every is not None:
-            text = f"{kind} keeps all replicas equal; Decentralized does not"
-            yield Violation("options.consensus_every", text)
-
-    @rule
-    def _slices(self) -> Iterator[Violation]:
-        if self.options.partition_state == WHOLE_STATE:
-            if self.options.mirror is not None:
-                text = "each worker has the whole state already; belongs to partition_state"
-                yield Violation("options.mirror", f"{text}: optimizer or full")
-        elif reason := self._why_not_partitioned():
-            yield Violation("options.partition_state", reason)
-
-    def _why_not_partitioned(self) -> str:
-        """Return why workers cannot keep slices of one state; "" where they can."""
-        options = self.options
-        if not isinstance(self.aggregation, AllReduce):
-            kind = type(self.aggregation).__name__
-            return f"{kind} brings every sum to every worker; AllReduce leaves slices with them"
-        if options.all_reduce != DIRECT_ALL_REDUCE:
-            return f"{options.all_reduce} all-reduce leaves no sums with workers; direct does"
-        if options.local_steps is not None:
-            return "replicas with local_steps have an optimizer each, of their own parameters"
-        if not isinstance(options.inner, Local | DataParallel | None):
-            return f"{describe(options.inner)} keeps a part of the state on each worker already"
-        return ""
-
-    @rule
-    def _only_with_local_steps(self) -> Iterator[Violation]:
-        if self.options.local_steps is None:
-            names = ("outer", "outer_bits", "fragments", "overlap_steps", "mix", "upload_every")
-            for name in differing(self.options, DataParallelOptions(), names):
-                text = "has a meaning only together with local_steps"
-                yield Violation(f"options.{name}", text)
-
-    @rule
-    def _local_steps(self) -> Iterator[Violation]:
-        options = self.options
-        if options.local_steps is None:
-            return
-        if options.inner is not None and not isinstance(options.inner, Local):
-            text = f"{describe(options.inner)} cannot take local steps; a single worker, Local, can"
+    def _inner(self) -> Iterator[Violation]:
+        options, inner = self.options, self.options.inner
+        if partitions_state(self) and not isinstance(inner, Local | DataParallel | None):
+            text = f"{describe(inner)} keeps a part of the state on each worker already"
+            yield Violation("options.partition_state", text)
+        if options.local_steps is not None and not isinstance(inner, Local | None):
+            text = f"{describe(inner)} cannot take local steps; a single worker, Local, can"
             yield Violation("options.inner", text)
-        if isinstance(self.aggregation, Decentralized):
-            text = "Decentralized joins nodes after every step; AllReduce and ParameterServer wait"
-            yield Violation("options.local_steps", text)
-        elif isinstance(self.aggregation, AllReduce) and options.all_reduce != DIRECT_ALL_REDUCE:
-            text = f"{options.all_reduce} does not go together with local_steps; direct does"
-            yield Violation("options.all_reduce", text)
-
-    @rule
-    def _fragments(self) -> Iterator[Violation]:
-        options = self.options
-        if options.local_steps is None:
-            return
-        period, rest = divmod(options.local_steps, options.fragments)
-        if rest or not period:
-            text = f"{options.fragments} does not divide local_steps, {options.local_steps}"
-            yield Violation("options.fragments", text)
-        elif options.overlap_steps > period:
-            text = (
-                f"{options.overlap_steps} is more than the {period} steps from one fragment to the "
-                "next, local_steps / fragments"
-            )
-            yield Violation("options.overlap_steps", text)
-        elif isinstance(self.aggregation, ParameterServer):
-            names = ("fragments", "overlap_steps")
-            for name in differing(options, DataParallelOptions(), names):
-                text = "ParameterServer sums all parameters in one step; AllReduce has fragments"
-                yield Violation(f"options.{name}", text)
 
 
 class ModelParallelOptions(DocumentValue, is_extras=True):
@@ -242,11 +184,78 @@ class ModelParallel(DocumentValue, tag="type"):
     options: ModelParallelOptions = ModelParallelOptions()
 
     @rule
-    def _schedule(self) -> Iterator[Violation]:
-        is_default = self.options.schedule == AUTO
-        if not isinstance(self.communication, Pipeline) and not is_default:
-            text = f"belongs to Pipeline only, not to {type(self.communication).__name__}"
-            yield Violation("options.schedule", text)
+    def _together(self) -> Iterator[Violation]:
+        return found_in(MODEL_PARALLEL, self)
+
+
+class FederatedOptions(DocumentValue, is_extras=True):
+    """Options of what a round does beyond its shared form.
+
+    quorum: how many of the selected clients make a round: a share (float) or a count (int);
+    None = all that do not fail, however long it takes, at least one. round_deadline_s: when to
+    settle for the quorum. on_client_error: "reject" leaves a client that fails out of the round,
+    "fail" ends the run with it. on_missing_quorum: "fail" ends a run whose round has too few
+    updates; "wait" waits for more, and asks failed clients again once their worker is a new one.
+    server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
+    mean is it. over_select: how many clients more than needed are drawn; the round closes with the
+    first that suffice. late_updates: "refuse", or how an update counts whose round has closed.
+    max_staleness: how many rounds late an update may be, where they are not refused. inner: how a
+    client trains when it is several workers, a silo; one worker unless given. robust: what takes
+    the place of the weighted mean, so that a minority of false updates leads the model nowhere.
+    roster: who takes part; num_clients from the start unless given. strikes: when a client that
+    keeps failing is left alone for some rounds; never unless given. q: how much more a
+    client counts the higher its loss, q-FedAvg; by rows unless given. normalize:
+    "fednova" divides the change of a client by how far its steps can go; undivided unless given.
+    control: "scaffold" corrects each step of a client by how its gradient differs from that of all;
+    uncorrected unless given.
+    personal: patterns of the names of tensors that each client trains for itself, and that are
+    never sent. ditto: each client also trains a whole model of its own, near the global one.
+    regions: clients, or sites, that are added up together before all are, by region; all at once
+    unless given.
+    secure_aggregation: the coordinator learns the sum of the updates and none of them; it sees them
+    all unless given.
+    """
+
+    local_epochs: SharedCount = 1
+    quorum: Quorum = None
+    round_deadline_s: Positive | None = None
+    server_learning_rate: Positive = DEFAULT_SERVER_LEARNING_RATE
+    server_optimizer: Annotated[ServerOptimizer, Field(discriminator="name")] | None = None
+    over_select: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
+    late_updates: LateUpdates = REFUSE
+    max_staleness: SharedCount = DEFAULT_MAX_STALENESS
+    inner: "StrategyField | None" = None
+    on_client_error: Literal["reject", "fail"] = "reject"
+    on_missing_quorum: Literal["fail", "wait"] = "fail"
+    robust: Annotated[RobustRule, Field(discriminator="name")] | None = None
+    roster: Roster | None = None
+    strikes: Strikes | None = None
+    q: NotNegative | None = None
+    normalize: Literal["fednova"] | None = None
+    control: Literal["scaffold"] | None = None
+    personal: NonEmptyItems[NonEmptyText] | None = None
+    ditto: Ditto | None = None
+    regions: Regions = None
+    secure_aggregation: SecureAggregation | None = None
+
+    @rule
+    def _together(self) -> Iterator[Violation]:
+        return found_in(FEDERATED_OPTIONS, self)
+
+    @property
+    def has_client_state(self) -> bool:
+        """Return whether clients keep something of their own from one round to the next."""
+        return self.has_own_models or self.control is not None
+
+    @property
+    def has_own_models(self) -> bool:
+        """Return whether a client keeps the model that it evaluates, or a part of it."""
+        return self.personal is not None or self.ditto is not None
+
+    @property
+    def open_roster(self) -> Roster | None:
+        """Return the roster if clients join and leave while the run goes on."""
+        return self.roster if self.roster is not None and self.roster.open else None
 
 
 class Federated(DocumentValue, tag="type"):
@@ -259,61 +268,11 @@ class Federated(DocumentValue, tag="type"):
     options: FederatedOptions = field(default_factory=FederatedOptions)
 
     @rule
-    def _quorum(self) -> Iterator[Violation]:
-        if type(self.options.quorum) is int and self.options.quorum > self.num_clients:
-            text = f"{self.options.quorum} is more than num_clients, {self.num_clients}"
-            yield Violation("options.quorum", text)
+    def _together(self) -> Iterator[Violation]:
+        return found_in(FEDERATED, self)
 
-    @rule
-    def _roster(self) -> Iterator[Violation]:
-        roster = self.options.open_roster
-        if roster is not None and roster.min_clients > self.num_clients:
-            text = f"{roster.min_clients} is more than num_clients, {self.num_clients}"
-            yield Violation("options.roster.min_clients", text)
-
-    @rule
-    def _server_optimizer(self) -> Iterator[Violation]:
-        options, has_one = self.options, isinstance(self.aggregation, FedYogi)
-        if not has_one and options.server_learning_rate != DEFAULT_SERVER_LEARNING_RATE:
-            text = f"{type(self.aggregation).__name__} has no server optimizer; FedYogi has"
-            yield Violation("options.server_learning_rate", text)
-        if has_one and options.server_optimizer is not None:
-            text = "FedYogi is a server optimizer already; use FedAvg or FedProx"
-            yield Violation("options.server_optimizer", text)
-
-    @rule
-    def _drawn(self) -> Iterator[Violation]:
-        options, name = self.options, type(self.client_selection).__name__
-        if options.over_select and name != "Random":
-            text = f"{name} leaves no clients to draw more from; Random does"
-            yield Violation("options.over_select", text)
-        if options.late_updates != REFUSE and name != "Random":
-            text = f"{name} selects the same clients in every round, so no late one is left over"
-            yield Violation("options.late_updates", f"{text}; Random does not")
-
-    @rule
-    def _robust(self) -> Iterator[Violation]:
-        yield from too_few(self.options.robust, self._num_selected(), self.options.quorum)
-
-    @rule
-    def _weighing(self) -> Iterator[Violation]:
-        yield from check_weighing(self.options, self.aggregation)
-
-    @rule
-    def _regions(self) -> Iterator[Violation]:
-        if isinstance(self.options.inner, Federated):
-            yield from check_nested(self, self.options.inner)
-        else:
-            yield from check_regions(self.options, self.num_clients)
-
-    @rule
-    def _secure_aggregation(self) -> Iterator[Violation]:
-        spec = self.options.secure_aggregation
-        if spec is not None:
-            yield from against_secure_aggregation(self.options)
-            yield from wrong_numbers(spec, self.num_clients, self._num_selected())
-
-    def _num_selected(self) -> int:
+    @property
+    def num_selected(self) -> int:
         """Return the clients of a round; at most, where their tags decide."""
         if isinstance(self.client_selection, Random):
             return num_drawn(self.client_selection.fraction, self.num_clients)
@@ -352,12 +311,11 @@ class Custom(DocumentValue, tag="type"):
 Strategy: TypeAlias = Local | DataParallel | ModelParallel | Federated | PopulationBased | Custom
 StrategyField: TypeAlias = Annotated[Strategy, Field(discriminator="type")]
 for _holder in (DataParallelOptions, FederatedOptions, PopulationOptions):
-    # They name what stands after them, or in another module.
-    rebuild_dataclass(_holder, _types_namespace={"StrategyField": StrategyField})  # type: ignore[arg-type]
+    rebuild_dataclass(_holder)  # type: ignore[arg-type]  # they name what stands after them
 
 
 def describe(strategy: Strategy) -> str:
-    """The short name that people see, such as "DataParallel/AllReduce"."""
+    """Return the short name that people see, such as "DataParallel/AllReduce"."""
     match strategy:
         case Local():
             return "Local"
@@ -379,12 +337,24 @@ def is_distributed(strategy: Strategy) -> bool:
     return not isinstance(strategy, Local)
 
 
+def levels(strategy: Strategy, path: str = "strategy") -> Iterator[tuple[str, Strategy]]:
+    """Yield a strategy and those inside of it, from the outermost one, each with its path."""
+    yield path, strategy
+    inner: Strategy | None = getattr(strategy.options, "inner", None)
+    if inner is not None:
+        yield from levels(inner, f"{path}.options.inner")
+
+
 def all_reduce_of(strategy: Strategy) -> str:
     """Return how gradients are added, in the strategy or the ones inside it."""
-    options = getattr(strategy, "options", None)
-    own: str = getattr(options, "all_reduce", DIRECT_ALL_REDUCE)
-    inner: Strategy | None = getattr(options, "inner", None)
-    return all_reduce_of(inner) if own == DIRECT_ALL_REDUCE and inner is not None else own
+    ways = (getattr(each.options, "all_reduce", DIRECT_ALL_REDUCE) for _, each in levels(strategy))
+    return next((way for way in ways if way != DIRECT_ALL_REDUCE), DIRECT_ALL_REDUCE)
+
+
+def num_shards_of(strategy: Strategy) -> int:
+    """Return the logical shards that each batch of the innermost strategy is cut into."""
+    replicas = (each for _, each in levels(strategy) if isinstance(each, DataParallel))
+    return next((each.num_replicas for each in replicas), 1)
 
 
 def local_steps_of(strategy: Strategy) -> int | None:
@@ -435,21 +405,48 @@ def are_models_apart(strategy: Strategy) -> bool:
 def needs_peers(strategy: Strategy) -> bool:
     """Return whether workers exchange tensors with each other, at any level, and not with the
     coordinator or an object store alone."""
-    match strategy:
-        case ModelParallel(communication=communication):
-            own = not isinstance(communication, DataStore)
-        case DataParallel(num_replicas=num_replicas, aggregation=aggregation):
-            own = num_replicas > 1 and not isinstance(aggregation, ParameterServer)
-        case _:
-            own = False
-    inner: Strategy | None = getattr(getattr(strategy, "options", None), "inner", None)
-    return own or (inner is not None and needs_peers(inner))
+    for _, each in levels(strategy):
+        match each:
+            case ModelParallel() if not isinstance(each.communication, DataStore):
+                return True
+            case DataParallel() if not isinstance(each.aggregation, ParameterServer):
+                if each.num_replicas > 1:
+                    return True
+    return False
 
 
 def is_cut(strategy: Strategy) -> bool:
     """Return whether the strategy has, at any level, stages computed by different workers."""
-    inner: Strategy | None = getattr(getattr(strategy, "options", None), "inner", None)
-    return isinstance(strategy, ModelParallel) or (inner is not None and is_cut(inner))
+    return any(isinstance(each, ModelParallel) for _, each in levels(strategy))
+
+
+# ---- Regions ----
+#
+# In a federation of federations the clients of the outer one are regions, and those of each region
+# are the clients of the strategy in `options.inner`, which is Federated as well. A region tells the
+# sums of its clients, so the model is that of `options.regions` over the same tree.
+
+
+def region_names(outer: Federated) -> tuple[str, ...]:
+    """Return the names of the regions, in their order; those of regions that the job does not name
+    are numbers."""
+    regions = outer.options.regions
+    return tuple(sorted(regions)) if regions else tuple(map(str, range(outer.num_clients)))
+
+
+def clients_by_region(outer: Federated, inner: Federated) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of the clients of each region, ascending, of all clients from 0 on.
+
+    Named sites are numbered in order of name. Unless the job says who is where, each region has as
+    many clients as the next.
+    """
+    regions, size = outer.options.regions, inner.num_clients
+    if regions is None:
+        return tuple(tuple(range(at * size, (at + 1) * size)) for at in range(outer.num_clients))
+    numbers: dict[Any, int] = {name: at for at, name in enumerate(sorted(members_of(regions)))}
+    if not are_named(regions):
+        numbers = {number: number for number in numbers}
+    return tuple(tuple(sorted(map(numbers.__getitem__, regions[name]))) for name in sorted(regions))
 
 
 # ---- JSON form ----
@@ -459,26 +456,26 @@ def is_cut(strategy: Strategy) -> bool:
 
 
 class _Document(Section):
-    """What holds a strategy, so that errors name it."""
+    """A document that holds a strategy, so that errors name it."""
 
     strategy: StrategyField
 
 
 def parse_strategy(source: object) -> Strategy:
-    """A strategy from its JSON text or from the parsed object."""
+    """Return a strategy from its JSON text or from the parsed object."""
     value = load_json(source, "strategy") if isinstance(source, str) else source
     return _Document.parse({"strategy": value}).strategy
 
 
 def dump_strategy(strategy: Strategy) -> dict[str, JSON]:
-    """The JSON object, tag first, then the fields in order; without extras the shared form."""
+    """Return the JSON object: the tag, then the fields in order; without extras the shared form."""
     written = _Document(strategy=strategy).document()["strategy"]
     assert isinstance(written, dict)
     return written
 
 
 def dumps_strategy(strategy: Strategy) -> str:
-    """The compact JSON text of a strategy."""
+    """Return the compact JSON text of a strategy."""
     return dump_json(dump_strategy(strategy))
 
 

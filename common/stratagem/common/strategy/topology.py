@@ -1,4 +1,4 @@
-"""Computes which nodes exchange parameters in gossip, and with what weights. Pure integers and
+"""Compute which nodes exchange parameters in gossip, and with what weights, in pure integers and
 floats.
 
 A topology string becomes an undirected graph, and the graph a symmetric doubly stochastic matrix
@@ -17,17 +17,17 @@ from stratagem.common.base import ids
 from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
 
 MAX_DRAWS: Final = 100
-"""How often a random graph is drawn again when it is not connected."""
+"""The draws of a random graph until one is connected."""
 
 MAX_LINKS: Final = 2**18
 """A dense graph of many nodes would cost its reader minutes and gigabytes."""
 
 Graph = tuple[tuple[int, ...], ...]
-"""For each node its neighbours, ascending, without itself."""
+"""The neighbours of each node, ascending, without itself."""
 
 
 def graph_of(topology: str, num_nodes: int, seed: int) -> Graph:
-    """The graph that a topology means for this many nodes.
+    """Return the graph that a topology means for this many nodes.
 
     ring, complete, star (node 0 is the centre); torus:RxC, nodes row by row, where torus alone is
     the most square one; hypercube; exponential (i and i ± 2^m mod N; directed in some papers, both

@@ -13,7 +13,7 @@ from typing import Final
 
 from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec, ScheduleSpec
-from stratagem.common.job.fields import FollowedMetric, plateau_metric, stop_metric
+from stratagem.common.job.sections import FollowedMetric, plateau_metric, stop_metric
 from stratagem.coordinator.core.facts import Member, ProcessDied
 
 # ---- Early stopping and plateaus ----

@@ -14,7 +14,7 @@ from typing import Any, Final
 from stratagem.common.base.errors import StratagemError, Violation, told
 from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec
-from stratagem.common.job.strategy_rules import check_submitted
+from stratagem.common.job.rules import check_submitted
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.facts import Fact, Member, RoundAccounted, RoundClosed, RunFailed
 from stratagem.coordinator.core.state import EndedRun, RunPhase, RunRecord, World

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping
 from stratagem.common.base.errors import SiteClosedError, UnavailableError
 from stratagem.common.base.ids import Digest, child_party
 from stratagem.common.job import JobSpec
-from stratagem.common.job.training_rules import num_shards_of
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json import dump_json
-from stratagem.common.strategy import Federated
+from stratagem.common.strategy import Federated, num_shards_of
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.core.facts import BuildFailed, ErrorRecord, ModelBuilt
 from stratagem.coordinator.core.retention import resting_with

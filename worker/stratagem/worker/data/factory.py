@@ -10,9 +10,10 @@ from typing import Any
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.training_rules import against_streams, says_stream
+from stratagem.common.job.rules import STREAM
 from stratagem.common.numerics.keys import mix
 from stratagem.common.schema.document import refuse
+from stratagem.common.schema.table import found_in
 from stratagem.common.strategy import Federated
 from stratagem.worker.data.checks import check_stream
 from stratagem.worker.data.datasets import Dataset, as_dataset
@@ -90,8 +91,8 @@ def check_streams(job: JobSpec, streams: Sequence[str]) -> None:
     if job.only_evaluates:
         return
     if _TRAIN in streams:
-        refuse(list(against_streams(job)))
-    elif says_stream(job):
+        refuse(list(found_in(STREAM, job)))
+    elif job.data.is_stream:
         name = "streams" if job.data.streams is not None else "shuffle_rows"
         raise InvalidInputError.at(
             f"data.{name}", "belongs to rows that come as a stream, but data.train has a len()"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.training_rules import num_shards_of
 from stratagem.common.numerics.keys import Key
 from stratagem.common.numerics.shards import split_rows
+from stratagem.common.strategy import num_shards_of
 from stratagem.worker.data.rows import BatchKeys, Collate, collated, generators_kept, one_thread
 from stratagem.worker.data.stream_reader import Mark, StreamReader, StreamRules, StreamSource
 

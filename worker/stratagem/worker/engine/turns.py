@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stratagem.common.job import JobSpec
-from stratagem.common.job.turns import TurnSpec
+from stratagem.common.job.optimizer import TurnSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.engine.apply_step import (
     ReportedRates,

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, UnfitModelError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.optimizer import check_groups, is_matched
-from stratagem.common.job.turns import check_turn_parameters
+from stratagem.common.job.optimizer import check_groups, check_turn_parameters, is_matched
 from stratagem.common.model.graph import GraphSpec, NodeSpec
 from stratagem.common.model.program import ModelProgram, flatten
 from stratagem.common.schema.json import not_one_of, thawed, unknown_key

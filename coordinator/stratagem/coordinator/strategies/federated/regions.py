@@ -15,9 +15,10 @@ from dataclasses import replace
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Party, RunId, WorkerId
 from stratagem.common.job import JobSpec, with_fields
-from stratagem.common.job.strategy_rules import check_regional
+from stratagem.common.job.rules import REGIONS
+from stratagem.common.schema.table import found_in
 from stratagem.common.strategy import Federated, dump_strategy
-from stratagem.common.strategy.nested_regions import clients_by_region, region_names
+from stratagem.common.strategy.strategies import clients_by_region, region_names
 from stratagem.coordinator.core.courses import num_lr_reductions
 from stratagem.coordinator.core.effects import (
     AggregateRound,
@@ -54,7 +55,7 @@ from stratagem.coordinator.strategies.placement import sites_of
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse what has no meaning where clients are regions."""
-    violations = [*check_regional(job)]
+    violations = [*found_in(REGIONS, job)]
     return violations or nested.check_inside(lambda: region_job(job), strategies)
 
 

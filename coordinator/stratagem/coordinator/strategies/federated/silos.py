@@ -20,8 +20,9 @@ from stratagem.common.job import (
     with_fields,
 )
 from stratagem.common.job.optimizer import UpdateRuleSpec
-from stratagem.common.job.strategy_rules import check_silos
+from stratagem.common.job.rules import SILOS
 from stratagem.common.schema.json import JSON
+from stratagem.common.schema.table import found_in
 from stratagem.common.strategy import (
     Local,
     dump_strategy,
@@ -195,7 +196,7 @@ def _returned(
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse what a silo cannot do, and an inner strategy that cannot run."""
-    violations = [*check_silos(job)]
+    violations = [*found_in(SILOS, job)]
     return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 
 

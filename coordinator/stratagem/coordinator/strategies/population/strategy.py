@@ -21,6 +21,7 @@ from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import RunId
 from stratagem.common.base.text import counted, values_text
 from stratagem.common.job import JobSpec, check_optimizer, member_job
+from stratagem.common.job.rules import MEMBERS
 from stratagem.common.job.search_space import (
     Categorical,
     Conditional,
@@ -32,8 +33,8 @@ from stratagem.common.job.search_space import (
     SearchSpace,
     plain,
 )
-from stratagem.common.job.strategy_rules import check_members
 from stratagem.common.schema.json import JSON
+from stratagem.common.schema.table import found_in
 from stratagem.common.strategy import PopulationBased
 from stratagem.coordinator.core.effects import Build, Effect
 from stratagem.coordinator.core.facts import (
@@ -87,7 +88,7 @@ from stratagem.coordinator.strategies.population.run import (
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse hyperparameters that the job does not have, and an inner strategy that cannot run."""
-    violations = [*check_members(job)]
+    violations = [*found_in(MEMBERS, job)]
     if not isinstance(inner_of(job), PopulationBased):  # whose members would have no job
         violations += check_params(job)
     if violations:

@@ -18,9 +18,11 @@ https://doi.org/10.1145/3600006.3613145); the rest of the state all workers have
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from stratagem.common.job import JobSpec
-from stratagem.common.job.strategy_rules import check_replicas
+from stratagem.common.job.rules import REPLICAS
+from stratagem.common.schema.table import found_in
 from stratagem.common.strategy import (
     AllReduce,
     DataParallel,
@@ -72,4 +74,4 @@ def _shape(job: JobSpec) -> SegmentRules:
     )
 
 
-STRATEGY = synchronous(_shape, check_replicas)
+STRATEGY = synchronous(_shape, partial(found_in, REPLICAS))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stratagem.common.base.ids import WorkerId
 from stratagem.common.job import JobSpec
-from stratagem.common.job.strategy_rules import check_stages
+from stratagem.common.job.checks import check_stages
 from stratagem.common.strategy import ModelParallel, Partition, Tag
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.core.facts import Member

@@ -1,0 +1,247 @@
+"""Evaluate tables of rules: which parts of a document cannot stand together, and why.
+
+A row of a table is a case and a sentence: the field that the case names first is refused with the
+sentence if all conditions of the case hold.
+
+    "evaluation when data.worker_local": "is not possible with privacy: ..."
+    "no batch_size when no turns": "missing; for example batch_size: 32"
+    "at optimizer.momentum: optimizer.kwargs.momentum": "..."     # reported at the first path
+
+A condition is one of these, where paths lead through attributes and keys of mappings:
+
+    data.readers                    # there, and not as it is by default
+    execution.mode is Lazy|Hybrid   # the text, the number or the class of a value
+    execution.mode is not Eager     # there, and another one
+    steps <= initial.step           # both there; or a number, as in `aggregation.mu > 0`
+    no data.worker_local            # the opposite of any of them
+
+A path with `[]`, such as `turns[].name`, is asked of each item. A sentence shows values by their
+paths: "{batch_size}", "{optimizer.clip_norm:g}", "{evaluation.metrics[]!r}".
+"""
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from pydantic_core import PydanticUndefined
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.schema.rules import UnreadFieldError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """Rows that apply under the same conditions, "" for always. says: the sentence of all, with the
+    text of each row in place of {}."""
+
+    when: str
+    says: str
+    rows: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Under:
+    """A table that applies under some conditions."""
+
+    when: str
+    table: "Table"
+
+
+Table: TypeAlias = Iterable[Rules | Under | Callable[[Any], Iterable[Violation]]]
+"""Rows with what they have in common, tables inside, and functions for what no row can say."""
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Names of attributes, keys of mappings, and places in lists."""
+
+
+class Condition(NamedTuple):
+    """A question about the value at a path: whether it is said, or how it compares with others."""
+
+    is_wanted: bool
+    path: Path
+    compare: str
+    others: Path
+
+
+class RuleRow(NamedTuple):
+    """A field that is refused, when, and why."""
+
+    field: str
+    conditions: tuple[Condition, ...]
+    says: str
+
+
+_CONDITION: Final = re.compile(r"(no )?(\S+)(?: (is not|is|[<>]=?|!=) (\S+))?")
+_SHOWN: Final = re.compile(r"\{([a-z_][\w.\[\]]*)(!r)?(:g)?\}")
+_STEPS: Final = re.compile(r"[^.\[\]]+")
+_COMPARISONS: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "!=": operator.ne,
+}
+_OF_ITEMS: Final = "[]"
+
+
+# ---- Reading ----
+
+
+def refusal_of(case: str, says: str) -> RuleRow:
+    """Read a row of a table."""
+    field, colon, when = case.removeprefix("at ").partition(": ")
+    conditions = conditions_of(when if colon else case)
+    if not colon:
+        field = next(word for word in case.split() if word != "no")
+    return RuleRow(field, conditions, says)
+
+
+@lru_cache(maxsize=1024)
+def conditions_of(text: str) -> tuple[Condition, ...]:
+    """Read conditions that are joined by "when" and "and"."""
+    return tuple(_condition(each) for each in re.split(" when | and ", text) if each)
+
+
+def _condition(text: str) -> Condition:
+    matched = _CONDITION.fullmatch(text)
+    if matched is None:
+        raise ValueError(f"{text!r} is no condition")
+    no, path, compare, other = matched.groups()
+    split = steps_of if compare in _COMPARISONS else _choices
+    return Condition(not no, steps_of(path), compare or "", split(other or ""))
+
+
+def steps_of(path: str) -> Path:
+    """Return the parts of a path; places in lists and other numbers are whole numbers."""
+    return tuple(int(each) if each.isdecimal() else each for each in _STEPS.findall(path))
+
+
+def _choices(text: str) -> tuple[str, ...]:
+    return tuple(text.lower().split("|"))
+
+
+@cache
+def _read(
+    rules: Rules,
+) -> tuple[tuple[Condition, ...], tuple[RuleRow, ...], tuple[tuple[str, str], ...]]:
+    """Return the common conditions, the rows, and those that are asked of each item of a list as
+    they are written."""
+    rows = [(case, rules.says.replace("{}", text)) for case, text in rules.rows.items()]
+    plain = tuple(refusal_of(*each) for each in rows if _OF_ITEMS not in each[0])
+    return conditions_of(rules.when), plain, tuple(each for each in rows if _OF_ITEMS in each[0])
+
+
+# ---- Evaluation ----
+
+
+def found_in(table: Table, made: Any) -> Iterator[Violation]:
+    """Yield what a table refuses of a value of a document. A row, or a function, that asks for a
+    field that is wrong ends there."""
+    for part in table:
+        try:
+            if isinstance(part, Under):
+                if _hold(conditions_of(part.when), made):
+                    yield from found_in(part.table, made)
+            elif isinstance(part, Rules):
+                conditions, rows, of_items = _read(part)
+                if _hold(conditions, made):
+                    yield from _refused(rows, made)
+                    for case, says in of_items:
+                        yield from _refused(_of_items(case, says, made), made)
+            else:
+                yield from part(made)
+        except UnreadFieldError:
+            continue
+
+
+def _refused(rows: Iterable[RuleRow], made: Any) -> Iterator[Violation]:
+    for row in rows:
+        try:
+            if _hold(row.conditions, made):
+                text = _SHOWN.sub(lambda place: _text(place, made), row.says)
+                yield Violation(row.field, text)
+        except UnreadFieldError:
+            continue
+
+
+def _of_items(case: str, says: str, made: Any) -> Iterator[RuleRow]:
+    """Yield the row of each item of the list that a case names first."""
+    path = next(word for word in case.split() if _OF_ITEMS in word).partition(_OF_ITEMS)[0]
+    try:
+        num_items = len(value_at(made, steps_of(path)) or ())
+    except UnreadFieldError:
+        return
+    for place in range(num_items):
+        number = f"[{place}]"
+        yield refusal_of(case.replace(_OF_ITEMS, number), says.replace(_OF_ITEMS, number))
+
+
+def _hold(conditions: Iterable[Condition], made: Any) -> bool:
+    for is_wanted, path, compare, others in conditions:
+        around, value = _at(made, path)
+        if value is None:
+            holds = False
+        elif compare:
+            holds = _compares(value, compare, others, made)
+        else:
+            holds = _is_said(around, path, value)
+        if holds != is_wanted:
+            return False
+    return True
+
+
+def _compares(value: Any, compare: str, others: Path, made: Any) -> bool:
+    if compare in _COMPARISONS:
+        bound = others[0] if isinstance(others[0], int) else value_at(made, others)
+        return bound is not None and _COMPARISONS[compare](value, bound)
+    return (shown(value).lower() in others) == (compare == "is")
+
+
+def _is_said(around: Any, path: Path, value: Any) -> bool:
+    """Return whether what is there is not as it is by default."""
+    if value is False or value == ():
+        return False
+    kind: Any = type(around)
+    return bool(value) if isinstance(around, dict) else value != _default(kind, path[-1])
+
+
+def value_at(made: Any, path: Path) -> Any:
+    """Return what is at a path of a value; None where a part of the path is not there."""
+    return _at(made, path)[1]
+
+
+def _at(made: Any, path: Path) -> tuple[Any, Any]:
+    """Return what holds the last part of a path, and what is there."""
+    around = None
+    for step in path:
+        around = made
+        if isinstance(step, int):
+            made = made[step]
+        elif isinstance(made, dict):
+            made = made.get(step)
+        else:
+            made = getattr(made, step, None)
+        if made is None:
+            break
+    return around, made
+
+
+@lru_cache(maxsize=1024)
+def _default(cls: Any, name: str | int) -> Any:
+    info = getattr(cls, "__pydantic_fields__", {}).get(name)
+    return PydanticUndefined if info is None else info.get_default(call_default_factory=True)
+
+
+def shown(value: object) -> str:
+    """Return a value as sentences and conditions name it: a choice by its class."""
+    is_choice = not isinstance(value, str) and hasattr(value, "__pydantic_fields__")
+    return type(value).__name__ if is_choice else str(value)
+
+
+def _text(place: re.Match[str], made: Any) -> str:
+    path, as_written, as_number = place.groups()
+    value = value_at(made, steps_of(path))
+    return repr(value) if as_written else f"{value:g}" if as_number else shown(value)
