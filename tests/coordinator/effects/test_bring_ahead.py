@@ -38,11 +38,13 @@ def brought(value: Any, round_num: int = 1, members: Sequence[Any] = ()) -> list
     )
     usable = {m.worker_id: SimpleNamespace(member=m, is_usable=True) for m in MEMBERS}
     names: list[str] = []
-    env = SimpleNamespace(
-        state=SimpleNamespace(runs={RUN: run}, workers=usable),
-        job_of=lambda _run_id, _party: job,
-        start_push=lambda member, _run_id, _digest: names.append(member.worker_id),
+    runs = SimpleNamespace(
+        state=SimpleNamespace(runs={RUN: run}, workers=usable), job_of=lambda _run_id, _party: job
     )
+    transfers = SimpleNamespace(
+        start_push=lambda member, _run_id, _digest: names.append(member.worker_id)
+    )
+    env = SimpleNamespace(runs=runs, transfers=transfers)
     party = Party("member0") if members else ROOT
     effect = SimpleNamespace(run_id=RUN, party=party, round_num=round_num)
     _bring_ahead(cast(EffectContext, env), cast(AggregateRound, effect), NEW)

@@ -3,7 +3,7 @@
 import io
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -69,12 +69,11 @@ def test_each_client_is_read_once_and_a_metric_that_differs_leaves_the_others() 
         [state(shape=[2], counts=[1, 1]), other],
         [state(counts=[7]), other],
     )
-    env: Any = SimpleNamespace(blobs=blobs)
     effect: Any = SimpleNamespace(
         metrics=("test.b:g", "test.a:f", "test.c:h"),
         states=tuple((client, str(client)) for client in range(4)),
     )
-    sums, unlike = party_updates._sums(env, effect)
+    sums, unlike = party_updates._sums(cast(Any, blobs), effect)
     assert sums == [state(metric="test.b:g", numbers=[2.0])]
     assert unlike == {
         "test.a:f": "state hits of test.a:f is int64 (2,) at client 2, and int64 () at client 0"

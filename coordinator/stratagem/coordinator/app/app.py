@@ -47,7 +47,12 @@ from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.run_view import phase_of, phase_then
 from stratagem.coordinator.core.state import EndedRun, RunRecord, WorkerRecord
 from stratagem.coordinator.core.strategy_calls import SHOWN, hides_draws, parties_of, shown
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import (
+    EffectContext,
+    LiveRuns,
+    Transfers,
+    WorkerCalls,
+)
 from stratagem.coordinator.observe.feed import (
     Feed,
     FeedEvent,
@@ -117,20 +122,14 @@ class App:
             lambda effect, tries: say_what_fails(self.feed, loop.state, effect, tries),
         )
         self._chores = Chores()
-        self.env = EffectContext(
-            loop=loop,
-            links=self.links,
-            blobs=self.blobs,
-            spool=self.spool,
-            feed=self.feed,
-            history=self.history,
-            logs=self.logs,
-            profiles=self.profiles,
-            settings=settings,
-            chores=self._chores,
-            yield_slots=self.supervisor.yield_slots,
+        runs = LiveRuns(
+            *(loop, self.feed, self.history, self.logs, self.profiles),
             secret=_secret(settings),
+            chores=self._chores,
         )
+        workers = WorkerCalls(runs, self.links, self.supervisor.yield_slots)
+        transfers = Transfers(workers, self.blobs, self.spool, settings)
+        self.env = EffectContext(runs, workers, transfers)
         self.collector = Collector(
             loop, self.blobs, self.spool, self.feed, self._chores, data / "backups"
         )
@@ -306,7 +305,7 @@ class App:
                 self.refusals.forget(fact.member.worker_id)
             case WorkerLost() | WorkerLeft():
                 self.leases.drop(fact.member)
-                self.env.forget_member(fact.member)
+                self.env.transfers.forget_member(fact.member)
                 self.relay.forget(fact.member)
             case SegmentFinished():
                 self.feed.set_progress(run_id, None)
@@ -314,7 +313,7 @@ class App:
             case RoundClosed():
                 self.feed.set_progress(run_id, None)
             case UpdateRejected():
-                self.env.refused[fact.cause] += 1
+                self.env.runs.refused[fact.cause] += 1
             case RunDeleted():
                 self.feed.forget(run_id)
                 self._forget_lines(run_id)

@@ -44,12 +44,12 @@ from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
 
 async def perform(env: EffectContext, effect: Effect) -> None:
     """Perform an effect that is due; ends by reporting a fact."""
-    run = env.state.runs.get(effect.run_id)
+    run = env.runs.state.runs.get(effect.run_id)
     parent = "" if run is None else run.traceparent
     ids = ids_of(effect.run_id, effect)
-    if env.draws_in_secret(effect.run_id):
+    if env.runs.draws_in_secret(effect.run_id):
         ids.pop("worker_id", None)
-    with about(**ids), tracing.span(type(effect).__name__, parent, term=env.loop.term, **ids):
+    with about(**ids), tracing.span(type(effect).__name__, parent, term=env.runs.loop.term, **ids):
         try:
             await _perform(env, effect)
         except* (DamagedBlobError, MissingBlobError) as group:
@@ -59,12 +59,12 @@ async def perform(env: EffectContext, effect: Effect) -> None:
 async def _fail(env: EffectContext, effect: Effect, error: BaseException) -> None:
     """End the run, rather than retrying without end what only a sound copy of the blob can cure."""
     assert isinstance(error, DamagedBlobError | MissingBlobError)
-    run = env.state.runs.get(effect.run_id)
-    if run is None or not env.is_due(effect):
+    run = env.runs.state.runs.get(effect.run_id)
+    if run is None or not env.runs.is_due(effect):
         return  # it is not needed any more, and so it was collected
     if error.digest not in blobs_of(run):  # what a worker has asked for is none of the run's
         raise error
-    await env.report(effect.run_id, RunFailed(reason=_without(run, error)))
+    await env.runs.report(effect.run_id, RunFailed(reason=_without(run, error)))
 
 
 def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
@@ -82,13 +82,13 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
 
 async def give_up(env: EffectContext, effect: Effect, tries: FailedTries) -> None:
     """Report the fact that ends an effect which is not to be tried again."""
-    run = env.state.runs.get(effect.run_id)
-    if run is None or not env.is_due(effect):
+    run = env.runs.state.runs.get(effect.run_id)
+    if run is None or not env.runs.is_due(effect):
         return
     fact = ending(effect, tries, has_ended=run.ended is not None)
     if isinstance(fact, PartyFailed) and not tries.has_diverged and draws_in_secret(run.job):
         fact = fact.model_copy(update={"reason": f"{type(effect).__name__} keeps failing; {WHY}"})
-    await env.report(effect.run_id, fact)
+    await env.runs.report(effect.run_id, fact)
 
 
 async def _perform(env: EffectContext, effect: Effect) -> None:
@@ -124,13 +124,13 @@ async def _perform_of_round(
     """Perform what is done with the updates of a round."""
     match effect:
         case AccountRound():
-            await account_round(env, effect)
+            await account_round(env.runs, effect)
         case CollectUpdate():
-            await collect_update(env, effect)
+            await collect_update(env.runs, env.transfers, effect)
         case SumRegion():
-            await sum_region(env, effect)
+            await sum_region(env.runs, env.transfers, effect)
         case JudgeUpdates():
-            await judge_updates(env, effect)
+            await judge_updates(env.runs, env.transfers, effect)
         case AggregateRound():
             await aggregate_round(env, effect)
         case _:

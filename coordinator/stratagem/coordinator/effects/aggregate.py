@@ -3,6 +3,7 @@
 JudgeUpdates runs before it where the job has a robust rule or weighs clients by their loss.
 """
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -15,7 +16,7 @@ from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy.noise import SecretLostError
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import FedProx, GeometricMedian, NormBound, RobustRule
+from stratagem.common.strategy import Federated, FedProx, GeometricMedian, NormBound, RobustRule
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
@@ -26,10 +27,11 @@ from stratagem.coordinator.core.facts import (
     UpdatesJudged,
 )
 from stratagem.coordinator.core.strategy_calls import value_of
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns, Transfers
 from stratagem.coordinator.effects.party_updates import accepted_entry
 from stratagem.coordinator.effects.private import FROZEN_KEY, PrivateRound
 from stratagem.coordinator.effects.secure import OpenedMasks, SecureMean, SumError, opened_masks
+from stratagem.coordinator.store.blobs import BlobStore
 from stratagem.coordinator.strategies.federated.closing import max_staleness, weight
 from stratagem.coordinator.strategies.federated.decisions import next_trainers
 from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
@@ -56,6 +58,7 @@ from stratagem.coordinator.updates.server_optimizer import (
     global_average,
     server_optimizer,
 )
+from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.upload import SpoolEntry
 from stratagem.coordinator.updates.weighing import (
     ControlledMean,
@@ -77,19 +80,16 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
     """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
     masks = await opened_masks(env, effect) if effect.secure is not None else None
     if isinstance(masks, RoundRestarted | RunFailed):
-        await env.report(effect.run_id, masks)
+        await env.runs.report(effect.run_id, masks)
         return
     try:
         folded, header, clip_norm = await _folded(env, effect, masks)
-    except SumError as error:
-        await env.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
-        return
-    except SecretLostError as error:
-        await env.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
+    except (SumError, SecretLostError) as error:
+        await env.runs.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
         return
     digest = folded.state
     failpoint("coordinator.round.folded")
-    env.keep_header(digest, header)
+    env.transfers.keep_header(digest, header)
     _bring_ahead(env, effect, digest)
     fact = SegmentCommitted(
         party=effect.party,
@@ -100,10 +100,10 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
         metrics=dict(effect.metrics),
         server_state=folded.slots,
         average=folded.average,
-        max_staleness=max_staleness(env.job_of(effect.run_id, effect.party)),
+        max_staleness=max_staleness(env.runs.job_of(effect.run_id, effect.party)),
         clip_norm=clip_norm,
     )
-    await env.report(effect.run_id, fact)
+    await env.runs.report(effect.run_id, fact)
 
 
 async def _folded(
@@ -111,13 +111,16 @@ async def _folded(
 ) -> tuple[Folded, Header, float | None]:
     """Return what the fold has written, and the clipping norm of the next round of a private
     run."""
-    entries = await env.in_thread(lambda: accepted_entries(env, effect))
-    base = await env.header(effect.base.digest)
+    transfers = env.transfers
+    entries = await asyncio.to_thread(accepted_entries, env.runs, transfers.spool, effect)
+    base = await transfers.header(effect.base.digest)
     cancelled = threading.Event()
     try:
-        return await env.in_thread(lambda: _fold(env, effect, base, entries, masks, cancelled))
+        return await asyncio.to_thread(
+            _fold, env.runs, transfers.blobs, effect, base, entries, masks, cancelled
+        )
     except (IntegrityError, FileNotFoundError):
-        env.spool.distrust(entries)  # where there is an object store, they are fetched again
+        transfers.spool.distrust(entries)  # those in an object store are fetched again
         raise
     finally:
         cancelled.set()
@@ -129,23 +132,25 @@ def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> 
     It is content under its own name, so a worker that gets it for nothing has lost no more than the
     time of its link; who is not guessed asks for it.
     """
-    run = env.state.runs.get(effect.run_id)
+    run = env.runs.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
         return
-    job = env.job_of(effect.run_id, effect.party)
+    job = env.runs.job_of(effect.run_id, effect.party)
     if effect.round_num >= spec_of(job).rounds:
         return
     names, value = {member.worker_id for member in run.touched}, value_of(run, effect.party)
     if isinstance(value, FederatedRun):
         names &= next_trainers(job, value)
     for member in run.touched:
-        worker = env.state.workers.get(member.worker_id)
+        worker = env.runs.state.workers.get(member.worker_id)
         is_there = worker is not None and worker.member == member and worker.is_usable
         if is_there and member.worker_id in names:
-            env.start_push(member, effect.run_id, digest)
+            env.transfers.start_push(member, effect.run_id, digest)
 
 
-def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) -> list[SpoolEntry]:
+def accepted_entries(
+    runs: LiveRuns, spool: Spool, effect: AggregateRound | JudgeUpdates
+) -> list[SpoolEntry]:
     """Return the spooled updates that the journal accepted, in client order."""
     entries = []
     for accepted in effect.accepted:
@@ -153,13 +158,14 @@ def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) 
         attempt = 0
         if isinstance(effect, AggregateRound) and effect.secure is not None:
             attempt = effect.secure.attempt
-        key = env.spool_key(effect.run_id, effect.party, round_num, accepted.client, attempt)
-        entries.append(accepted_entry(env, key, accepted.digest))
+        key = runs.spool_key(effect.run_id, effect.party, round_num, accepted.client, attempt)
+        entries.append(accepted_entry(spool, key, accepted.digest))
     return entries
 
 
 def _fold(
-    env: EffectContext,
+    runs: LiveRuns,
+    blobs: BlobStore,
     effect: AggregateRound,
     base: Header,
     entries: list[SpoolEntry],
@@ -167,21 +173,21 @@ def _fold(
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
     """Write the next state; for a thread."""
-    job = env.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     manifest = _next_manifest(base[0], effect)
     header = header_bytes(manifest)
     before, round_num = effect.base.average, effect.round_num
-    average = global_average(job.weight_average, env.blobs, before, manifest, round_num)
+    average = global_average(job.weight_average, blobs, before, manifest, round_num)
     bases = [update.base or effect.base.digest for update in effect.accepted]
-    decoding = decoding_of(env, effect, manifest, bases)
-    private = None if effect.privacy is None else PrivateRound.of(env, effect, effect.privacy)
+    decoding = decoding_of(runs, blobs, effect, manifest, bases)
+    private = None if effect.privacy is None else PrivateRound.of(runs, effect, effect.privacy)
     with ExitStack() as files:
-        file = files.enter_context(env.blobs.open(effect.base.digest))
+        file = files.enter_context(blobs.open(effect.base.digest))
         state = StateReader(file, base[1])
-        updates = combined_updates(env, effect, entries, private or masks, manifest, state)
-        server = _server_step(env, effect)
+        updates = combined_updates(runs, effect, entries, private or masks, manifest, state)
+        server = _server_step(blobs, spec_of(job), effect)
         # The last thing before the fold, which leaves nothing of it behind when it fails.
-        writer = env.blobs.writer(len(header) + manifest.total_bytes)
+        writer = blobs.writer(len(header) + manifest.total_bytes)
         folded = fold_weighted_mean(
             updates.entries,
             updates.weights,
@@ -190,12 +196,12 @@ def _fold(
             should_stop=cancelled.is_set,
             server=server,
             average=average,
-            rebasing=_rebasing(env, effect),
+            rebasing=_rebasing(blobs, effect),
             decoding=decoding,
             combination=updates.rule,
             rule=fold_rule(job, spec_of(job)),
             base=state,
-            numerics=env.numerics_of(effect.run_id),
+            numerics=runs.numerics_of(effect.run_id),
         )
     clip_norm = None if private is None else private.next_norm(job, entries)
     return folded, (manifest, len(header)), clip_norm
@@ -208,30 +214,30 @@ def _next_manifest(base: Manifest, effect: AggregateRound) -> Manifest:
     return replace(base, metadata={**metadata, **kept}, is_in_leaves=False)
 
 
-def _server_step(env: EffectContext, effect: AggregateRound) -> ServerStep | None:
-    spec = spec_of(env.job_of(effect.run_id, effect.party))
+def _server_step(blobs: BlobStore, spec: Federated, effect: AggregateRound) -> ServerStep | None:
     optimizer = server_optimizer(spec)
     if optimizer is None:
         return None
     base, slots, of_round = effect.base.digest, effect.server_state, str(effect.round_num)
     rule = server_rule(spec)
-    return ServerStep(optimizer, env.blobs, base, slots, {"round": of_round}, rule)
+    return ServerStep(optimizer, blobs, base, slots, {"round": of_round}, rule)
 
 
-def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:
+def _rebasing(blobs: BlobStore, effect: AggregateRound) -> Rebasing | None:
     bases = {index: update.base for index, update in enumerate(effect.accepted) if update.base}
-    return Rebasing(env.blobs, effect.base.digest, bases) if bases else None
+    return Rebasing(blobs, effect.base.digest, bases) if bases else None
 
 
 def decoding_of(
-    env: EffectContext,
+    runs: LiveRuns,
+    blobs: BlobStore,
     effect: AggregateRound | JudgeUpdates | TrainClient,
     expected: Manifest,
     bases: list[Digest],
 ) -> UpdateDecoding:
     """Return what reads updates of the effect's job that began from these states."""
-    job, numerics = env.job_of(effect.run_id, effect.party), env.numerics_of(effect.run_id)
-    return UpdateDecoding(job, numerics, env.blobs, expected, bases)
+    job, numerics = runs.job_of(effect.run_id, effect.party), runs.numerics_of(effect.run_id)
+    return UpdateDecoding(job, numerics, blobs, expected, bases)
 
 
 # ---- Rule and weights ----
@@ -253,7 +259,7 @@ class CombinedUpdates:
 
 
 def combined_updates(
-    env: EffectContext,
+    runs: LiveRuns,
     effect: AggregateRound,
     entries: Sequence[SpoolEntry],
     protection: PrivateRound | OpenedMasks | None,
@@ -265,7 +271,7 @@ def combined_updates(
     protection: the noise of a private round, or the opened masks of a secure one; manifest, state:
     of the state that the round began from.
     """
-    job = env.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     options, weights = spec_of(job).options, [weight(job, each) for each in effect.accepted]
     rule: Combination | None = None
     if isinstance(protection, PrivateRound):
@@ -279,7 +285,7 @@ def combined_updates(
         counted = [effect.weights[at] for at in places] if effect.weights else weights
         rule = combination(options.robust, counted, state)
     elif options.q is not None or options.normalize is not None:
-        shares = _shares(job, effect, weights, env.numerics_of(effect.run_id))
+        shares = _shares(job, effect, weights, runs.numerics_of(effect.run_id))
         rule = ScaledChanges(shares, manifest, state)
     elif options.control is not None:
         num_clients, is_anew = spec_of(job).num_clients, effect.is_control_anew
@@ -323,15 +329,17 @@ def _length(job: JobSpec, num_steps: int) -> float:
 _MAX_NAMED = 8
 
 
-async def judge_updates(env: EffectContext, effect: JudgeUpdates) -> None:
+async def judge_updates(runs: LiveRuns, transfers: Transfers, effect: JudgeUpdates) -> None:
     """Compare the updates in a thread, and report UpdatesJudged."""
-    job = env.job_of(effect.run_id, effect.party)
-    entries = await env.in_thread(lambda: accepted_entries(env, effect))
+    job = runs.job_of(effect.run_id, effect.party)
+    entries = await asyncio.to_thread(accepted_entries, runs, transfers.spool, effect)
     cancelled = threading.Event()
     try:
-        verdict = await env.in_thread(lambda: _judge(env, effect, job, entries, cancelled))
+        verdict = await asyncio.to_thread(
+            _judge, runs, transfers.blobs, effect, job, entries, cancelled
+        )
     except (IntegrityError, FileNotFoundError):
-        env.spool.distrust(entries)  # where there is an object store, they are fetched again
+        transfers.spool.distrust(entries)  # those in an object store are fetched again
         raise
     finally:
         cancelled.set()
@@ -345,11 +353,12 @@ async def judge_updates(env: EffectContext, effect: JudgeUpdates) -> None:
         scores=verdict.scores,
         reason=f"round {effect.round_num}: {said}",
     )
-    await env.report(effect.run_id, fact)
+    await runs.report(effect.run_id, fact)
 
 
 def _judge(
-    env: EffectContext,
+    runs: LiveRuns,
+    blobs: BlobStore,
     effect: JudgeUpdates,
     job: JobSpec,
     entries: Sequence[SpoolEntry],
@@ -362,9 +371,9 @@ def _judge(
             raise FoldStoppedError("the comparison of updates was stopped")
 
     with ExitStack() as files:
-        manifest, state = open_state(files, env.blobs, effect.base.digest)
+        manifest, state = open_state(files, blobs, effect.base.digest)
         bases = [effect.base.digest] * len(entries)
-        decoding = files.enter_context(closing(decoding_of(env, effect, manifest, bases)))
+        decoding = files.enter_context(closing(decoding_of(runs, blobs, effect, manifest, bases)))
         sources = [decoding.source(place, entry) for place, entry in enumerate(entries)]
         options = spec_of(job).options
         if options.q is not None:

@@ -202,18 +202,18 @@ async def written_leaves(
         for order in orders:
             order.request.have.extend(have)
         failed = await _ask_all(env, orders, told)
-        failed += await env.in_thread(lambda: _wrong(upload, told))
+        failed += await asyncio.to_thread(lambda: _wrong(upload, told))
         writers = [at for at in writers if at.member.worker_id not in failed]
     if not told.is_complete:
         return None
     failpoint("coordinator.leaves.gathered")
-    return await env.in_thread(lambda: upload.commit(told.whole(), told.in_order()))
+    return await asyncio.to_thread(lambda: upload.commit(told.whole(), told.in_order()))
 
 
 async def begun_upload(env: EffectContext, leaves: LeafBlobs, at: WorkerSession) -> DirectUpload:
     """Begin an upload; one that nobody waits for any more ends at once."""
-    kept = kept_states(env, at.run_id)
-    begun = asyncio.ensure_future(env.in_thread(lambda: leaves.upload(kept)))
+    kept = kept_states(env.runs, at.run_id)
+    begun = asyncio.ensure_future(asyncio.to_thread(lambda: leaves.upload(kept)))
     try:
         return await asyncio.shield(begun)
     except asyncio.CancelledError:
@@ -231,7 +231,7 @@ def order_of(
 ) -> LeafOrder:
     """Return an order about a snapshot that names no leaves yet."""
     request = worker_pb2.WriteLeavesRequest(
-        fence=env.links.to(at.member, env.state).fence(at.membership),
+        fence=env.workers.link(at.member).fence(at.membership),
         session=at.ref,
         snapshot=segment,
         store_id=store_id,
@@ -300,7 +300,7 @@ async def described_parts(
     env: EffectContext, member: Member, request: worker_pb2.WriteLeavesRequest
 ) -> list[DescribedPart]:
     """Return what a member has of the snapshot that a request is about."""
-    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    limits = env.transfers.limits
     found: list[DescribedPart] = []
 
     def take(message: LeafMessage) -> None:
@@ -320,10 +320,10 @@ async def _call(
     asked: Callable[[], Collection[int]],
 ) -> None:
     """Make a call to its end; asked: which leaves are asked for, of which requests are signed."""
-    stall_s = NUM_IDLE_TIMEOUTS * env.settings.stream_idle_timeout_s
-    leaves = leaves_in(env)
+    stall_s = NUM_IDLE_TIMEOUTS * env.transfers.settings.stream_idle_timeout_s
+    leaves = leaves_in(env.transfers.blobs)
     signs = None if leaves is None else leaves.signs
-    call = LeafCall(env.links.to(member, env.state).stub, request, signs)
+    call = LeafCall(env.workers.link(member).stub, request, signs)
     try:
         async with StallTimeout(stall_s, _is_silent(member)) as peer:
             await call.begin()
@@ -383,14 +383,14 @@ async def written_by_members(
 
     Raises ContradictionError where members hold other tensors than others.
     """
-    leaves = leaves_in(env)
+    leaves = leaves_in(env.transfers.blobs)
     if leaves is None:
         return None
-    writers = [at for at in sessions if may_write_leaves(env, leaves, at.member)]
+    writers = [at for at in sessions if may_write_leaves(env.runs, leaves, at.member)]
     if not writers:
         return None
     with await begun_upload(env, leaves, sessions[0]) as upload:
-        told = ToldLeaves(Limits(max_total_bytes=env.settings.max_state_bytes))
+        told = ToldLeaves(env.transfers.limits)
         orders = partial(_shares, env, leaves.store_id, upload, segment)
         digest = await written_leaves(env, upload, writers, told, orders)
     return None if digest is None else (digest, told.whole())
@@ -438,11 +438,12 @@ async def written_by_owners(
     parts: per part, the members any of which has it. Raises ContradictionError where the parts
     make no whole.
     """
-    leaves = leaves_in(env)
+    leaves = leaves_in(env.transfers.blobs)
     if leaves is None:
         return None
     able = [
-        [each for each in part if may_write_leaves(env, leaves, each.at.member)] for part in parts
+        [each for each in part if may_write_leaves(env.runs, leaves, each.at.member)]
+        for part in parts
     ]
     if not all(able):
         return None
@@ -456,10 +457,10 @@ async def written_by_owners(
         if len(known) < len(held):
             return None
         failpoint("coordinator.parts.described")
-        limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+        limits = env.transfers.limits
         manifests = [part.manifest for part in known]
-        whole = await env.in_thread(lambda: whole_of(manifests, limits))
-        pieced = await env.in_thread(lambda: _pieced(whole))
+        whole = await asyncio.to_thread(lambda: whole_of(manifests, limits))
+        pieced = await asyncio.to_thread(lambda: _pieced(whole))
         told = ToldLeaves.of(whole.manifest, limits)
         orders = partial(_orders, env, _Divided(order, known, pieced))
         writers = [at for who, at in sessions.items() if said[who]]
@@ -540,4 +541,4 @@ def _holder(
         return worker_pb2.PartHolder(name=own[1])
     good = [source for who, source in part.sources.items() if who in writing]
     at, name = (good or list(part.sources.values()))[0]
-    return worker_pb2.PartHolder(address=env.links.to(at.member, env.state).address, name=name)
+    return worker_pb2.PartHolder(address=env.workers.link(at.member).address, name=name)

@@ -38,7 +38,7 @@ from stratagem.common.tensors.stream import CHUNK_BYTES, ChunkWriter, fill_chunk
 from stratagem.coordinator.core.commands import ReportTrouble
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns
 from stratagem.coordinator.runtime.links import WorkerLink, session
 from stratagem.coordinator.updates.reading import codec_of, reply_to
 from stratagem.v1 import worker_pb2
@@ -55,10 +55,9 @@ async def serve_steps(env: EffectContext, effect: RunSegment, members: Sequence[
     """Sum step after step of these members until the segment's last."""
     step = -1
     while step < effect.to_step:
-        links = [env.links.to(member, env.state) for member in members]
-        limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+        links = [env.workers.link(member) for member in members]
         try:
-            step = await _Step(env, effect, links, limits).serve()
+            step = await _Step(env.runs, effect, links, env.transfers.limits).serve()
         except StratagemError as error:
             log.debug("step is asked for again", run_id=effect.run_id, reason=str(error))
             await asyncio.sleep(RETRY_S)
@@ -125,13 +124,13 @@ class _Step:
     """One step: streams in, sums out, one commit."""
 
     def __init__(
-        self, env: EffectContext, effect: RunSegment, links: Sequence[WorkerLink], limits: Limits
+        self, runs: LiveRuns, effect: RunSegment, links: Sequence[WorkerLink], limits: Limits
     ) -> None:
-        self._env = env
+        self._runs = runs
         self._effect = effect
         self._links = links
         self._limits = limits
-        self._codec = codec_of(env.job_of(effect.run_id, effect.party))
+        self._codec = codec_of(runs.job_of(effect.run_id, effect.party))
 
     async def serve(self) -> int:
         """Serve the next step; return its number, or to_step when the members have come apart."""
@@ -163,7 +162,7 @@ class _Step:
 
     async def _report_apart(self, steps: set[int]) -> None:
         reason = f"members are at different steps: {sorted(steps)}"
-        await self._env.loop.submit(
+        await self._runs.loop.submit(
             ReportTrouble(self._effect.run_id, self._effect.party, self._effect.membership, reason)
         )
 
@@ -171,11 +170,9 @@ class _Step:
         step = inflows[0].step
         if any(inflow.coded for inflow in inflows):
             messages, layout = await _messages(inflows)
-            job = self._env.job_of(self._effect.run_id, self._effect.party)
-            numerics = self._env.numerics_of(self._effect.run_id)
-            reply = await self._env.in_thread(
-                lambda: reply_to(job, layout, messages, step, numerics)
-            )
+            job = self._runs.job_of(self._effect.run_id, self._effect.party)
+            numerics = self._runs.numerics_of(self._effect.run_id)
+            reply = await asyncio.to_thread(reply_to, job, layout, messages, step, numerics)
             manifest, windows = reply.manifest, reply.windows()
         else:
             buckets = _buckets(inflows)

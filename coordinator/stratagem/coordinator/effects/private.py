@@ -4,6 +4,7 @@ cost.
 The fold of such a round takes its secret, its noise and the next clipping norm from here.
 """
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from stratagem.common.tensors.files import parse_header
 from stratagem.common.tensors.manifest import WITHIN_NORM, Manifest, dtype_named
 from stratagem.coordinator.core.effects import AccountRound, AggregateRound
 from stratagem.coordinator.core.facts import RoundAccounted, RunFailed
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import LiveRuns
 from stratagem.coordinator.strategies.federated.run import spec_of
 from stratagem.coordinator.updates.floats import Raw, Wide, widen
 from stratagem.coordinator.updates.reading import Source, StateReader
@@ -151,26 +152,26 @@ class PrivateMean:
 # ---- AccountRound ----
 
 
-async def account_round(env: EffectContext, effect: AccountRound) -> None:
+async def account_round(runs: LiveRuns, effect: AccountRound) -> None:
     """Report RoundAccounted, or the end of a run that cannot be accounted."""
     try:
-        fact: RoundAccounted | RunFailed = await env.in_thread(lambda: _accounted(env, effect))
+        fact: RoundAccounted | RunFailed = await asyncio.to_thread(_accounted, runs, effect)
     except (SecretLostError, InvalidInputError) as error:
         fact = RunFailed(reason=f"round {effect.round_num}: {error}")
     except ModuleNotFoundError:
         fact = RunFailed(reason=f"privacy: this coordinator {accountant.NEEDED}")
     failpoint("coordinator.privacy.accounted")
-    await env.report(effect.run_id, fact)
-    rounds = spec_of(env.job_of(effect.run_id, effect.party)).rounds
+    await runs.report(effect.run_id, fact)
+    rounds = spec_of(runs.job_of(effect.run_id, effect.party)).rounds
     if isinstance(fact, RoundAccounted) and effect.round_num < rounds:
-        env.chores.do(_ahead(env, effect, fact), f"account round {effect.round_num + 1}")
+        runs.chores.do(_ahead(effect, fact), f"account round {effect.round_num + 1}")
 
 
-async def _ahead(env: EffectContext, effect: AccountRound, fact: RoundAccounted) -> None:
+async def _ahead(effect: AccountRound, fact: RoundAccounted) -> None:
     """Compute what the round after this one will have cost, while this one trains: the accountant
     remembers it, and nothing is decided here."""
     costs = (effect.num_spent + 2, fact.noise_multiplier, fact.sampling_rate, fact.delta)
-    await env.in_thread(lambda: accountant.epsilon_after(*costs))
+    await asyncio.to_thread(accountant.epsilon_after, *costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,9 @@ class PrivateRound:
     accounted: RoundAccounted
 
     @classmethod
-    def of(cls, env: EffectContext, effect: AggregateRound, accounted: RoundAccounted) -> Self:
+    def of(cls, runs: LiveRuns, effect: AggregateRound, accounted: RoundAccounted) -> Self:
         """Return the noise of a fold. Raises SecretLostError."""
-        secret, name = _secret(env, effect, accounted.fingerprint)
+        secret, name = _secret(runs, effect, accounted.fingerprint)
         return cls(secret, name, accounted)
 
     def mean(self, manifest: Manifest, base: StateReader) -> PrivateMean:
@@ -210,13 +211,13 @@ def _is_within(entry: SpoolEntry) -> bool:
     return manifest.metadata.get(WITHIN_NORM) == "1"
 
 
-def _accounted(env: EffectContext, effect: AccountRound) -> RoundAccounted:
+def _accounted(runs: LiveRuns, effect: AccountRound) -> RoundAccounted:
     """Return the account of the next round; for a thread. Raises SecretLostError, and
     InvalidInputError for a job whose target or adaptive clipping is out of reach."""
-    job = env.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     spec, strategy = job.privacy, spec_of(job)
     assert spec is not None
-    secret, name = _secret(env, effect, effect.fingerprint)
+    secret, name = _secret(runs, effect, effect.fingerprint)
     rate, delta = spec.sampling_rate(strategy), spec.target.delta
     noise = effect.noise_multiplier or _calibrated(spec, rate, strategy.rounds)
     num_expected = rate * len(effect.candidates)
@@ -254,12 +255,12 @@ def _shares(spec: PrivacySpec, noise: float, num_expected: float) -> tuple[float
 
 
 def _secret(
-    env: EffectContext, effect: AccountRound | AggregateRound, fingerprint: str
+    runs: LiveRuns, effect: AccountRound | AggregateRound, fingerprint: str
 ) -> tuple[bytes, str]:
     """Return what the draws and the noise of a round are derived from: a secret, and the name of
     the round. Raises SecretLostError."""
-    job = env.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     if job.privacy is not None and job.privacy.noise == "seeded":
         return seeded_secret(job.seed), str(effect.round_num)
-    key = env.spool_key(effect.run_id, effect.party, effect.round_num, 0)
-    return env.secret.get(fingerprint), str(key.folder)
+    key = runs.spool_key(effect.run_id, effect.party, effect.round_num, 0)
+    return runs.secret.get(fingerprint), str(key.folder)

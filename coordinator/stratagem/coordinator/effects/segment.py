@@ -30,11 +30,11 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
     SoleCopiesLost,
 )
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns, WorkerCalls
 from stratagem.coordinator.effects.evaluate import fold_parts, own_metrics, shown_evaluation
 from stratagem.coordinator.effects.execute import PlanListener, attend, fail_party, finish
 from stratagem.coordinator.effects.parameter_server import serve_steps
-from stratagem.coordinator.observe.feed import SegmentProgress
+from stratagem.coordinator.observe.feed import Feed, SegmentProgress
 from stratagem.coordinator.observe.history import (
     HistoryParts,
     PackedRows,
@@ -67,10 +67,16 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
         if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
             sets = effect.parts if effect.ranks else (effect.members,)
             servers = [group.create_task(serve_steps(env, effect, each)) for each in sets]
-        request_of = _requests(env, effect)
+        request_of = _requests(env.workers, effect)
         attending = [
             group.create_task(
-                _train(env, effect, rank, request_of(rank), ShownProgress(env, effect, latest))
+                _train(
+                    env,
+                    effect,
+                    rank,
+                    request_of(rank),
+                    ShownProgress(env.runs.feed, effect, latest),
+                )
             )
             for rank in range(len(effect.members))
         ]
@@ -90,32 +96,35 @@ async def _train(
     shown: "ShownProgress",
 ) -> worker_pb2.TrainResult | None:
     listener = PlanListener(
-        lambda progress: shown.show(rank, progress), lambda part: take_in(env, effect, rank, part)
+        lambda progress: shown.show(rank, progress),
+        lambda part: take_in(env.runs, effect, rank, part),
     )
 
     async def failed(error: types_pb2.UserError) -> None:
         is_awaited = effect.kept or effect.is_mirrored
         if not is_awaited or error.type != SoleCopyLostError.__name__:
-            await fail_party(env, effect.run_id, effect.party, error)
+            await fail_party(env.runs, effect.run_id, effect.party, error)
             return
         segment, reason = effect.base.segment, f"{error.message} (worker {error.worker_id})"
         at = None if effect.kept else effect.membership
         lost = SoleCopiesLost(party=effect.party, segment=segment, reason=reason, membership=at)
-        await env.report(effect.run_id, lost)
+        await env.runs.report(effect.run_id, lost)
 
     result = await finish(env, effect, effect.members[rank], request, listener, failed=failed)
     return None if result is None else result.train
 
 
-def _requests(env: EffectContext, effect: RunSegment) -> Callable[[int], worker_pb2.ExecuteRequest]:
+def _requests(
+    workers: WorkerCalls, effect: RunSegment
+) -> Callable[[int], worker_pb2.ExecuteRequest]:
     """Return the function that makes the request for a rank; of thousands each names all, which are
     looked up once."""
-    view = worker_pb2.View(members=_members(env, effect))
-    return lambda rank: _request(env, effect, rank, view)
+    view = worker_pb2.View(members=_members(workers, effect))
+    return lambda rank: _request(workers, effect, rank, view)
 
 
 def _request(
-    env: EffectContext, effect: RunSegment, rank: int, of_all: worker_pb2.View
+    workers: WorkerCalls, effect: RunSegment, rank: int, of_all: worker_pb2.View
 ) -> worker_pb2.ExecuteRequest:
     view = worker_pb2.View(rank=rank)
     view.MergeFrom(of_all)
@@ -129,23 +138,23 @@ def _request(
         lineage=effect.lineage,
         ranks=effect.ranks,
         num_lr_reductions=effect.num_lr_reductions,
-        history_stride=stride_for(env, effect),
+        history_stride=stride_for(workers.runs, effect),
         history_from_step=effect.rounds_before * effect.num_steps,
         kept=effect.kept[rank] if effect.kept else "",
         keeps=effect.keeps,
     )
     at = WorkerSession(effect.members[rank], effect.run_id, effect.party, effect.membership)
-    return env.request(effect.party, at, effect.segment, train=plan)
+    return workers.request(effect.party, at, effect.segment, train=plan)
 
 
-def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
+def _members(workers: WorkerCalls, effect: RunSegment) -> list[worker_pb2.Member]:
     per_replica = len(set(effect.ranks)) or 1
     shards = assign_shards(effect.num_shards, len(effect.members) // per_replica)
     return [
         worker_pb2.Member(
             worker_id=member.worker_id,
             incarnation=member.incarnation,
-            address=env.links.to(member, env.state).address,
+            address=workers.link(member).address,
             first_shard=owned.start,
             num_shards=len(owned),
         )
@@ -158,7 +167,7 @@ def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
 class ShownProgress:
     """What is shown of a segment while it is trained. latest: the members' progress, by rank."""
 
-    env: EffectContext
+    feed: Feed
     effect: RunSegment
     latest: dict[int, worker_pb2.Progress]
 
@@ -178,7 +187,7 @@ class ShownProgress:
             progress.lr,
             self._bubble(),
         )
-        self.env.feed.set_progress(self.effect.run_id, latest)
+        self.feed.set_progress(self.effect.run_id, latest)
 
     def _bubble(self) -> float | None:
         """The share of the latest steps in which the ranks of a pipeline did not compute; None
@@ -210,7 +219,7 @@ async def _report(
     differing = _differing(effect, results)
     if differing:
         reason = f"the replicas differ after segment {effect.segment}: {differing}"
-        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        await env.runs.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
         return
     evaluated = await _evaluated(env, effect, results)
     if evaluated is None:
@@ -236,8 +245,8 @@ async def _report(
         streams=_streams(results),
         kept=tuple(Digest(result.kept) for result in results) if effect.keeps else (),
     )
-    histories = await finished_history(env, effect, _requests(env, effect), results)
-    await env.report(effect.run_id, fact, histories)
+    histories = await finished_history(env, effect, _requests(env.workers, effect), results)
+    await env.runs.report(effect.run_id, fact, histories)
 
 
 async def _evaluated(
@@ -250,7 +259,7 @@ async def _evaluated(
     if own is None:
         return None
     parts = (part for result in results for part in result.parts)
-    metrics = {**fold_parts(parts, env.metrics_of(effect.run_id, party)), **own}
+    metrics = {**fold_parts(parts, env.runs.metrics_of(effect.run_id, party)), **own}
     at = (segment, results[0].step)
     seen = await shown_evaluation(env, effect, party, at, splits, results, metrics)
     return None if seen is None else ({**metrics, **seen.logged}, seen.stop_reason)
@@ -286,10 +295,10 @@ def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str
 log = structlog.get_logger()
 
 
-def stride_for(env: EffectContext, effect: RunSegment) -> int:
+def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
     """Return how many steps a row stands for; 0 where nothing is recorded: the job says so, or
     nothing is trained."""
-    recording = env.job_of(effect.run_id, effect.party).recording
+    recording = runs.job_of(effect.run_id, effect.party).recording
     is_off = recording is not None and not recording.steps
     num_steps = effect.num_rounds * effect.num_steps
     return 0 if is_off or not num_steps else stride_of(num_steps)
@@ -300,12 +309,10 @@ def number_of(effect: RunSegment) -> int:
     return effect.rounds_before + effect.segment
 
 
-def take_in(
-    env: EffectContext, effect: RunSegment, rank: int, part: worker_pb2.HistoryPart
-) -> None:
+def take_in(runs: LiveRuns, effect: RunSegment, rank: int, part: worker_pb2.HistoryPart) -> None:
     """Keep a part that a member has sent."""
-    begun = SegmentTail(number_of(effect), stride_for(env, effect), effect.membership)
-    env.history.add(TailKey(effect.run_id, effect.party, rank), begun, part)
+    begun = SegmentTail(number_of(effect), stride_for(runs, effect), effect.membership)
+    runs.history.add(TailKey(effect.run_id, effect.party, rank), begun, part)
 
 
 async def finished_history(
@@ -319,7 +326,7 @@ async def finished_history(
 
     request: by rank, to attach with once more. results: by rank.
     """
-    stride = stride_for(env, effect)
+    stride = stride_for(env.runs, effect)
     if not stride:
         return []
     parts: list[PackedRows] = []
@@ -329,7 +336,7 @@ async def finished_history(
         parts += await parts_of(env, key, number_of(effect), member, request(rank), result)
     step = effect.rounds_before * effect.num_steps + results[0].step
     trained = TrainedSteps(effect.run_id, effect.party, number_of(effect), stride, step)
-    return await rows_of(env, trained, parts)
+    return await rows_of(trained, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +367,7 @@ async def parts_of(
     """Return all that a member has recorded of a segment; nothing where that is not to be had."""
     if not result.num_history_parts:
         return []
-    tail = env.history.tail(key)
+    tail = env.runs.history.tail(key)
     parts = tail.sent if tail is not None and tail.segment == segment else HistoryParts()
     if not parts.are_all(result):
         parts = HistoryParts()
@@ -372,12 +379,10 @@ async def parts_of(
     return []
 
 
-async def rows_of(
-    env: EffectContext, trained: TrainedSteps, parts: Sequence[PackedRows]
-) -> list[HistoryRow]:
+async def rows_of(trained: TrainedSteps, parts: Sequence[PackedRows]) -> list[HistoryRow]:
     """Return what is stored of steps; nothing where what was sent of them cannot be read."""
     try:
-        return await env.in_thread(lambda: _rows(trained, parts))
+        return await asyncio.to_thread(_rows, trained, parts)
     except InvalidInputError as error:
         reason = str(error)
         log.error("the step history of a segment cannot be read", reason=reason, **trained.ids)
@@ -418,13 +423,13 @@ async def release(env: EffectContext, effect: Release) -> None:
     env.forget(effect.run_id)
     await asyncio.gather(*(_close(env, effect, member) for member in effect.members))
     failpoint("coordinator.run.released")
-    await env.report(effect.run_id, RunReleased())
+    await env.runs.report(effect.run_id, RunReleased())
 
 
 async def _close(env: EffectContext, effect: Release, member: Member) -> None:
     try:
-        await env.links.to(member, env.state).close_session(effect.run_id)
+        await env.workers.link(member).close_session(effect.run_id)
     except StratagemError as error:
         # Its sessions end with its process, or when it next asks about the run.
         worker_id = member.worker_id
-        env.say("not released", effect.run_id, worker_id=worker_id, why=str(error))
+        env.runs.say("not released", effect.run_id, worker_id=worker_id, why=str(error))

@@ -267,12 +267,12 @@ def _held(app: App) -> Iterator[tuple[Metric, Values]]:
     yield COMMANDS, one(loop.num_waiting)
     running, waiting = supervisor.by_kind()
     yield EFFECTS, _labelled(running, "running") | _labelled(waiting, "waiting")
-    yield PUSHES, one(len(app.env.pushes))
+    yield PUSHES, one(len(app.env.transfers.pushes))
     yield HEARTBEAT_AGE, one(app.leases.longest_silence_s())
     yield HEARTBEAT_INTERVAL, one(app.leases.pace.interval_s)
     yield HEARTBEAT_STREAMS, one(app.heartbeats.num_open)
     yield from _relayed(app.relay.counts(), app.relay.num_bytes)
-    yield from _counted(Counter(loop.facts), supervisor.num_failures, app.env.refused)
+    yield from _counted(Counter(loop.facts), supervisor.num_failures, app.env.runs.refused)
 
 
 def _waiting() -> Iterator[tuple[Metric, Values]]:

@@ -14,9 +14,18 @@ import asyncio
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Hashable,
+    Iterator,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -381,3 +390,73 @@ class Paced:
                 await self._chore()
             finally:
                 self._next_s = time.monotonic() + self._pause_s
+
+
+# ---- Shared transactions ----
+#
+# Facts about results that become durable at about the same time share a transaction.
+#
+# Updates that arrive at once are on the disk within milliseconds of each other. Reported one by
+# one, each would need a transaction of its own, with all that follows from it. A member that is
+# done therefore waits for those that were under way at that moment: no longer than its own work
+# took, and at most LONGEST_WAIT_S. This runs on the event loop and knows nothing of updates and
+# facts.
+
+LONGEST_WAIT_S: Final = 0.05
+"""Near the deadline of a round it decides whether an update counts, so it is short."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Members that report together; nobody joins any more once the first of them is done."""
+
+    num_missing: int = 0
+    all_done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Together:
+    """The groups that can be joined, by what their members have in common."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, _Group] = {}
+
+    @contextmanager
+    def member(self, key: Hashable) -> Iterator["Membership"]:
+        """Join a group until the block ends, or until `all_done` is awaited."""
+        membership = Membership(self._open, key)
+        try:
+            yield membership
+        finally:
+            membership.leave()
+
+
+class Membership:
+    """A member of a group: it makes something durable, and then reports it."""
+
+    def __init__(self, open_groups: dict[Hashable, _Group], key: Hashable) -> None:
+        self._open, self._key = open_groups, key
+        self._loop = asyncio.get_running_loop()
+        self._since_s = self._loop.time()
+        self._group = open_groups.setdefault(key, _Group())
+        self._group.num_missing += 1
+        self._is_missing = True
+
+    async def all_done(self) -> None:
+        """Be done, and wait for the others of the group, for a bounded time: all members go on in
+        one turn of the event loop."""
+        self.leave()
+        patience_s = min(self._loop.time() - self._since_s, LONGEST_WAIT_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._group.all_done.wait()
+
+    def leave(self) -> None:
+        """Let nobody wait for this member any more."""
+        if not self._is_missing:
+            return
+        self._is_missing = False
+        if self._open.get(self._key) is self._group:
+            del self._open[self._key]
+        self._group.num_missing -= 1
+        if self._group.num_missing == 0:
+            self._group.all_done.set()

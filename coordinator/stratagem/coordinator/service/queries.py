@@ -63,7 +63,7 @@ _FIRST: Final = (-math.inf, RunId(""))
 class Runs:
     def __init__(self, app: App) -> None:
         self.app = app
-        self._briefs = RunBriefs(self._brief, app.env.chores.do)
+        self._briefs = RunBriefs(self._brief, app.env.runs.chores.do)
         app.feed.listeners.append(self._briefs.note)
 
     async def view(self, run_id: str) -> RunView:

@@ -224,7 +224,7 @@ def _check_privacy(app: App, job: JobSpec) -> None:
     if not accountant.is_installed():
         raise InvalidInputError.at("privacy", f"the coordinator {accountant.NEEDED}")
     if job.privacy.noise == "secret":
-        app.env.secret.check_usable()
+        app.env.runs.secret.check_usable()
 
 
 async def _is_here(app: App, caller: Caller, digest: Digest | None, *, is_new: bool) -> bool:
