@@ -72,12 +72,12 @@ from stratagem.coordinator.updates.weighing import (
 # ---- AggregateRound ----
 
 Header = tuple[Manifest, int]
-"""What a state's file is made of, and where its data start."""
+"""The layout of a state's file, and where its data start."""
 _KEPT_METADATA: Final = (AVERAGED_KEY, FROZEN_KEY)
 
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
-    """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
+    """Fold in a thread, and report SegmentCommitted with the new state."""
     masks = await opened_masks(env, effect) if effect.secure is not None else None
     if isinstance(masks, RoundRestarted | RunFailed):
         await env.runs.report(effect.run_id, masks)
@@ -109,7 +109,7 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
 async def _folded(
     env: EffectContext, effect: AggregateRound, masks: OpenedMasks | None
 ) -> tuple[Folded, Header, float | None]:
-    """Return what the fold has written, and the clipping norm of the next round of a private
+    """Return the folded state, its header, and the clipping norm of the next round of a private
     run."""
     transfers = env.transfers
     entries = await asyncio.to_thread(accepted_entries, env.runs, transfers.spool, effect)
@@ -130,7 +130,7 @@ def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> 
     """Send the new state to the workers of the next round while its fact is being journaled.
 
     It is content under its own name, so a worker that gets it for nothing has lost no more than the
-    time of its link; who is not guessed asks for it.
+    time of its link; a worker that is not guessed asks for it.
     """
     run = env.runs.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
@@ -235,7 +235,7 @@ def decoding_of(
     expected: Manifest,
     bases: list[Digest],
 ) -> UpdateDecoding:
-    """Return what reads updates of the effect's job that began from these states."""
+    """Return the reader of updates of the effect's job that began from these states."""
     job, numerics = runs.job_of(effect.run_id, effect.party), runs.numerics_of(effect.run_id)
     return UpdateDecoding(job, numerics, blobs, expected, bases)
 
@@ -248,14 +248,14 @@ def decoding_of(
 
 @dataclass(frozen=True, slots=True)
 class CombinedUpdates:
-    """What a fold is made of."""
+    """The inputs of a fold."""
 
     entries: Sequence[SpoolEntry]
     """The updates that the fold reads; none where the rule reads them itself."""
     weights: Sequence[float]
-    """Of each of them."""
+    """The weight of each of these updates."""
     rule: Combination | None
-    """What takes the place of the weighted mean."""
+    """The replacement of the weighted mean, if any."""
 
 
 def combined_updates(
@@ -266,7 +266,7 @@ def combined_updates(
     manifest: Manifest,
     state: StateReader,
 ) -> CombinedUpdates:
-    """Return the rule of the effect's job over the accepted updates, which stand in client order.
+    """Return the rule of the effect's job over the accepted updates, which are in client order.
 
     protection: the noise of a private round, or the opened masks of a secure one; manifest, state:
     of the state that the round began from.
@@ -299,8 +299,8 @@ def combined_updates(
 
 
 def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: int) -> Shares:
-    """Return what the changes count: by losses, buffers by the same in shares of one; or by rows
-    and steps, buffers by rows."""
+    """Return the shares of the changes. With `normalize` they follow from rows and steps, and those
+    of buffers from rows; otherwise all follow from the losses, and those of buffers sum to one."""
     largest = rows.index(max(rows))
     if spec_of(job).options.normalize is not None:
         lengths = [_length(job, number) for number in effect.num_steps]
@@ -311,7 +311,7 @@ def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: i
 
 
 def _length(job: JobSpec, num_steps: int) -> float:
-    """Return how far so many steps of a client go under a gradient of one."""
+    """Return how far a client moves in so many steps under a gradient of one."""
     assert job.optimizer is not None, "the job was checked"
     aggregation = spec_of(job).aggregation
     pull = job.optimizer.lr * aggregation.mu if isinstance(aggregation, FedProx) else 0.0
@@ -320,7 +320,7 @@ def _length(job: JobSpec, num_steps: int) -> float:
 
 # ---- JudgeUpdates ----
 #
-# JudgeUpdates decides what each accepted update of a round counts, under a robust rule or by
+# JudgeUpdates decides how much each accepted update of a round counts, under a robust rule or by
 # loss.
 #
 # The verdict is a fact before anything is folded. A fold that is repeated, even by another
@@ -377,16 +377,11 @@ def _judge(
         sources = [decoding.source(place, entry) for place, entry in enumerate(entries)]
         options = spec_of(job).options
         if options.q is not None:
-            fairness = Fairness(options.q, _rate(job), effect.losses)
+            assert job.optimizer is not None, "the job was checked"
+            fairness = Fairness(options.q, job.optimizer.lr, effect.losses)
             return fairness.verdict(sources, manifest, state, should_stop)
         assert options.robust is not None, "no rule asks for a verdict"
         return judge(options.robust, sources, manifest, state, should_stop)
-
-
-def _rate(job: JobSpec) -> float:
-    """Return the learning rate of the clients, which all their parameters have in all rounds."""
-    assert job.optimizer is not None, "the job was checked"
-    return job.optimizer.lr
 
 
 def _said(
@@ -411,7 +406,7 @@ def _said(
 
 
 def _said_of_losses(losses: Sequence[float], clients: Sequence[int], step: float) -> str:
-    """Return who had the least and the greatest loss, and how much of their changes counts."""
+    """Name the clients with the least and the greatest loss, and say how much the changes count."""
     in_order = sorted(zip(losses, clients, strict=True))
     (least, best), (greatest, worst) = in_order[0], in_order[-1]
     return (

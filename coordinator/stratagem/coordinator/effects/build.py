@@ -27,7 +27,7 @@ from stratagem.v1 import worker_pb2
 async def build(env: EffectContext, effect: Build) -> None:
     """Build, pull the state into the store, and report ModelBuilt."""
     job = env.runs.job_of(effect.run_id, effect.party)
-    # A party of its own, so that building and training never share a key.
+    # It has a party to itself, so that building and training never share a key.
     party = child_party(effect.party, "build")
     at = WorkerSession(effect.member, effect.run_id, party, effect.membership)
     plan = worker_pb2.BuildPlan(variants=_variants(env.runs, effect))
@@ -78,8 +78,8 @@ def _is_awaited(runs: LiveRuns, effect: Build, job: JobSpec, error: ErrorRecord)
 
 
 async def _first_state(env: EffectContext, job: JobSpec, at: WorkerSession) -> tuple[Digest, int]:
-    """Return digest and size in bytes of the state that the run begins from: what the worker has
-    built, or as it stands the commit of another run that is resumed."""
+    """Return digest and size in bytes of the state that the run begins from: the one that the
+    worker has built, or the unchanged commit of another run that is resumed."""
     initial = job.initial
     if initial is None or not initial.resume:
         digest, manifest = await stored_snapshot(env, [at], 0)
@@ -90,16 +90,18 @@ async def _first_state(env: EffectContext, job: JobSpec, at: WorkerSession) -> t
 
 
 def _begins_after(job: JobSpec) -> tuple[int, int]:
-    """Return the number of the commit that the run begins with, and the steps behind it. Rounds
-    keep their numbers, from which their clients and the order of their rows follow."""
+    """Return the number of the commit that the run begins with, and the number of steps before it.
+    Rounds keep their numbers, which decide their clients and the order of their rows."""
     step = (job.initial.step or 0) if job.initial else 0
     return (step if isinstance(job.strategy, Federated) else 0), step
 
 
 async def _streams(runs: LiveRuns, job: JobSpec, num_rows: Mapping[str, int]) -> str:
-    """Return the marks of streams that stand with the commit of another run that is resumed."""
+    """Return the marks of streams in the commit of another run that is resumed."""
     initial = job.initial
-    if initial is None or not initial.resume or num_rows.get("train"):  # which a stream does not
+    if (
+        initial is None or not initial.resume or num_rows.get("train")
+    ):  # a stream has no such number
         return ""
     assert initial.digest is not None  # the client has found it
     state = runs.state
@@ -111,8 +113,8 @@ async def _streams(runs: LiveRuns, job: JobSpec, num_rows: Mapping[str, int]) ->
 
 
 def streams_of(runs: Iterable[RunRecord], job: JobSpec, digest: Digest) -> str:
-    """Return the marks that stand with a commit of one of the runs; none where that run has read
-    other rows, or is not known any more: streams are read again then."""
+    """Return the marks of streams in a commit of one of the runs; "" if that run has read other
+    rows, or is not known any more: streams are then read again from the start."""
     commits = (
         commit.streams
         for run in runs
@@ -124,7 +126,7 @@ def streams_of(runs: Iterable[RunRecord], job: JobSpec, digest: Digest) -> str:
 
 
 def _rows_of(job: JobSpec) -> tuple[object, ...]:
-    """Return what decides which row comes where in a stream."""
+    """Return the parts of a job that decide the order of rows in a stream."""
     return job.seed, job.data, job.code, num_shards_of(job.strategy)
 
 
@@ -139,8 +141,8 @@ def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
 
 
 def _variants(runs: LiveRuns, effect: Build) -> list[worker_pb2.Variant]:
-    """Return the variants to build in addition to a population's member, which show what its layout
-    depends on."""
+    """Return the variants to build besides a population's member; they show which settings its
+    layout depends on."""
     if effect.params is None:
         return []
     tried = variants(runs.state.runs[effect.run_id].job, effect.params)

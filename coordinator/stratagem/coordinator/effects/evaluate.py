@@ -51,7 +51,7 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
     results = [task.result() for task in attending]
     finished = [result for result in results if result is not None]
     if len(finished) < len(results):
-        return  # what ended early has been reported
+        return  # an early end has been reported
     failpoint("coordinator.evaluation.gathered")
     parts = [part for result in finished for part in result.parts]
     if effect.client is not None:
@@ -84,8 +84,8 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
 
 
 async def _predictions(env: EffectContext, effect: EvaluateState, members: list[Member]) -> Digest:
-    """Return the outputs that the members have kept of their batches, as one blob with the rows in
-    order; "" for a split without rows."""
+    """Return the blob with the outputs of the members' batches, rows in order; "" for a split
+    without rows."""
 
     async def pull(member: Member) -> StatePart:
         async with env.transfers.pulls:
@@ -136,7 +136,7 @@ async def _evaluate(
 async def _said(
     blobs: BlobStore, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
 ) -> ClientEvaluated:
-    """Return what a client has said of its rows; the states of its metrics are stored by then."""
+    """Store the states of a client's metrics, and return its results on its rows."""
     own = result.own_metrics
     said = ClientEvaluated(
         party=effect.party,
@@ -170,7 +170,7 @@ async def _fail_client(
 
 
 class _Shown:
-    """The batches and rows per second of all members together, for watchers."""
+    """The batches and rows per second of all members together, for those who watch."""
 
     def __init__(self, feed: Feed, effect: EvaluateState, job: JobSpec) -> None:
         self._feed, self._effect = feed, effect
@@ -235,10 +235,10 @@ async def own_metrics(
     splits: Sequence[str],
     results: Sequence[Result],
 ) -> Mapping[str, float] | None:
-    """Return the metrics by "<split>.<metric>"; empty where the job has none of the user's own.
+    """Return the user's metrics by "<split>.<metric>"; empty if the job has none.
 
     kept_in: the party whose sessions have evaluated. results: in order of the effect's members.
-    None when they could not be computed: that has been reported.
+    None if they could not be computed, which has been reported.
     """
     said = [result.own_metrics for result in results if result.HasField("own_metrics")]
     measured = [each for each in said if each.are_measured]
@@ -276,7 +276,7 @@ async def own_metrics(
 
 
 class Seen(NamedTuple):
-    """What on_evaluation has said: numbers by name of their series, and why the training ends."""
+    """The answer of on_evaluation: numbers by name of their series, and why the training ends."""
 
     logged: Mapping[str, float]
     stop_reason: str
@@ -291,10 +291,10 @@ async def shown_evaluation(
     results: Sequence[Result],
     metrics: Mapping[str, float],
 ) -> Seen | None:
-    """Show the metrics where the first member wants to see them; return what was said of them.
+    """Pass the metrics to the first member's on_evaluation, if it has one; return the answer.
 
-    shown_in: the party whose sessions have evaluated. at: segment and step of what was evaluated.
-    metrics: by "<split>.<metric>". None when the hook has failed: that has been reported.
+    shown_in: the party whose sessions have evaluated. at: segment and step of the evaluated state.
+    metrics: by "<split>.<metric>". None if the hook has failed, which has been reported.
     """
     if not (splits and results and results[0].wants_evaluation):
         return Seen({}, "")
@@ -316,5 +316,5 @@ async def shown_evaluation(
 
 
 def lineage_of(effect: RunSegment | EvaluateState) -> int:
-    """Return the lineage of what was evaluated; stored states have none."""
+    """Return the lineage of the evaluated state; stored states have none."""
     return effect.lineage if isinstance(effect, RunSegment) else 0

@@ -61,7 +61,7 @@ LONGEST_CLOSED_S: Final = 8 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class PlanListener:
-    """What is told of a plan while it is executed."""
+    """The callbacks for the messages of a plan while it is executed."""
 
     progress: OnProgress | None = None
     history: OnHistory | None = None
@@ -79,11 +79,11 @@ async def attend(
     *,
     base: Digest | None = None,
 ) -> worker_pb2.ExecuteResult:
-    """The result of the plan; raises UnavailableError once the worker is lost, or where stream
+    """Return the result of the plan. Raises UnavailableError once the worker is lost, or if stream
     after stream breaks at once, as on a worker whose disk is full.
 
-    A worker that refuses the plan for what it says would refuse it again: that is a result, too.
-    base: a state that the plan is certain to need, brought without waiting for the wish.
+    A worker that refuses the plan's content would refuse it again, so that is a result, too.
+    base: a state that the plan is certain to need, brought before the worker asks.
     """
     had_begun, run_id = False, RunId(request.session.run_id)
     plan = _Plan(request, is_secret=_is_secret(env.runs, request))
@@ -112,7 +112,7 @@ async def attend(
             backoff.reset()
             num_broken = 0
         num_broken += 1
-        if num_broken >= MAX_BROKEN:  # the effect is tried again without end, and watchers told
+        if num_broken >= MAX_BROKEN:  # the effect is tried again without end, and watchers see it
             raise UnavailableError(reason)
         env.runs.say(
             "stream broke, attaching again", run_id, worker_id=member.worker_id, reason=reason
@@ -130,10 +130,11 @@ async def finish(
     base: Digest | None = None,
     failed: Failed | None = None,
 ) -> worker_pb2.ExecuteResult | None:
-    """Return a member's result where it is of the plan's own kind; see `attend`.
+    """Return a member's result if it is of the plan's kind; see `attend`.
 
-    None when it ended otherwise: that is reported at once, because the other members wait for this
-    one inside their exchange. failed: reports an error, which otherwise fails the party.
+    Return None if the plan ended otherwise, which is reported at once, because the other members
+    wait for this one inside their exchange. failed: reports an error, which otherwise fails the
+    party.
     """
     result = await attend(env, member, request, listener, base=base)
     match result.WhichOneof("outcome"):
@@ -150,12 +151,11 @@ async def finish(
 
 @dataclass
 class _Plan:
-    """The plan that the worker was given, over all streams; its job is parsed when a request needs
-    it."""
+    """The worker's plan, over all streams; its job is parsed when a request needs it."""
 
     request: worker_pb2.ExecuteRequest
     is_secret: bool = False
-    """Nobody may read that the worker has it: it prints and records nothing then."""
+    """True if nobody may read that the worker has the plan: no output is recorded then."""
     num_profiles: int = 0
     """Recordings taken so far."""
 
@@ -189,8 +189,8 @@ class _Attended:
     is_accepted: bool = False
     is_stalled: bool = False
     under_way: dict[Digest, bool] = field(default_factory=dict)
-    """Blobs that the worker has asked for and that are not there yet: another request waits,
-    too. True: to be sent once more after that, as the worker may have dropped what was sent."""
+    """Blobs that the worker has asked for and that are on their way; another request for one of
+    them waits, too. True: send the blob once more, as the worker may have dropped it."""
 
     @property
     def request(self) -> worker_pb2.ExecuteRequest:
@@ -229,15 +229,15 @@ class _Attended:
     async def _bring(self, base: Digest) -> None:
         if await reads_by_itself(self.env.runs, self.env.transfers.blobs, self.member, base):
             return
-        # It may be there before the plan that it is for: then the plan asks for it.
+        # It may arrive before its plan; the plan then asks for it.
         with suppress(NotFoundError):
             await self.env.transfers.bring(self.member, RunId(self.request.session.run_id), base)
 
     def _begins_push(self, digest: Digest, was_here: bool) -> bool:
-        """Return whether a request for a blob begins a transfer, of which there is one at a time.
+        """Return True if a request for a blob begins a transfer, of which there is one at a time.
 
-        Of the same blob there may be one that has ended at the worker already, where it was dropped
-        before this request: both streams bring their messages in any order.
+        An earlier transfer of the blob may have ended at the worker already and been dropped there
+        before this request: messages of different streams come in any order.
         """
         if digest in self.under_way:
             self.under_way[digest] |= was_here
@@ -253,7 +253,7 @@ class _Attended:
         while is_left:
             try:
                 await self.env.transfers.push(self.member, run_id, digest)
-            except NotFoundError:  # of one that was under way and came before the plan
+            except NotFoundError:  # a transfer under way came before the plan
                 await self.env.transfers.push(self.member, run_id, digest)
             is_left, self.under_way[digest] = self.under_way[digest], False
         del self.under_way[digest]
@@ -274,10 +274,12 @@ class _Attended:
             case "stall":
                 self._see_stall(message.stall)
             case "log" if not self.plan.is_secret:
-                self.env.runs.logs.add(RunId(self.request.session.run_id), _line(message.log))
+                line = message.log
+                row = RunLogLine(line.time_s, line.worker_id, line.level, line.text)
+                self.env.runs.logs.add(RunId(self.request.session.run_id), row)
 
     def _see_stall(self, stall: worker_pb2.Stall) -> None:
-        """Show in the run's status that its worker stays at one thing, or no more."""
+        """Show in the run's status that its worker is stalled, or no longer is."""
         runs, run_id = self.env.runs, RunId(self.request.session.run_id)
         self.is_stalled = runs.stalled.note(run_id, id(self), self.member.worker_id, stall)
         is_secret = runs.draws_in_secret(run_id)
@@ -290,8 +292,8 @@ def _is_secret(runs: LiveRuns, request: worker_pb2.ExecuteRequest) -> bool:
 
 
 def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
-    """Return the digests that a worker may have for a plan: its base state, what its client has
-    kept, and those its job names."""
+    """Return the digests that a worker may have for a plan: its base state, its client's state, and
+    those that its job names."""
     plan = getattr(request, request.WhichOneof("plan") or "build")
     named = {
         request.measure.outputs,
@@ -335,18 +337,14 @@ async def fail_party(
 def record_of(error: types_pb2.UserError) -> ErrorRecord:
     """Return the error that a worker reports, as a value."""
     record = ErrorRecord.model_validate(error, from_attributes=True)
-    is_likely = 0 < record.opens_in_s <= LONGEST_CLOSED_S  # what a worker says is not checked else
+    is_likely = 0 < record.opens_in_s <= LONGEST_CLOSED_S  # nothing else checks this number
     return record if is_likely else record.model_copy(update={"opens_in_s": 0.0})
-
-
-def _line(line: worker_pb2.LogLine) -> RunLogLine:
-    return RunLogLine(line.time_s, line.worker_id, line.level, line.text)
 
 
 # ---- Sanitizing reports ----
 #
 # The messages of workers are sanitized: texts have a bounded length and no control characters,
-# the number of names is bounded, and a message that names its worker gets the sender's own name.
+# the number of names is bounded, and a message that names its worker gets the sender's name.
 #
 # Everything that a worker answers passes here before it becomes a fact, a line of a log or an
 # answer to a client. The rules apply to kinds of fields and not to messages, so a new field is
@@ -358,7 +356,7 @@ MAX_NAMES: Final = 256
 
 _SPEAKER: Final = "worker_id"
 _TRACEBACK: Final = "stratagem.v1.UserError.traceback"
-"""Of a long one the end stays: there it says what was raised."""
+"""A long traceback keeps its end, which names the exception."""
 _LONG: Final = {
     "stratagem.v1.LogLine.text": 8192,
     "stratagem.v1.BuildResult.rows": 8192,
@@ -371,7 +369,7 @@ log = structlog.get_logger()
 
 
 def let_in(message: Message, worker_id: str = "") -> None:
-    """Make a message of a worker fit to be kept and shown, in place.
+    """Sanitize a message of a worker in place.
 
     worker_id: the sender, whose name replaces any other in the message.
     """
@@ -501,8 +499,8 @@ def leaves_in(blobs: BlobStore) -> LeafBlobs | None:
 
 
 def kept_states(runs: LiveRuns, run_id: RunId) -> list[Digest]:
-    """Return the blobs of a run that are kept now, from which a new state of it may take leaves,
-    the newest commit first."""
+    """Return the blobs of a run that are retained now, from which a new state may take leaves, the
+    newest commit first."""
     run = runs.state.runs.get(run_id)
     if run is None:
         return []
@@ -512,8 +510,8 @@ def kept_states(runs: LiveRuns, run_id: RunId) -> list[Digest]:
 
 
 def may_write_leaves(runs: LiveRuns, leaves: LeafBlobs, member: Member) -> bool:
-    """Return whether a worker may be asked for leaves: it has said that it sees the folder of
-    states, on a trusted network; or in an object store, that it takes signed requests."""
+    """Return True if a worker may be asked for leaves: it sees the folder of states, on a trusted
+    network; or, for an object store, it takes signed requests."""
     record = runs.state.workers.get(member.worker_id)
     if record is None:
         return False

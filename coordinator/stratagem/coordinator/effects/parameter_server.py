@@ -95,7 +95,11 @@ class _Inflow:
         self.coded = tuple(TensorLayout(t.name, tuple(t.shape)) for t in first.header.coded)
         self.step = first.header.step
         self.parts = [_part(spec.name, spec.dtype, spec.size_bytes) for spec in manifest.tensors]
-        self._writer = ChunkWriter(manifest.total_bytes, self._take, purpose=Purpose.GRADIENTS)
+        self._writer = ChunkWriter(
+            manifest.total_bytes,
+            lambda _offset, data: self._buffer.extend(data),
+            purpose=Purpose.GRADIENTS,
+        )
 
     async def read(self, num_bytes: int) -> bytes:
         """Return the next num_bytes of the stream."""
@@ -108,10 +112,6 @@ class _Inflow:
         data = bytes(self._buffer[:num_bytes])
         del self._buffer[:num_bytes]
         return data
-
-    def _take(self, offset: int, data: bytes) -> None:
-        del offset
-        self._buffer += data
 
 
 def _part(name: str, dtype: str, size_bytes: int) -> _Part:
@@ -148,8 +148,10 @@ class _Step:
             await asyncio.gather(*(inflow.open(self._limits, self._codec) for inflow in inflows))
             steps = {inflow.step for inflow in inflows}
             if len(steps) > 1:
-                await self._report_apart(steps)
-                return self._effect.to_step
+                effect, reason = self._effect, f"members are at different steps: {sorted(steps)}"
+                trouble = ReportTrouble(effect.run_id, effect.party, effect.membership, reason)
+                await self._runs.loop.submit(trouble)
+                return effect.to_step
             await self._sum(inflows)
             return inflows[0].step
         except grpc.aio.AioRpcError as error:
@@ -159,12 +161,6 @@ class _Step:
         finally:
             for get in gets:
                 get.cancel()
-
-    async def _report_apart(self, steps: set[int]) -> None:
-        reason = f"members are at different steps: {sorted(steps)}"
-        await self._runs.loop.submit(
-            ReportTrouble(self._effect.run_id, self._effect.party, self._effect.membership, reason)
-        )
 
     async def _sum(self, inflows: list[_Inflow]) -> None:
         step = inflows[0].step
@@ -218,14 +214,14 @@ class _Outflow:
         await self._send(message)
 
     async def commit(self) -> None:
-        """Have all members apply what they hold, and wait until they have."""
+        """Have all members apply the sums that they hold, and wait until they have."""
         await self._send(worker_pb2.ApplyGradientsRequest(commit=True))
         for call in self._calls:
             await call.done_writing()
         await asyncio.gather(*self._calls)
 
     def cancel(self) -> None:
-        """End the streams; what was staged and not committed is dropped by the members."""
+        """End the streams; members drop sums that are not committed."""
         for call in self._calls:
             call.cancel()
 
@@ -330,7 +326,7 @@ def fold_chunks(members: Iterable[Mapping[Node, FloatArray]], num_live: int) -> 
                 raise ValueError(f"two members hold {node}")
             partials[node] = chunk
     _check(partials, num_live)
-    made: set[int] = set()  # ids of arrays of our own, which may be overwritten
+    made: set[int] = set()  # ids of arrays made here, which may be overwritten
 
     def add(left: FloatArray, right: FloatArray) -> FloatArray:
         for out in (left, right):

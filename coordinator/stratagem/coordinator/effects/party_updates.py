@@ -78,7 +78,7 @@ def _collect(transfers: Transfers, effect: CollectUpdate, key: SpoolKey) -> Spoo
 
 
 def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSpec]]:
-    """Each stored tensor that is wanted, with where it stands in what is given."""
+    """Return each wanted stored tensor with the place of its data in the given file."""
     by_name = {spec.name: spec for spec in given.tensors}
     pairs = []
     for spec in wanted.stored():
@@ -102,8 +102,8 @@ async def spooled(
     effect: CollectUpdate | SumRegion,
     make: Callable[[SpoolKey], SpoolEntry],
 ) -> SpoolEntry | None:
-    """Return the update that `make` writes into the spool, in a thread; one that a crash left
-    there complete is taken as it is. None: it may not be accepted, which has been reported."""
+    """Return the update that `make` writes into the spool, in a thread, or the complete one that a
+    crash has left there; None if it may not be accepted, which has been reported."""
     key = runs.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
 
     def found_or_made() -> SpoolEntry:
@@ -220,21 +220,21 @@ States: TypeAlias = Mapping[tuple[str, str], np.ndarray]
 
 
 class UnlikeStatesError(Exception):
-    """The states of a client are not of the kind of those of the first one."""
+    """The states of a client differ in kind from those of the first one."""
 
 
 class SumsSoFar:
-    """The sums over the clients that were added, in that order."""
+    """The sums over the clients added so far."""
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str], np.ndarray] = {}
         self._first: int | None = None
 
     def add(self, client: int, own: States) -> None:
-        """Add what a client has said.
+        """Add the states of a client.
 
-        Raises UnlikeStatesError, with the client and the state that does not fit; the totals then
-        are none of anything.
+        Raises UnlikeStatesError, with the client and the state that does not fit; the totals are
+        then of no use.
         """
         if self._first is None:
             self._first = client
@@ -253,8 +253,8 @@ class SumsSoFar:
 
 
 def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite sums are what a loop has, too
-        summed = np.asarray(total + more)  # of single numbers numpy makes no array
+    with np.errstate(over="ignore", invalid="ignore"):  # a loop has infinite sums, too
+        summed = np.asarray(total + more)  # numpy makes no array of single numbers
     if summed.dtype == np.int64 and np.any(
         ((total < 0) == (more < 0)) & ((summed < 0) != (total < 0))
     ):
@@ -271,7 +271,7 @@ def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray)
 # has evaluated, once they are valid states.
 
 MAX_NUMBERS: Final = 65_536
-"""In the states of one client, as workers send them."""
+"""The most numbers in the states of one client, as workers send them."""
 MAX_DIMENSIONS: Final = 16
 PARTY: Final = "measure"
 _MAX_REASON_CHARS: Final = 300
@@ -308,9 +308,9 @@ async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
 
 
 async def kept_states(blobs: BlobStore, sums: Sequence[pb.MetricState]) -> Digest:
-    """Return the blob with the states of a client, "" of one without.
+    """Store the states of a client, and return the name of the blob; "" if there are none.
 
-    Raises InvalidInputError for what cannot be added up.
+    Raises InvalidInputError for states that cannot be added up.
     """
     if not sums:
         return NO_DIGEST
@@ -320,7 +320,7 @@ async def kept_states(blobs: BlobStore, sums: Sequence[pb.MetricState]) -> Diges
 
 
 def summed(sums: Sequence[pb.MetricState]) -> tuple[str, ...]:
-    """Return the metrics that these are states of."""
+    """Return the metrics that these states belong to."""
     return tuple(sorted({state.metric for state in sums}))
 
 
@@ -346,7 +346,7 @@ async def _report(
 
 
 def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
-    """Return the values of metrics that were asked for: a worker may say anything."""
+    """Return the values of the requested metrics alone: a worker may send any others."""
     return {
         name: value
         for name, value in sorted(found.metrics.items())
@@ -355,8 +355,8 @@ def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
 
 
 def _sums(blobs: BlobStore, effect: MergeMetrics) -> tuple[list[pb.MetricState], dict[str, str]]:
-    """Return the sums over clients, one client after the other, and why those of some metrics do
-    not go together; for a thread."""
+    """Return the sums over clients, added in order, and by metric why its states cannot be added;
+    for a thread."""
     metrics = sorted(effect.metrics)
     sums = {metric: SumsSoFar() for metric in metrics}
     unlike: dict[str, str] = {}

@@ -75,7 +75,7 @@ def noised_share(
 class TensorNoise:
     """The noise of a round on the elements of a model, found by their place in its data.
 
-    Frozen parameters have none: no client changes them, whatever its rows are.
+    Frozen parameters have no noise: no client changes them, whatever its rows are.
     """
 
     def __init__(self, secret: bytes, round_name: str, manifest: Manifest) -> None:
@@ -115,7 +115,7 @@ _WINDOW_ELEMENTS: Final = 1 << 18
 
 
 class PrivateMean:
-    """The combination of a fold that makes sums of changes the next state."""
+    """The combination of a fold that turns sums of changes into the next state."""
 
     def __init__(self, noise: TensorNoise, of_round: RoundAccounted, base: StateReader) -> None:
         self._noise, self._base = noise, base
@@ -135,7 +135,7 @@ class PrivateMean:
         noise = self._noise.read(dtype, offset, out.size)
         out += self._sigma * noise
         out[:] = rounded_to_grid(out, self._sigma)
-        out[np.isnan(noise)] = 0.0  # whatever clients send of what is frozen
+        out[np.isnan(noise)] = 0.0  # whatever clients send for frozen parameters
         out /= self._num_expected
         raw[:] = self._base.read_raw(dtype, offset, raw.size)
         widen(dtype, raw, change)
@@ -168,19 +168,19 @@ async def account_round(runs: LiveRuns, effect: AccountRound) -> None:
 
 
 async def _ahead(effect: AccountRound, fact: RoundAccounted) -> None:
-    """Compute what the round after this one will have cost, while this one trains: the accountant
-    remembers it, and nothing is decided here."""
+    """Compute the cost after the next round while this one trains: the accountant remembers it, and
+    nothing is decided here."""
     costs = (effect.num_spent + 2, fact.noise_multiplier, fact.sampling_rate, fact.delta)
     await asyncio.to_thread(accountant.epsilon_after, *costs)
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateRound:
-    """The noise of the fold of one round: what it is derived from, and how much there is."""
+    """The noise of the fold of one round: its source and its amount."""
 
     secret: bytes
     name: str
-    """That of the round's folder in the spool, which no other round has."""
+    """The name of the round's folder in the spool, which no other round has."""
     accounted: RoundAccounted
 
     @classmethod
@@ -190,11 +190,11 @@ class PrivateRound:
         return cls(secret, name, accounted)
 
     def mean(self, manifest: Manifest, base: StateReader) -> PrivateMean:
-        """Return what makes the sum of the changes to this base the next state."""
+        """Return the combination that adds the mean change to this base."""
         return PrivateMean(TensorNoise(self.secret, self.name, manifest), self.accounted, base)
 
     def next_norm(self, job: JobSpec, entries: Sequence[SpoolEntry]) -> float:
-        """Return the clipping norm of the next round, from what the clients have said of theirs."""
+        """Return the clipping norm of the next round, from the clients' answers about this one."""
         norm, noise = self.accounted.clip_norm, self.accounted.answer_noise
         adaptive = job.privacy and job.privacy.clip.adaptive
         if not adaptive:
@@ -205,7 +205,7 @@ class PrivateRound:
 
 
 def _is_within(entry: SpoolEntry) -> bool:
-    """Return what a client has said with its update: that its change was not clipped."""
+    """Return True if a client says with its update that its change was not clipped."""
     with entry.path.open("rb") as file:
         manifest, _ = parse_header(file, Digest(entry.path.name))
     return manifest.metadata.get(WITHIN_NORM) == "1"
@@ -257,8 +257,8 @@ def _shares(spec: PrivacySpec, noise: float, num_expected: float) -> tuple[float
 def _secret(
     runs: LiveRuns, effect: AccountRound | AggregateRound, fingerprint: str
 ) -> tuple[bytes, str]:
-    """Return what the draws and the noise of a round are derived from: a secret, and the name of
-    the round. Raises SecretLostError."""
+    """Return the secret and the name of a round, from which its draws and its noise are derived.
+    Raises SecretLostError."""
     job = runs.job_of(effect.run_id, effect.party)
     if job.privacy is not None and job.privacy.noise == "seeded":
         return seeded_secret(job.seed), str(effect.round_num)

@@ -78,16 +78,16 @@ Step = Callable[[int], pb.SecureRoundRequest]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What has become of a step, by client."""
+    """The outcome of a step, by client."""
 
     given: dict[int, pb.SecureRoundResponse] = field(default_factory=dict)
     refused: dict[int, LeftOut] = field(default_factory=dict)
     away: dict[int, str] = field(default_factory=dict)
-    """Why there is no answer now."""
+    """The reason why a client has not answered yet."""
 
     def left_out(self, may_leave_out: bool, num_needed: int) -> tuple[LeftOut, ...]:
-        """Return the clients that the round goes on without. Raises UnavailableError where it does
-        not go on: some are away, and none may be left out, or too few would remain."""
+        """Return the clients that the round goes on without. Raises UnavailableError if some are
+        away and none may be left out, or too few would remain."""
         if self.away and not (may_leave_out and len(self.given) >= num_needed):
             client, reason = min(self.away.items())
             more = f" and {len(self.away) - 1} more" if len(self.away) > 1 else ""
@@ -108,8 +108,8 @@ async def ask(
     step: Step,
     check: Callable[[int, pb.SecureRoundResponse], None],
 ) -> Answers:
-    """Return the answers of these clients. check: raises InvalidInputError for an answer that is
-    none to the step; its client is left out."""
+    """Return the answers of these clients. check: raises InvalidInputError for an answer that does
+    not fit the step; its client is left out."""
     answers, worker_ids = Answers(), dict(party.workers)
     room = asyncio.Semaphore(MAX_AT_ONCE)
 
@@ -167,12 +167,12 @@ def by_client(shares: Sequence[pb.SealedShare]) -> Mapping[int, bytes]:
 
 # ---- PostKeys and RouteShares ----
 #
-# These effects gather the keys of a secure round and the shares of its secrets. What they gather
-# becomes a blob before the fact names it.
+# These effects gather the keys of a secure round and the shares of its secrets, in blobs that are
+# durable before a fact names them.
 
 
 async def exchange(env: EffectContext, effect: PostKeys | RouteShares) -> None:
-    """Perform one of the two, and report what has come."""
+    """Gather keys or shares, and report them."""
     if isinstance(effect, PostKeys):
         await _post_keys(env, effect)
     else:
@@ -290,14 +290,14 @@ def _routed(answers: Answers) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OpenedMasks:
-    """The masks that are left in the sum of a round's updates."""
+    """The masks that remain in the sum of a round's updates."""
 
     num_members: int
     keys: tuple[tuple[bytes, bool], ...] = field(repr=False)
     """The key of each mask, and whether the client had subtracted it."""
 
     def rule(self, job: JobSpec) -> Quantisation:
-        """Return how changes are whole numbers in the round."""
+        """Return the rule that turns changes into whole numbers in the round."""
         return secure_spec(job).quantisation(self.num_members)
 
 
@@ -321,8 +321,8 @@ Around = Mapping[int, Sequence[int]]
 async def opened_masks(
     env: EffectContext, effect: AggregateRound
 ) -> OpenedMasks | RoundRestarted | RunFailed:
-    """Return the masks that are left in the sum; or the fact that follows where they cannot be
-    opened. Raises UnavailableError while too few are here, and may come back."""
+    """Return the masks that remain in the sum, or the fact that follows if they cannot be opened.
+    Raises UnavailableError while too few clients are here, and others may come back."""
     party, blobs = effect.secure, env.transfers.blobs
     spec = secure_spec(env.runs.job_of(effect.run_id, effect.party))
     assert party is not None
@@ -348,7 +348,7 @@ async def opened_masks(
 
 
 class _Opening:
-    """Who holds shares of whom in one round, and how many are needed."""
+    """The holders of each client's shares in one round, and how many of them are needed."""
 
     def __init__(
         self, party: SecureParty, around: Around, threshold: float, survivors: Sequence[int]
@@ -362,8 +362,8 @@ class _Opening:
     def check(
         self, answers: Answers, effect: AggregateRound, what: str
     ) -> RoundRestarted | RunFailed | None:
-        """Return what follows where too few have answered for good; None where enough have. Raises
-        UnavailableError where those that are away may still answer."""
+        """Return the fact that follows if too few answered for good; None if enough did. Raises
+        UnavailableError if those that are away may still answer."""
         lacking = self._lacking(answers.given.keys())
         if lacking is None:
             return None
@@ -382,8 +382,8 @@ class _Opening:
         opened: Answers,
         keys: Mapping[int, pb.PostedKeys],
     ) -> tuple[tuple[bytes, bool], ...]:
-        """Return the masks left in the sum; for a thread. Raises ValueError or InvalidInputError
-        for shares that are of no such secret."""
+        """Return the masks that remain in the sum; for a thread. Raises ValueError or
+        InvalidInputError for shares of another secret."""
         held: dict[int, dict[int, bytes]] = {client: {} for client in self.party.routed}
         alive = set(self.survivors)
         for holder, answer in opened.given.items():
@@ -404,8 +404,8 @@ class _Opening:
         return tuple(found)
 
     def _lacking(self, present: AbstractSet[int]) -> tuple[int, int] | None:
-        """Return how many holders of a secret have answered, and how many it takes, of a client
-        for which they are too few."""
+        """Return, for a client with too few, how many holders of its secret have answered and how
+        many are needed; None if there are enough for all."""
         for client in self.party.routed:
             holders = {*self.around[client], client}
             if len(holders & set(present)) < self.needed(client):
@@ -489,7 +489,7 @@ async def _opened(
 _WINDOW_ELEMENTS: Final = 1 << 18
 
 MaskKeys = Sequence[tuple[bytes, bool]]
-"""The key of each mask that is left in the sum, and whether it was subtracted there."""
+"""The key of each mask that remains in the sum, and whether it was subtracted there."""
 
 
 class SumError(StratagemError):
@@ -497,7 +497,7 @@ class SumError(StratagemError):
 
 
 class SecureMean:
-    """The combination of a fold that makes the sum of masked changes the next state."""
+    """The combination of a fold that turns the sum of masked changes into the next state."""
 
     def __init__(
         self,
@@ -507,7 +507,7 @@ class SecureMean:
         model: Manifest,
         base: StateReader,
     ) -> None:
-        """Raises SumError where the sum of the weights shows that masks are left in it."""
+        """Read the sum of the weights. Raises SumError if it shows that masks remain in it."""
         self._updates = [CheckedData(entry) for entry in entries]
         self._masks, self._rule, self._base = masks, rule, base
         self._layout = MaskedLayout(model)

@@ -51,7 +51,7 @@ from stratagem.v1 import types_pb2, worker_pb2
 # ---- RunSegment ----
 
 MAX_STREAMS_CHARS: Final = 1 << 16
-"""Of the marks of a segment, which are journaled."""
+"""The most characters in the marks of a segment, which are journaled."""
 EXCHANGE = {
     ExchangeMethod.ALL_REDUCE: worker_pb2.EXCHANGE_METHOD_ALL_REDUCE,
     ExchangeMethod.PARAMETER_SERVER: worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER,
@@ -117,8 +117,8 @@ async def _train(
 def _requests(
     workers: WorkerCalls, effect: RunSegment
 ) -> Callable[[int], worker_pb2.ExecuteRequest]:
-    """Return the function that makes the request for a rank; of thousands each names all, which are
-    looked up once."""
+    """Return the function that makes the request for a rank. Each request names all members, of
+    whom there may be thousands, so they are looked up once."""
     view = worker_pb2.View(members=_members(workers, effect))
     return lambda rank: _request(workers, effect, rank, view)
 
@@ -165,16 +165,16 @@ def _members(workers: WorkerCalls, effect: RunSegment) -> list[worker_pb2.Member
 
 @dataclass(frozen=True, slots=True)
 class ShownProgress:
-    """What is shown of a segment while it is trained. latest: the members' progress, by rank."""
+    """The progress of a segment that is being trained. latest: the members' progress, by rank."""
 
     feed: Feed
     effect: RunSegment
     latest: dict[int, worker_pb2.Progress]
 
     def show(self, rank: int, progress: worker_pb2.Progress) -> None:
-        """Take in what a member says, and show what the first one does."""
+        """Take in a member's progress, and show that of the first one."""
         self.latest[rank] = progress
-        if rank or self.effect.party != ROOT:  # the steps of parties below are no run's
+        if rank or self.effect.party != ROOT:  # parties below do not count steps of the run
             return
         latest = SegmentProgress(
             progress.step,
@@ -190,8 +190,8 @@ class ShownProgress:
         self.feed.set_progress(self.effect.run_id, latest)
 
     def _bubble(self) -> float | None:
-        """The share of the latest steps in which the ranks of a pipeline did not compute; None
-        until all of them have said how long they did."""
+        """Return the share of the latest steps in which the ranks of a pipeline did not compute;
+        None until all of them have reported their times."""
         ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
         known = [self.latest[rank] for rank in ranks if rank in self.latest]
         longest_s = max((each.span_s for each in known), default=0.0)
@@ -207,7 +207,7 @@ def of_training(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float]:
-    """The steps left out since the run began, where the workers count them."""
+    """Return the metrics with the steps skipped since the run began, if the workers count them."""
     if SKIPPED_STEPS not in metrics:
         return metrics
     return {**metrics, SKIPPED_STEPS: num_before + metrics[SKIPPED_STEPS]}
@@ -252,8 +252,8 @@ async def _report(
 async def _evaluated(
     env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
 ) -> tuple[dict[str, float], str] | None:
-    """Return the metrics of the evaluation, and why the user's code ends the training with it; None
-    when they could not be had: that has been reported."""
+    """Return the metrics of the evaluation, and why the user's code ends the training, if it does;
+    None if there are no metrics, which has been reported."""
     party, segment, splits = effect.party, effect.segment, effect.evaluate
     own = await own_metrics(env, effect, party, segment, splits, results)
     if own is None:
@@ -266,18 +266,18 @@ async def _evaluated(
 
 
 def _streams(results: list[worker_pb2.TrainResult]) -> str:
-    """Return the marks of all members' streams as JSON; none where they are too long to be kept,
-    and so streams are read again from further back."""
+    """Return the marks of all members' streams as JSON; "" if they are too long to be journaled, in
+    which case streams are read again from further back."""
     marks = {number: text for result in results for number, text in result.streams.items()}
     text = dump_json({str(number): marks[number] for number in sorted(marks)}) if marks else ""
     return text if len(text) <= MAX_STREAMS_CHARS else ""
 
 
 def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
-    """Name the states of members that should hold the same one and do not; "" when all is well."""
+    """Name the members whose states differ though they should not; "" if all agree."""
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
     is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
-    # Apart from state of its own, which the fingerprints do not cover, each replica holds the same.
+    # All replicas hold the same, apart from private state, which fingerprints do not cover.
     for part in (effect.members,) if is_replicated else effect.parts:
         if len({by_member[member] for member in part}) > 1:
             return ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)
@@ -288,16 +288,15 @@ def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str
 #
 # The step history of a segment is taken in during training and is complete when the segment ends.
 #
-# The first member sends the values that all members share. Each member sends what only it knows,
-# about its nodes or stages and about itself. Parts that were too large to be kept are missing at
-# the end, and are requested by attaching once more.
+# The first member sends the values that all members share. Each member sends the values that it
+# alone has, about its nodes or stages and about itself. Parts that were too large to be kept are
+# missing at the end, and are requested by attaching once more.
 
 log = structlog.get_logger()
 
 
 def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
-    """Return how many steps a row stands for; 0 where nothing is recorded: the job says so, or
-    nothing is trained."""
+    """Return how many steps a row stands for; 0 if the job records or trains nothing."""
     recording = runs.job_of(effect.run_id, effect.party).recording
     is_off = recording is not None and not recording.steps
     num_steps = effect.num_rounds * effect.num_steps
@@ -305,7 +304,7 @@ def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
 
 
 def number_of(effect: RunSegment) -> int:
-    """Return the number of a segment in its party's history: that of a client counts rounds."""
+    """Return the number of a segment in its party's history; for a client it counts rounds."""
     return effect.rounds_before + effect.segment
 
 
@@ -321,8 +320,8 @@ async def finished_history(
     request: Callable[[int], worker_pb2.ExecuteRequest],
     results: Sequence[worker_pb2.TrainResult],
 ) -> list[HistoryRow]:
-    """Return the history of a segment that has ended: a row of the party, and one of each part of
-    it that has any. What is not as a member says is left out.
+    """Return the history of a segment that has ended: a row of the party, and one of each part that
+    has a history. Parts that differ from a member's description are left out.
 
     request: by rank, to attach with once more. results: by rank.
     """
@@ -352,7 +351,7 @@ class TrainedSteps:
 
     @property
     def ids(self) -> dict[str, object]:
-        """What the log says of it."""
+        """Return the names by which the log tells the steps."""
         return {"run_id": self.run_id, "party": self.party, "segment": self.segment}
 
 
@@ -364,7 +363,7 @@ async def parts_of(
     request: worker_pb2.ExecuteRequest,
     result: worker_pb2.TrainResult | worker_pb2.ClientRoundResult,
 ) -> list[PackedRows]:
-    """Return all that a member has recorded of a segment; nothing where that is not to be had."""
+    """Return all parts that a member has recorded of a segment; [] if they cannot be had."""
     if not result.num_history_parts:
         return []
     tail = env.runs.history.tail(key)
@@ -380,7 +379,7 @@ async def parts_of(
 
 
 async def rows_of(trained: TrainedSteps, parts: Sequence[PackedRows]) -> list[HistoryRow]:
-    """Return what is stored of steps; nothing where what was sent of them cannot be read."""
+    """Return the stored rows of steps; [] if the parts that were sent cannot be read."""
     try:
         return await asyncio.to_thread(_rows, trained, parts)
     except InvalidInputError as error:

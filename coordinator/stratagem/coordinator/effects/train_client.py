@@ -68,13 +68,13 @@ MAX_STRIDE = 1 << 52
 
 
 def party_of(effect: TrainClient) -> Party:
-    """Return the party that a client is: its session, and its history, have the name."""
-    again = f"-{effect.attempt}" if effect.attempt else ""  # it masks another update
+    """Return the party of a client, which names its session and its history."""
+    again = f"-{effect.attempt}" if effect.attempt else ""  # each attempt has other masks
     return child_party(effect.party, f"client{effect.client}{again}")
 
 
 class RecordedRound:
-    """What a client has recorded in a round. Runs on the event loop."""
+    """The step history of a client in a round. Runs on the event loop."""
 
     def __init__(
         self, env: EffectContext, effect: TrainClient, request: worker_pb2.ExecuteRequest
@@ -88,19 +88,19 @@ class RecordedRound:
 
     @property
     def listener(self) -> PlanListener:
-        """What takes in the parts of the history."""
+        """Return the listener that takes in the parts of the history."""
         return PlanListener(history=self._take_in if self._is_on else None)
 
     def _take_in(self, part: worker_pb2.HistoryPart) -> None:
         stride = int(part.stride)
         if part.party or not 0 < stride <= MAX_STRIDE or stride & (stride - 1):
-            return  # no part of ours: the others are not whole without it
+            return  # it is damaged, and the others are not whole without it
         self._stride, self._from_step = stride, int(part.from_step)
         begun = SegmentTail(self._effect.round_num, stride, self._effect.membership)
         self._env.runs.history.add(self._key, begun, part)
 
     async def rows(self, result: worker_pb2.ClientRoundResult) -> list[HistoryRow]:
-        """Return what is stored of the steps of an update."""
+        """Return the stored rows of the steps of an update."""
         effect = self._effect
         if not self._stride:
             return []
@@ -113,7 +113,7 @@ class RecordedRound:
         return await rows_of(trained, parts)
 
     def end(self) -> None:
-        """Forget what has been taken in: it is stored, or of a part of a round that is over."""
+        """Forget the parts taken in: they are stored, or the client's part of the round is over."""
         if self._stride:
             self._env.runs.history.end(self._key.run_id, self._key.party)
 
@@ -124,6 +124,7 @@ class RecordedRound:
 async def train_client(env: EffectContext, effect: TrainClient) -> None:
     """Train, pull, and report UpdateReceived or UpdateRejected."""
     client, num_clients = effect.share or (effect.client, effect.num_clients)
+    mask = worker_pb2.SecureMask(attempt=effect.attempt, routed=effect.routed)
     plan = worker_pb2.ClientRoundPlan(
         base=state_ref(effect.base),
         client=client,
@@ -133,7 +134,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         clip_norm=effect.clip_norm,
         state=client_state_ref(effect.state),
         kept_rounds=kept_rounds(env.runs, effect),
-        secure_mask=_secure_mask(effect),
+        secure_mask=mask if effect.routed else None,
         place=env.workers.link(effect.member).place,
     )
     if effect.rows is not None:
@@ -171,7 +172,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
 def _defect(
     runs: LiveRuns, effect: TrainClient, done: worker_pb2.ClientRoundResult
 ) -> tuple[Cause, str] | None:
-    """Return why the update cannot count."""
+    """Return why the update cannot count; None if it can."""
     q = spec_of(runs.job_of(effect.run_id, effect.party)).options.q
     wrong = defect(done.loss, done.num_steps, of_training(done.metrics))
     return wrong or defect_before(q, _loss_before(done)) or state_defect(runs, effect, done)
@@ -181,19 +182,13 @@ def _loss_before(done: worker_pb2.ClientRoundResult) -> float | None:
     return done.loss_before if done.HasField("loss_before") else None
 
 
-def _secure_mask(effect: TrainClient) -> worker_pb2.SecureMask | None:
-    if not effect.routed:
-        return None
-    return worker_pb2.SecureMask(attempt=effect.attempt, routed=effect.routed)
-
-
 async def _trained(
     env: EffectContext,
     effect: TrainClient,
     request: worker_pb2.ExecuteRequest,
     steps: RecordedRound,
 ) -> worker_pb2.ExecuteResult:
-    """Return what has become of the client's training."""
+    """Return the result of the client's training."""
     base = effect.base.digest
     try:
         return await attend(env, effect.member, request, steps.listener, base=base)
@@ -215,7 +210,7 @@ def _abort(env: EffectContext, effect: TrainClient) -> None:
 
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
-"""The update, where a crash has left it in the spool complete; and the offset to request it
+"""The complete update that a crash has left in the spool, if any, and the offset to request it
 from."""
 
 
@@ -295,7 +290,7 @@ async def _pull(
     result: worker_pb2.ClientRoundResult,
     looked: Looked,
 ) -> SpoolEntry:
-    """Return the update in the spool; one that a crash left there complete is taken as it is."""
+    """Pull the update into the spool, unless a crash has left the complete one there; return it."""
     done, offset = await looked
     if done is not None:
         return done
@@ -314,8 +309,8 @@ def _session(effect: TrainClient) -> WorkerSession:
 
 @contextmanager
 def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
-    """Refuses an update whose manifest, the first thing that comes, breaks a rule or a limit: it
-    would do so again. manifests: those that have come."""
+    """Reject an update whose manifest, which comes first, breaks a rule or a limit: it would do so
+    again. manifests: those that have come."""
     try:
         yield
     except (InvalidInputError, LimitError) as error:
@@ -382,7 +377,7 @@ async def _pull_to_spool(
     finally:
         await offload.close()
         for opened in writers:
-            if opened.is_open:  # the update is not whole, and what is here is made durable
+            if opened.is_open:  # the update is not whole; make durable the bytes that are here
                 await asyncio.to_thread(opened.close)
 
 
@@ -401,11 +396,11 @@ class OfferedUpdate(NamedTuple):
 def offered_update(
     link: WorkerLink, result: worker_pb2.ClientRoundResult, limits: Limits, codecs: Collection[str]
 ) -> OfferedUpdate | None:
-    """Return the update that is offered; None where there is none, or it cannot be read here.
+    """Return the offered update; None if there is none, or it cannot be read here.
 
     Raises InvalidInputError and LimitError for a manifest that breaks a rule or a limit.
     """
-    file = offered(result) if link.place else None  # beyond this machine nothing was asked for
+    file = offered(result) if link.place else None  # no other machine was asked for files
     if file is None:
         return None
     try:
@@ -437,7 +432,7 @@ def commit_update(
 ) -> SpoolEntry:
     """Commit the update `key`, the only one of its `decoding`. Blocks.
 
-    Raises UpdateRejectedError, after which nothing of it is left.
+    Raises UpdateRejectedError, after which nothing of it remains.
     """
     if not arrived.upload.manifest.codec or decoding.has_windows:
         return commit(arrived)
@@ -445,7 +440,7 @@ def commit_update(
     try:
         layout = decoding.layout(arrived.upload.manifest)
         begin, size = layout.payload.offset, layout.payload.size_bytes
-        with np.errstate(all="ignore"):  # what is not finite is rejected by the spool
+        with np.errstate(all="ignore"):  # the spool rejects numbers that are not finite
             payload_key = update_key(decoding.job, key.round_num, key.client)
             decoded = layout.codec.decode(data[begin : begin + size], payload_key)
     except UpdateRejectedError:
