@@ -1,8 +1,8 @@
-"""The summary of the cluster's state, as facts that take the place of those that led to it.
+"""The summary of the cluster's state, as facts that replace those that led to it.
 
-A takeover folds the facts of the cluster from the first one on. Workers that start anew for years
-write millions, of which the state keeps a record per worker. It has several parts, since one row of
-a journal, and one step of writing it, is to stay small.
+A takeover folds the facts of the cluster from the first one on. Workers that restart for years
+write millions of facts, of which the state keeps one record per worker. The summary has several
+parts, so that each row of the journal, and each step of writing it, stays small.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,14 +19,13 @@ WORKERS_EACH: Final = 256
 """Workers in a part."""
 PINS_EACH: Final = 4096
 OWNERS_EACH: Final = 16
-"""Owners whose uploads are in a part: a few hundred each."""
+"""Owners in a part, each with a few hundred uploads."""
 
 _FIELDS: Final = tuple(each.name for each in fields(WorkerRecord))
 
 
 def summary_of(state: CoordinatorState) -> list[ClusterSummed]:
-    """Return the parts of the summary of what facts of the cluster have led to: one at least, and
-    no more than there were facts."""
+    """Return the parts of the summary: at least one, and no more than there were facts."""
     workers = _batches(map(_known, state.workers.values()), WORKERS_EACH)
     pinned = _batches(sorted(state.pinned), PINS_EACH)
     uploads = map(dict, _batches(state.uploads.items(), OWNERS_EACH))
@@ -38,7 +37,7 @@ def summary_of(state: CoordinatorState) -> list[ClusterSummed]:
 
 
 def with_summary(state: CoordinatorState, part: ClusterSummed) -> CoordinatorState:
-    """Return the state with what a part of a summary tells of the cluster."""
+    """Return the state with a part of a summary folded in."""
     workers, uploads = state.workers, state.uploads
     for known in part.workers:
         record = WorkerRecord(**{name: getattr(known, name) for name in _FIELDS})
@@ -59,7 +58,7 @@ def _known(record: WorkerRecord) -> KnownWorker:
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
-    """Yield the items, so many at a time."""
+    """Yield the items in batches."""
     left = iter(items)
     while batch := tuple(islice(left, size)):
         yield batch

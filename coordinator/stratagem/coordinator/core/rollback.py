@@ -1,6 +1,6 @@
-"""Rollback: a run that ended continues from an earlier one of the commits that are kept.
+"""Rollback: a run that ended continues from an earlier kept commit.
 
-It is the same run: what followed the commit is undone and happens again. Its facts stay in the
+It is the same run: everything after the commit is undone and happens again. The facts stay in the
 journal.
 """
 
@@ -37,7 +37,7 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
 
 
 def returned(run: RunRecord, fact: RunResumed) -> RunRecord:
-    """Return the run with only what had happened up to the commit."""
+    """Return the run as it was at the commit."""
     nesting = run.strategy.nesting
     assert nesting is not None
     assert fact.from_segment is not None
