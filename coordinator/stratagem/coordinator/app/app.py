@@ -1,8 +1,7 @@
-"""App assembles the coordinator process from its stores, loop, effects, leases and barriers.
+"""The coordinator process, assembled from its stores, loop, effects, leases and barriers.
 
-It owns the life of the process: take the lead, replay, serve, and end when the lead is lost.
-`_changed` performs what follows from a batch of facts (events for watchers, links to drop, files
-to delete).
+App owns the life of the process: take the lead, replay, serve, and end when the lead is lost.
+`_changed` acts on a batch of facts: events for those who watch, links to drop, files to delete.
 """
 
 import asyncio
@@ -111,7 +110,12 @@ class App:
         self.spool = storage.spool(loop.term, self.blobs.make_room)
         self.relay = RelayHub(self._is_usable, is_on=settings.relay == "on")
         self.links = Links(loop.term, self.relay, Proof(tls_of(settings)))
-        self.leases = Leases(_pace_of(settings), loop.clock.now, self._lose, self._forget_stream)
+        self.leases = Leases(
+            PaceRule(settings.heartbeat_interval_s, settings.worker_ttl_s),
+            loop.clock.now,
+            self._lose,
+            lambda member: self.heartbeats.end(member),
+        )
         self.heartbeats = HeartbeatStreams(
             self.leases, loop.term, self.is_over, self._is_known, self._drain
         )
@@ -139,9 +143,9 @@ class App:
     async def lead(
         cls, settings: Settings, entrance: LeaderGate, refusals: Refusals | None = None
     ) -> "App":
-        """Take the lead of the journal, wait for it if need be, and rebuild the state.
+        """Take the lead of the journal, waiting for it if need be, and rebuild the state.
 
-        refusals: those that the server notes.
+        refusals: of registrations, noted by the server.
         """
         await asyncio.to_thread(settings.data_dir.mkdir, 0o700, parents=True, exist_ok=True)
         storage = await asyncio.to_thread(Storage.open, settings)
@@ -163,7 +167,7 @@ class App:
         return app
 
     async def run(self) -> None:
-        """Decide, act and watch the leases until cancelled; raises when the lead is lost."""
+        """Decide, act and watch the leases until cancelled. Raises if the lead is lost."""
         workers = self.loop.state.workers.values()
         alive = [worker.member for worker in workers if worker.is_alive]
         self.leases.grant(alive, self.leases.rule.of(len(alive)).ttl_s)
@@ -200,11 +204,11 @@ class App:
         return blobs.store_id if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else ""
 
     def path_of(self, digest: Digest) -> str:
-        """Return where a blob is stored, for display."""
+        """Return the path of a blob, for display."""
         return self.blobs.location(digest)
 
     def is_over(self, run_id: RunId) -> bool:
-        """True when the run has ended or is unknown."""
+        """Return True if the run has ended or is unknown."""
         run = self.loop.state.runs.get(run_id)
         return run is None or run.ended is not None
 
@@ -214,11 +218,10 @@ class App:
             return max(0.0, self.loop.clock.now() - worker.beat_s)
         return self.leases.silent_s(worker.member) or 0.0
 
-    # ---- what follows from facts ----
+    # ---- consequences of facts ----
 
     def _changed(self, facts: list[Committed]) -> None:
-        """Act on a batch of facts, all of it durable and applied; the loop calls this once per
-        batch."""
+        """Act on a batch of durable and applied facts; the loop calls this once per batch."""
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
         told = {item.entry.run_id for item in facts if item.shown_index >= 0}
@@ -245,7 +248,7 @@ class App:
         say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed, asked)
 
     def _show(self, facts: list[Committed]) -> None:
-        """Give watchers the events; only the newest one of a run carries its present phase."""
+        """Publish the events; only the newest one of a run carries its present phase."""
         for item in facts:
             run_id = item.entry.run_id
             run = self.loop.state.find(run_id)
@@ -258,7 +261,7 @@ class App:
             self.feed.add_event(run_id, self._event(run, item), is_last=is_last)
 
     def _look_at(self, run_id: RunId, *, has_facts: bool = False) -> None:
-        """Measure how fast a run comes on."""
+        """Measure the pace of a run."""
         run = self.loop.state.runs.get(run_id)
         if run is None or run.ended is not None:
             self.paces.forget(run_id)
@@ -272,7 +275,7 @@ class App:
             self.feed.forget(run_id)
 
     async def _history(self, run_id: RunId, span: EventSpan, num_events: int) -> list[FeedEvent]:
-        """Return events as they are stored."""
+        """Return stored events."""
         run = self.loop.state.find(run_id)
         if run is not None and hides_draws(run):
             facts = await shown_facts(self.loop.recorded, run_id, span, num_events)
@@ -319,7 +322,7 @@ class App:
                 self._forget_lines(run_id)
 
     def _end_of(self, run_id: RunId) -> None:
-        """Let go of what is kept open, or in memory, of a run that has ended."""
+        """Release the streams, files and memory of a run that has ended."""
         if run_id != CLUSTER and self.is_over(run_id):
             self.heartbeats.tell_released(run_id)
             self.logs.close_run(run_id)
@@ -331,13 +334,13 @@ class App:
         self.logs.delete(run_id)
         self.profiles.delete(run_id)
 
-    # ---- what others ask ----
+    # ---- questions of others ----
 
     def _is_known(self, run_id: RunId) -> bool:
         return self.loop.state.find(run_id) is not None
 
     def _is_usable(self, member: Member) -> bool:
-        """Return True when this start of a worker is registered, as far as anybody knows."""
+        """Return True if this start of a worker is registered, and not known to be lost."""
         record = self.loop.state.workers.get(member.worker_id)
         return record is not None and record.member == member and record.is_alive
 
@@ -346,9 +349,6 @@ class App:
 
     async def _drain(self, member: Member) -> None:
         await self.loop.submit(DrainWorker(member))
-
-    def _forget_stream(self, member: Member) -> None:
-        self.heartbeats.end(member)
 
     def _membership(self, run_id: RunId, party: Party) -> tuple[int, int] | None:
         run = self.loop.state.runs.get(run_id)
@@ -378,13 +378,8 @@ class App:
                 self.leases.resume()
 
 
-def _pace_of(settings: Settings) -> PaceRule:
-    return PaceRule(settings.heartbeat_interval_s, settings.worker_ttl_s)
-
-
 def _secret(settings: Settings) -> PrivacySecret:
-    """Return the secret of private runs: the file that is named, or one beside a journal that no
-    other coordinator has."""
+    """Return the secret of private runs: the configured file, or one beside a local journal."""
     if settings.privacy_secret is not None:
         return PrivacySecret(settings.privacy_secret)
     if settings.journal.startswith(f"{SCHEME}://"):
@@ -405,8 +400,8 @@ def _take_lead(settings: Settings, entrance: LeaderGate) -> tuple[Journal, Lead]
 
 # ---- Facts of secret draws ----
 #
-# A reader of a run whose clients are drawn in secret gets its facts under numbers of their own,
-# without the hidden ones.
+# A reader of a run whose clients are drawn in secret gets its facts renumbered, without the hidden
+# ones.
 
 PAGE_FACTS: Final = 256
 
@@ -414,8 +409,8 @@ PAGE_FACTS: Final = 256
 async def shown_facts(
     recorded: Recorded, run_id: RunId, span: EventSpan, num_facts: int
 ) -> list[Committed]:
-    """Return the first facts of a span of such a run, so many at most. span: in the numbers that
-    readers get. A run has some four such facts a round, so all before the span are read."""
+    """Return the first facts of a span of such a run, with a limit. span: in the numbers that
+    readers get. A run has about four such facts a round, so all before the span are read."""
     found: list[Committed] = []
     left, number = EventSpan(kinds=SHOWN), 0
     while page := await recorded.read(run_id, left, PAGE_FACTS):

@@ -1,4 +1,4 @@
-"""Maps each effect to the coroutine that performs it."""
+"""Perform each effect with the coroutine for its kind."""
 
 from typing import assert_never
 
@@ -43,7 +43,7 @@ from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
 
 
 async def perform(env: EffectContext, effect: Effect) -> None:
-    """Perform an effect that is due; ends by reporting a fact."""
+    """Perform an effect that is due, and report a fact."""
     run = env.runs.state.runs.get(effect.run_id)
     parent = "" if run is None else run.traceparent
     ids = ids_of(effect.run_id, effect)
@@ -57,12 +57,12 @@ async def perform(env: EffectContext, effect: Effect) -> None:
 
 
 async def _fail(env: EffectContext, effect: Effect, error: BaseException) -> None:
-    """End the run, rather than retrying without end what only a sound copy of the blob can cure."""
+    """End the run, because only a sound copy of the blob can cure this, and no other try."""
     assert isinstance(error, DamagedBlobError | MissingBlobError)
     run = env.runs.state.runs.get(effect.run_id)
     if run is None or not env.runs.is_due(effect):
-        return  # it is not needed any more, and so it was collected
-    if error.digest not in blobs_of(run):  # what a worker has asked for is none of the run's
+        return  # the blob was collected because it is not needed any more
+    if error.digest not in blobs_of(run):  # a worker has asked for a blob that is none of the run's
         raise error
     await env.runs.report(effect.run_id, RunFailed(reason=_without(run, error)))
 
@@ -81,7 +81,7 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
 
 
 async def give_up(env: EffectContext, effect: Effect, tries: FailedTries) -> None:
-    """Report the fact that ends an effect which is not to be tried again."""
+    """Report the fact that ends an effect which must not be tried again."""
     run = env.runs.state.runs.get(effect.run_id)
     if run is None or not env.runs.is_due(effect):
         return
@@ -121,7 +121,7 @@ async def _perform_of_round(
     env: EffectContext,
     effect: AccountRound | JudgeUpdates | AggregateRound | CollectUpdate | SumRegion,
 ) -> None:
-    """Perform what is done with the updates of a round."""
+    """Perform an effect on the updates of a round."""
     match effect:
         case AccountRound():
             await account_round(env.runs, effect)

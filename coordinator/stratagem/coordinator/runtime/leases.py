@@ -367,9 +367,7 @@ class HeartbeatStreams:
             )
 
     async def _push(self, stream: _Stream) -> None:
-        with suppress(
-            grpc.aio.BaseError
-        ):  # it has just ended; the next stream says it at its start
+        with suppress(grpc.aio.BaseError):  # it has just ended; the next one begins with the news
             await self._say(stream)
 
 
