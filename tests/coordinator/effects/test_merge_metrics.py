@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.coordinator.effects import party_updates
-from stratagem.coordinator.effects.party_updates import MAX_NUMBERS, kept_states, summed
+from stratagem.coordinator.effects.party_updates import MAX_NUMBERS, store_states, summed
 from stratagem.v1 import worker_pb2 as pb
 
 
@@ -34,12 +34,12 @@ async def test_what_is_no_state_is_refused_before_it_is_stored(
 ) -> None:
     nothing: Any = None
     with pytest.raises(InvalidInputError, match=why):
-        await kept_states(nothing, sums)
+        await store_states(nothing, sums)
 
 
 async def test_a_client_without_states_has_no_blob() -> None:
     nothing: Any = None
-    assert await kept_states(nothing, []) == ""
+    assert await store_states(nothing, []) == ""
     assert summed([state(), state(metric="test.b:g"), state(name="misses")]) == (
         "test.a:f",
         "test.b:g",

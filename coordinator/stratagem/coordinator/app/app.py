@@ -15,14 +15,14 @@ from typing import Final
 import structlog
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.ids import Party, RunId
 from stratagem.common.observe.logs import identify
 from stratagem.common.privacy.noise import PrivacySecret
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.process.process import give_back
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.tensors.stream import stream_bytes
-from stratagem.coordinator.app.keeping import Backups, Collector, House, KeptBlobs
+from stratagem.coordinator.app.keeping import Collector, House, KeptBlobs
 from stratagem.coordinator.app.perform import give_up, perform
 from stratagem.coordinator.app.plugins import installed
 from stratagem.coordinator.app.storage import Storage, tls_of
@@ -45,7 +45,7 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.run_view import phase_of, phase_then
 from stratagem.coordinator.core.state import EndedRun, RunRecord, WorkerRecord
-from stratagem.coordinator.core.strategy_calls import SHOWN, hides_draws, parties_of, shown
+from stratagem.coordinator.core.strategy_calls import SHOWN, hides_draws, parties_of, without_draws
 from stratagem.coordinator.effects.context import (
     EffectContext,
     LiveRuns,
@@ -66,7 +66,7 @@ from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.troubles import Refusals
 from stratagem.coordinator.runtime.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.leases import HeartbeatStreams, Leases, PaceRule
-from stratagem.coordinator.runtime.links import Links
+from stratagem.coordinator.runtime.links import Links, is_alive
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.memory import rest
 from stratagem.coordinator.runtime.relay import RelayHub
@@ -108,7 +108,9 @@ class App:
         self.blobs = storage.blobs(loop.term)
         self.kept = KeptBlobs(self.blobs)
         self.spool = storage.spool(loop.term, self.blobs.make_room)
-        self.relay = RelayHub(self._is_usable, is_on=settings.relay == "on")
+        self.relay = RelayHub(
+            lambda member: is_alive(member, loop.state), is_on=settings.relay == "on"
+        )
         self.links = Links(loop.term, self.relay, Proof(tls_of(settings)))
         self.leases = Leases(
             PaceRule(settings.heartbeat_interval_s, settings.worker_ttl_s),
@@ -137,6 +139,7 @@ class App:
         self.collector = Collector(
             loop, self.blobs, self.spool, self.feed, self._chores, data / "backups"
         )
+        self.backups = self.collector.backups
         self._house = House(loop, settings, self.logs, self.profiles, refusals)
 
     @classmethod
@@ -193,19 +196,10 @@ class App:
             self.logs.close()
 
     @property
-    def backups(self) -> Backups:
-        """Return the backups, whose blobs are kept."""
-        return self.collector.backups
-
-    @property
     def store_id(self) -> str:
         """Return the name of the folder of states that workers may write to; "" for none."""
         blobs = self.blobs
         return blobs.store_id if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else ""
-
-    def path_of(self, digest: Digest) -> str:
-        """Return the path of a blob, for display."""
-        return self.blobs.location(digest)
 
     def is_over(self, run_id: RunId) -> bool:
         """Return True if the run has ended or is unknown."""
@@ -290,7 +284,7 @@ class App:
     def _event(self, run: RunRecord | EndedRun, item: Committed) -> FeedEvent:
         index, fact = item.shown_index, item.entry.fact
         phase = phase_of(self.loop.world, run) if index == run.num_shown - 1 else phase_then(fact)
-        told = shown(run, fact)
+        told = without_draws(run, fact)
         payload = item.payload if told is fact else ""
         return FeedEvent(index, item.wall_s, told, phase, item.time_s, payload)
 
@@ -298,7 +292,7 @@ class App:
         if isinstance(fact, RunSubmitted):
             self._forget_lines(run_id)  # a crash may have left those of an earlier run of that id
         if run_id != CLUSTER and not isinstance(fact, RunDeleted) and shown_index >= 0:
-            told = sentence(shown(self.loop.state.find(run_id), fact))
+            told = sentence(without_draws(self.loop.state.find(run_id), fact))
             self.logs.add(run_id, RunLogLine(time.time(), "", "INFO", told))
         self.collector.follow(run_id, fact)
         match fact:
@@ -338,11 +332,6 @@ class App:
 
     def _is_known(self, run_id: RunId) -> bool:
         return self.loop.state.find(run_id) is not None
-
-    def _is_usable(self, member: Member) -> bool:
-        """Return True if this start of a worker is registered, and not known to be lost."""
-        record = self.loop.state.workers.get(member.worker_id)
-        return record is not None and record.member == member and record.is_alive
 
     async def _lose(self, member: Member, reason: str, silent_s: float) -> None:
         await self.loop.submit(LoseWorker(member, reason, silent_s=silent_s))

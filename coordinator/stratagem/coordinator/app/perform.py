@@ -35,7 +35,7 @@ from stratagem.coordinator.effects.context import EffectContext
 from stratagem.coordinator.effects.evaluate import evaluate_state
 from stratagem.coordinator.effects.party_updates import collect_update, merge_metrics, sum_region
 from stratagem.coordinator.effects.private import account_round
-from stratagem.coordinator.effects.secure import exchange
+from stratagem.coordinator.effects.secure import post_keys, route_shares
 from stratagem.coordinator.effects.segment import release, run_segment
 from stratagem.coordinator.effects.train_client import train_client
 from stratagem.coordinator.observe.logs import ids_of
@@ -103,26 +103,33 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await upload_commit(env, effect)
         case TrainClient():
             await train_client(env, effect)
-        case PostKeys() | RouteShares():
-            await exchange(env, effect)
         case MergeMetrics():
             await merge_metrics(env, effect)
-        case AccountRound() | JudgeUpdates() | AggregateRound() | CollectUpdate() | SumRegion():
-            await _perform_of_round(env, effect)
         case EvaluateState():
             await evaluate_state(env, effect)
         case Release():
             await release(env, effect)
         case _:
-            assert_never(effect)
+            await _perform_of_round(env, effect)
 
 
-async def _perform_of_round(
-    env: EffectContext,
-    effect: AccountRound | JudgeUpdates | AggregateRound | CollectUpdate | SumRegion,
-) -> None:
-    """Perform an effect on the updates of a round."""
+OfRound = (
+    AccountRound
+    | PostKeys
+    | RouteShares
+    | CollectUpdate
+    | SumRegion
+    | JudgeUpdates
+    | AggregateRound
+)
+
+
+async def _perform_of_round(env: EffectContext, effect: OfRound) -> None:
     match effect:
+        case PostKeys():
+            await post_keys(env, effect)
+        case RouteShares():
+            await route_shares(env, effect)
         case AccountRound():
             await account_round(env.runs, effect)
         case CollectUpdate():

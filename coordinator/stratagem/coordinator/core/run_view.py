@@ -198,7 +198,7 @@ class Pace:
     """The clock at the last look; None while the run does not train."""
     marks: tuple[PaceMark, ...] = ()
 
-    def seen(self, now_s: float, done: float, *, trains: bool) -> "Pace":
+    def updated(self, now_s: float, done: float, *, trains: bool) -> "Pace":
         """Return the pace after a look at the run. done: its progress, in steps or other units and
         fractions of them; if it goes back, the pace begins anew."""
         if not trains:

@@ -180,7 +180,7 @@ SHOWN: Final = frozenset(
         "Evaluated",
     }
 )
-"""Kinds of facts that reveal no draw, once `shown` has removed the clients from them."""
+"""Kinds of facts that reveal no draw, once `without_draws` has removed the clients from them."""
 WHY: Final = "its clients were drawn in secret"
 
 
@@ -202,7 +202,7 @@ def is_hidden(job: JobSpec, fact: Fact) -> bool:
     return type(fact).__name__ not in SHOWN and draws_in_secret(job)
 
 
-def shown(run: RunRecord | EndedRun | None, fact: Fact) -> Fact:
+def without_draws(run: RunRecord | EndedRun | None, fact: Fact) -> Fact:
     """Return a fact without the draws that readers of its run may not see; run: None for a fact of
     no run."""
     if run is None or not hides_draws(run):

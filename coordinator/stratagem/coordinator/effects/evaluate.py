@@ -21,7 +21,7 @@ from stratagem.coordinator.effects.client_reports import client_state_ref, log_e
 from stratagem.coordinator.effects.commit import merged
 from stratagem.coordinator.effects.context import EffectContext, LiveRuns
 from stratagem.coordinator.effects.execute import OnProgress, PlanListener, finish, record_of
-from stratagem.coordinator.effects.party_updates import kept_states, summed
+from stratagem.coordinator.effects.party_updates import store_states, summed
 from stratagem.coordinator.effects.snapshot import PartHolder, pull_part, pull_part_outputs
 from stratagem.coordinator.observe.feed import Feed, SegmentProgress
 from stratagem.coordinator.runtime.links import WorkerSession, state_ref
@@ -147,7 +147,7 @@ async def _said(
         summed=summed(own.sums),
     )
     try:
-        return said.model_copy(update={"states": await kept_states(blobs, own.sums)})
+        return said.model_copy(update={"states": await store_states(blobs, own.sums)})
     except InvalidInputError as error:
         nothing = {"sums": {}, "own": {}, "summed": (), "reason": str(error)}
         return said.model_copy(update=nothing)

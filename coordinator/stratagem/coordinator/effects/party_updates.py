@@ -307,7 +307,7 @@ async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
             await env.workers.end_early(effect.run_id, effect.member, result)
 
 
-async def kept_states(blobs: BlobStore, sums: Sequence[pb.MetricState]) -> Digest:
+async def store_states(blobs: BlobStore, sums: Sequence[pb.MetricState]) -> Digest:
     """Store the states of a client, and return the name of the blob; "" if there are none.
 
     Raises InvalidInputError for states that cannot be added up.

@@ -171,15 +171,7 @@ def by_client(shares: Sequence[pb.SealedShare]) -> Mapping[int, bytes]:
 # durable before a fact names them.
 
 
-async def exchange(env: EffectContext, effect: PostKeys | RouteShares) -> None:
-    """Gather keys or shares, and report them."""
-    if isinstance(effect, PostKeys):
-        await _post_keys(env, effect)
-    else:
-        await _route_shares(env, effect)
-
-
-async def _post_keys(env: EffectContext, effect: PostKeys) -> None:
+async def post_keys(env: EffectContext, effect: PostKeys) -> None:
     """Have all clients post keys, and report KeysPosted with those that have."""
     clients = [client for client, _ in effect.clients.workers]
     step = pb.PostKeys(
@@ -215,7 +207,7 @@ async def _post_keys(env: EffectContext, effect: PostKeys) -> None:
     await env.runs.report(effect.run_id, fact)
 
 
-async def _route_shares(env: EffectContext, effect: RouteShares) -> None:
+async def route_shares(env: EffectContext, effect: RouteShares) -> None:
     """Have all clients that have posted keys share their secrets, and report SharesRouted."""
     party, blobs = effect.clients, env.transfers.blobs
     spec = secure_spec(env.runs.job_of(effect.run_id, effect.party))

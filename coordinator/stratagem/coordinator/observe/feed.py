@@ -112,7 +112,7 @@ class _Run:
     changed: asyncio.Event | None = None
     """An event for the next change, made by the watcher that waits for it."""
 
-    def said(self, reason: str) -> SegmentProgress:
+    def with_reason(self, reason: str) -> SegmentProgress:
         """Return a progress with a reason, which keeps the number of steps."""
         return SegmentProgress(step=self.progress.step if self.progress else 0, reason=reason)
 
@@ -154,7 +154,7 @@ class Feed:
             run = self._runs[run_id]
             run.trouble = reason
             if is_news:
-                self.set_progress(run_id, run.said(reason))
+                self.set_progress(run_id, run.with_reason(reason))
 
     def set_stall(self, run_id: RunId, reason: str) -> None:
         """Set the sentence about a stalled worker; "": there is none any more. Watchers see it
@@ -165,7 +165,7 @@ class Feed:
         before, run.stall = run.stall, reason
         shown = run.progress.reason if run.progress is not None else ""
         if reason or (before and shown == before):
-            self.set_progress(run_id, run.said(reason))
+            self.set_progress(run_id, run.with_reason(reason))
 
     def trouble(self, run_id: RunId) -> str:
         """Return the sentence about repeated failures or a stalled worker; "" if all is well."""
@@ -366,7 +366,7 @@ class Paces:
         trains = status.phase is RunPhase.RUNNING and status.strategy_phase not in _BEFORE_TRAINING
         pace = self._paces.get(run.run_id, Pace())
         done = step + status.counts.part_done
-        self._paces[run.run_id] = pace.seen(now_s, done, trains=trains)
+        self._paces[run.run_id] = pace.updated(now_s, done, trains=trains)
 
     def forget(self, run_id: RunId) -> None:
         """Drop a run that has ended."""

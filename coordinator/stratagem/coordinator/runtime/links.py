@@ -219,7 +219,7 @@ class Links:
     def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
         """Return the link to a member. Raises UnavailableError if this start of its worker is
         gone."""
-        if not _is_alive(member, state):
+        if not is_alive(member, state):
             raise UnavailableError(f"worker {member.worker_id} is lost")
         record = state.workers[member.worker_id]
         link = self._links.get(member)
@@ -233,7 +233,7 @@ class Links:
 
     def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
         """Forget the links to members that are gone and return them; the caller closes them."""
-        lost = [member for member in self._links if not _is_alive(member, state)]
+        lost = [member for member in self._links if not is_alive(member, state)]
         return [self._links.pop(member) for member in lost]
 
     async def close(self) -> None:
@@ -243,7 +243,8 @@ class Links:
         self._links.clear()
 
 
-def _is_alive(member: Member, state: CoordinatorState) -> bool:
+def is_alive(member: Member, state: CoordinatorState) -> bool:
+    """Return True if this start of a worker is registered, and not known to be lost."""
     record = state.workers.get(member.worker_id)
     return record is not None and record.member == member and record.is_alive
 

@@ -34,7 +34,7 @@ from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import ClusterSummed, RunDeleted
 from stratagem.coordinator.core.run_view import RunView, at_rest, put_to_rest
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord, World
-from stratagem.coordinator.core.strategy_calls import shown
+from stratagem.coordinator.core.strategy_calls import without_draws
 from stratagem.coordinator.core.strategy_contract import Strategies
 from stratagem.coordinator.observe.logs import ids_of
 from stratagem.coordinator.store.fact_log import Committed, Recorded
@@ -324,7 +324,7 @@ class Loop:
         for item in batch.committed:
             fact = item.entry.fact
             say = log.debug if item.shown_index < 0 else log.info
-            told = sentence(shown(self.state.find(item.entry.run_id), fact))
+            told = sentence(without_draws(self.state.find(item.entry.run_id), fact))
             say(told, kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
         if batch.committed:
             on_change(batch.committed)

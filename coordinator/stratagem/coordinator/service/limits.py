@@ -6,7 +6,7 @@ These sizes are no settings: no deployment needs others, and every caller relies
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -81,7 +81,7 @@ class Places:
         self._taken = Counter[str]()
 
     @contextmanager
-    def taken(self, caller: Caller = NOBODY) -> Iterator[None]:
+    def place(self, caller: Caller = NOBODY) -> Iterator[None]:
         """Take a place. Raises LimitError if all are taken, or the caller's share is."""
         of_all = self._taken.total()
         if of_all >= self._limit:
@@ -111,10 +111,6 @@ class Keys:
     def __init__(self, what: str) -> None:
         self._what = what
         self._held: set[Hashable] = set()
-
-    @property
-    def held(self) -> Collection[Hashable]:
-        return self._held
 
     @contextmanager
     def holding(self, key: Hashable, shown: str) -> Iterator[None]:

@@ -79,7 +79,7 @@ class Runs:
 
     def _info_of(self, view: RunView) -> pb.RunInfo:
         is_pinned = view.run_id in self.app.loop.state.pinned
-        return run_info(view, self.app.path_of, pinned=is_pinned)
+        return run_info(view, self.app.blobs.location, pinned=is_pinned)
 
     async def watch(self) -> AsyncIterator[pb.WatchRunsResponse]:
         """Yield the briefs of all runs, newest first, and then those of changed runs."""
@@ -472,7 +472,7 @@ def _worker_info(worker: WorkerRecord, silent_s: float, runs: Sequence[RunId]) -
     )
 
 
-def met(arrivals: Sequence[Arrival]) -> pb.RendezvousResponse:
+def rendezvous_response(arrivals: Sequence[Arrival]) -> pb.RendezvousResponse:
     """Return the answer to the members of a party once all have arrived."""
     members = [
         pb.RendezvousMember(

@@ -184,7 +184,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         run_id, num_events = run.run_id, 0
         span = span_of(request, run.num_shown)
         feed = self._app.feed
-        with self._watchers.taken(current_caller()):
+        with self._watchers.place(current_caller()):
             if not follows_on(request):
                 async for response in past_events(feed, run_id, span, request):
                     yield response
@@ -204,7 +204,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def WatchRuns(
         self, request: pb.WatchRunsRequest, context: Context
     ) -> AsyncIterator[pb.WatchRunsResponse]:
-        with self._watchers.taken(current_caller()):
+        with self._watchers.place(current_caller()):
             async for response in self._runs.watch():
                 yield response
 
@@ -212,7 +212,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.GetHistoryRequest, context: Context
     ) -> AsyncIterator[pb.GetHistoryResponse]:
         view = await self._runs.view(request.run_id)
-        with self._watchers.taken(current_caller()):
+        with self._watchers.place(current_caller()):
             async for block in self._history.blocks(request, view.segment):
                 yield pb.GetHistoryResponse(block=block)
 
@@ -284,7 +284,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         lines = self._app.logs.tail(
             run_id, request.from_line, follow=request.follow, is_over=self._app.is_over
         )
-        with self._watchers.taken(current_caller()):
+        with self._watchers.place(current_caller()):
             await context.send_initial_metadata(BEGUN)
             async for number, line in lines:
                 if request.worker_id in ("", line.worker_id):
@@ -369,7 +369,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             Arrival(request.endpoint, applied, request.address, slices),
         )
         if self._met[0] is not arrivals:
-            self._met = (arrivals, queries.met(arrivals).SerializeToString())
+            self._met = (arrivals, queries.rendezvous_response(arrivals).SerializeToString())
         return self._met[1]
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectResponse:

@@ -141,7 +141,7 @@ class Uploads:
             yield pb.UploadDataResponse(committed=True)
             return
         key = (caller.owner, digest)
-        with self._digests.holding(key, digest), self._places.taken():
+        with self._digests.holding(key, digest), self._places.place():
             stored = _store(self._app, caller, digest, manifest, requests)
             async with aclosing(stored) as responses:
                 try:
