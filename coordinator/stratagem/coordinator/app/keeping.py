@@ -146,9 +146,8 @@ class Collector:
         # The newest closing of the round names its updates; the committed state does not.
         closed = self._feed.newest(
             run_id,
-            lambda worker: (
-                isinstance(worker, RoundClosed)
-                and (worker.party, worker.round_num) == (party, number)
+            lambda newer: (
+                isinstance(newer, RoundClosed) and (newer.party, newer.round_num) == (party, number)
             ),
         )
         accepted = closed.accepted if isinstance(closed, RoundClosed) else ()
@@ -397,8 +396,6 @@ class KeptBlobs:
 HOLD_S: Final = 86_400.0
 _DIGEST_BYTES: Final = 32
 
-_log = structlog.get_logger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class BackupSnapshot:
@@ -500,7 +497,7 @@ def _read(blobs: BlobStore, listed: Digest) -> frozenset[Digest]:
             file.seek(start)
             content = file.read()
     except MissingBlobError:
-        _log.info("a hold is of a backup of another coordinator", listed=listed)
+        log.info("a hold is of a backup of another coordinator", listed=listed)
         return frozenset()
     places = range(0, len(content), _DIGEST_BYTES)
     return frozenset(Digest(content[at : at + _DIGEST_BYTES].hex()) for at in places)

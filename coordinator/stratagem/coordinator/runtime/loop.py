@@ -359,8 +359,8 @@ def _at_rest(
 ) -> list[tuple[EndedRun, RunView]]:
     """Return the runs among these that are at rest; walls_s: the time of each run's newest fact."""
     runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
-    commands = (at_rest(world, run, at_s) for run, at_s in runs)
-    return [command for command in commands if command is not None]
+    summaries = (at_rest(world, run, at_s) for run, at_s in runs)
+    return [summary for summary in summaries if summary is not None]
 
 
 _ERRORS = {

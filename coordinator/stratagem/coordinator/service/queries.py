@@ -54,8 +54,6 @@ MAX_PAGE_BYTES: Final = 2 * 2**20
 
 READ_AT_ONCE: Final = 16
 """Runs at rest that are read at once; most have a few KB, but each may be as large as a job."""
-
-
 _FIRST: Final = (-math.inf, RunId(""))
 """A place before all runs."""
 
@@ -181,7 +179,6 @@ def _place_in(page_token: str) -> tuple[float, RunId]:
 
 MAX_PAGE_SIZE: Final = 500
 """The most workers in one answer, during whose making other calls wait."""
-"""The size of a page with several workers."""
 
 
 def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
@@ -239,7 +236,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class HistoryQueries:
-    """Queries of one app."""
+    """The queries about the step histories of one app."""
 
     app: App
 
@@ -358,16 +355,12 @@ def _blocks(
             stride=stride,
             observed=series.observed,
             provisional=provisional,
-            columns=pack_columns(part),
+            columns=pack_columns(part_of(columns, start, start + MESSAGE_ROWS)),
         )
         for provisional, rows in whole.items()
-        for part in _pieces(joined([rows], stride))
+        for columns in (joined([rows], stride),)
+        for start in range(0, len(columns), MESSAGE_ROWS)
     ]
-
-
-def _pieces(columns: Columns) -> Iterator[Columns]:
-    for start in range(0, len(columns), MESSAGE_ROWS):
-        yield part_of(columns, start, start + MESSAGE_ROWS)
 
 
 # ---- Protobuf messages ----
