@@ -83,14 +83,14 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
         await env.runs.report(effect.run_id, masks)
         return
     try:
-        folded, header, clip_norm = await _folded(env, effect, masks)
+        folded, header, clip_norm = await _folded(env.runs, env.transfers, effect, masks)
     except (SumError, SecretLostError) as error:
         await env.runs.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
         return
     digest = folded.state
     failpoint("coordinator.round.folded")
     env.transfers.keep_header(digest, header)
-    _bring_ahead(env, effect, digest)
+    _bring_ahead(env.runs, env.transfers, effect, digest)
     fact = SegmentCommitted(
         party=effect.party,
         segment=effect.round_num,
@@ -107,17 +107,16 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
 
 
 async def _folded(
-    env: EffectContext, effect: AggregateRound, masks: OpenedMasks | None
+    runs: LiveRuns, transfers: Transfers, effect: AggregateRound, masks: OpenedMasks | None
 ) -> tuple[Folded, Header, float | None]:
     """Return the folded state, its header, and the clipping norm of the next round of a private
     run."""
-    transfers = env.transfers
-    entries = await asyncio.to_thread(accepted_entries, env.runs, transfers.spool, effect)
+    entries = await asyncio.to_thread(accepted_entries, runs, transfers.spool, effect)
     base = await transfers.header(effect.base.digest)
     cancelled = threading.Event()
     try:
         return await asyncio.to_thread(
-            _fold, env.runs, transfers.blobs, effect, base, entries, masks, cancelled
+            _fold, runs, transfers.blobs, effect, base, entries, masks, cancelled
         )
     except (IntegrityError, FileNotFoundError):
         transfers.spool.distrust(entries)  # those in an object store are fetched again
@@ -126,26 +125,28 @@ async def _folded(
         cancelled.set()
 
 
-def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> None:
+def _bring_ahead(
+    runs: LiveRuns, transfers: Transfers, effect: AggregateRound, digest: Digest
+) -> None:
     """Send the new state to the workers of the next round while its fact is being journaled.
 
     It is content under its own name, so a worker that gets it for nothing has lost no more than the
     time of its link; a worker that is not guessed asks for it.
     """
-    run = env.runs.state.runs.get(effect.run_id)
+    run = runs.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
         return
-    job = env.runs.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     if effect.round_num >= spec_of(job).rounds:
         return
     names, value = {member.worker_id for member in run.touched}, value_of(run, effect.party)
     if isinstance(value, FederatedRun):
         names &= next_trainers(job, value)
     for member in run.touched:
-        worker = env.runs.state.workers.get(member.worker_id)
+        worker = runs.state.workers.get(member.worker_id)
         is_there = worker is not None and worker.member == member and worker.is_usable
         if is_there and member.worker_id in names:
-            env.transfers.start_push(member, effect.run_id, digest)
+            transfers.start_push(member, effect.run_id, digest)
 
 
 def accepted_entries(

@@ -43,7 +43,7 @@ from stratagem.coordinator.effects.client_reports import (
     spent_of,
     state_defect,
 )
-from stratagem.coordinator.effects.context import EffectContext, LiveRuns
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns, WorkerCalls
 from stratagem.coordinator.effects.execute import PlanListener, attend, record_of
 from stratagem.coordinator.effects.secure import masked_manifest
 from stratagem.coordinator.effects.segment import TrainedSteps, of_training, parts_of, rows_of
@@ -152,13 +152,13 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         result = await _trained(env, effect, request, steps)
         match result.WhichOneof("outcome"):
             case "error":
-                _close(env, effect)
+                _close(env.runs, env.workers, effect)
                 await reject_for_error(env.runs, effect, record_of(result.error))
             case "client_round":
                 env.workers.yield_slots(effect)
                 done = result.client_round
                 if wrong := _defect(env.runs, effect, done):
-                    _close(env, effect)
+                    _close(env.runs, env.workers, effect)
                     await reject(env.runs, effect, *wrong)
                 else:
                     await report_lost_state(env.runs, effect, done)
@@ -196,17 +196,17 @@ async def _trained(
         if not env.runs.is_due(effect):
             # The round has closed without the client, or the client has moved elsewhere.
             count_if_late(env.runs, effect)
-            _abort(env, effect)
+            _abort(env.runs, env.workers, effect)
         raise
 
 
-def _abort(env: EffectContext, effect: TrainClient) -> None:
+def _abort(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
     """Have the worker end the client's training, and close the update that it offers."""
 
     async def abort() -> None:
-        await env.workers.link(effect.member).abort(_session(effect))
+        await workers.link(effect.member).abort(_session(effect))
 
-    env.runs.chores.do(abort(), "abort the training of a client")
+    runs.chores.do(abort(), "abort the training of a client")
 
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
@@ -245,14 +245,14 @@ async def _collect(
     except asyncio.CancelledError:
         count_if_late(env.runs, effect)
         if not env.runs.is_due(effect):
-            _abort(env, effect)
+            _abort(env.runs, env.workers, effect)
         raise
     except UpdateRejectedError as error:
-        _close(env, effect)
+        _close(env.runs, env.workers, effect)
         await reject(env.runs, effect, error.cause, error.reason)
         return
     failpoint("coordinator.round.pulled")
-    _close(env, effect)
+    _close(env.runs, env.workers, effect)
     received = UpdateReceived(
         party=effect.party,
         round_num=effect.round_num,
@@ -275,13 +275,11 @@ async def _collect(
     await report_update(env.runs, effect, received, histories)
 
 
-def _close(env: EffectContext, effect: TrainClient) -> None:
+def _close(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
     """Close the client's session: the worker would keep one update of every client that it
     plays."""
-    link = env.workers.link(effect.member)
-    env.runs.chores.do(
-        link.close_session(effect.run_id, _session(effect).ref), "close the session of a client"
-    )
+    closing = workers.link(effect.member).close_session(effect.run_id, _session(effect).ref)
+    runs.chores.do(closing, "close the session of a client")
 
 
 async def _pull(
