@@ -1,14 +1,13 @@
 """Fold facts into the state; no other code makes a new CoordinatorState."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from stratagem.common.base.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
-from stratagem.coordinator.core.cluster_summary import with_summary
 from stratagem.coordinator.core.courses import resumed_metrics, with_course
-from stratagem.coordinator.core.effects import slots
+from stratagem.coordinator.core.effects import Base, slots
 from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
@@ -47,7 +46,6 @@ from stratagem.coordinator.core.facts import (
     WorkersForgotten,
 )
 from stratagem.coordinator.core.persistent import PersistentMap
-from stratagem.coordinator.core.rollback import returned
 from stratagem.coordinator.core.state import (
     CommittedState,
     CoordinatorState,
@@ -60,6 +58,8 @@ from stratagem.coordinator.core.strategy_calls import Raised, is_hidden
 from stratagem.coordinator.core.strategy_contract import Strategies
 
 CLUSTER = RunId("")
+
+_OF_WORKER = fields(WorkerRecord)
 
 MAX_UPLOADS = 256
 """Uploads remembered per owner, besides those that runs name: an upload waits briefly for its
@@ -81,7 +81,7 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
         present = {each: until_s for each, until_s in state.holds.items() if until_s > time_s}
         return replace(state, holds={**present, fact.listed: fact.until_s})
     if isinstance(fact, ClusterSummed):
-        return with_summary(state, fact)
+        return _with_summary(state, fact)
     if run_id == CLUSTER:
         workers = _workers_after(state.workers, fact, time_s)
         return replace(state, workers=workers, runs=_runs_without(state, _gone_with(state, fact)))
@@ -96,6 +96,23 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     num_facts = record.num_facts + 1
     record = replace(record, num_facts=num_facts, num_hidden=num_hidden, changed_s=time_s)
     return replace(state, runs={**state.runs, run_id: record})
+
+
+def _with_summary(state: CoordinatorState, part: ClusterSummed) -> CoordinatorState:
+    """Return the state with a part of the cluster's summary folded in."""
+    workers, uploads = state.workers, state.uploads
+    for known in part.workers:
+        record = WorkerRecord(**{each.name: getattr(known, each.name) for each in _OF_WORKER})
+        workers = workers.with_item(record.member.worker_id, record)
+    for owner, digests in part.uploads.items():
+        uploads = uploads.with_item(owner, digests)
+    return replace(
+        state,
+        workers=workers,
+        uploads=uploads,
+        pinned=state.pinned | frozenset(part.pinned),
+        holds={**state.holds, **part.holds},
+    )
 
 
 def _workers_after(
@@ -210,12 +227,34 @@ def _transition(
     """Return the run with the fact folded in, and the workers that the effects now due would
     use."""
     if isinstance(fact, RunResumed) and fact.from_segment is not None:
-        record = returned(record, fact)
+        record = _returned(record, fact)
     strategy = record.strategy
     value = strategy.transition(record.job, record.value, fact, time_s)
     due = strategy.pending(record.run_id, record.job, value, None)
     used = frozenset[Member]().union(*(slots(effect) for effect in due))
     return replace(record, value=value), used
+
+
+def _returned(run: RunRecord, fact: RunResumed) -> RunRecord:
+    """Return the run as it was at the commit from which it goes on."""
+    nesting = run.strategy.nesting
+    assert nesting is not None
+    assert fact.from_segment is not None
+    base = Base(fact.from_segment, fact.step, fact.digest, fact.streams, fact.average)
+    commits = tuple(commit for commit in run.commits if commit.segment <= base.segment)
+    if nesting.returned is not None:
+        value = nesting.returned(run.job, run.value, base, commits[-1].metrics)
+    else:
+        num_rows = nesting.progress(run.value).num_rows
+        value = nesting.rebase(run.job, run.value, base, num_rows)
+    return replace(
+        run,
+        value=value,
+        commits=commits,
+        metrics=commits[-1].metrics,
+        num_returns=run.num_returns + 1,
+        is_reproducible=run.is_reproducible and not fact.by_policy,
+    )
 
 
 def _with_end(record: RunRecord, fact: Fact) -> RunRecord:

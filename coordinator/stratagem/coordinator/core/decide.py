@@ -60,8 +60,12 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
 )
 from stratagem.coordinator.core.persistent import PersistentMap
-from stratagem.coordinator.core.retention import deaths_at_work, expire_runs, forget_workers
-from stratagem.coordinator.core.rollback import resumed_from
+from stratagem.coordinator.core.retention import (
+    deaths_at_work,
+    expire_runs,
+    forget_workers,
+    resumed_from,
+)
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase, RunRecord, World
 from stratagem.coordinator.core.strategy_calls import (
     Raised,

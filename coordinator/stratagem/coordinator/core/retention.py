@@ -1,18 +1,29 @@
-"""Apply the retention limits, attribute process ends to work, and decide which blobs a caller may
-name.
+"""Apply the retention limits, resume runs from kept commits, attribute process ends to work, and
+decide which blobs a caller may name.
 
 Lost workers and ended runs are forgotten when they are too old or too many, and no run needs them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain, islice, zip_longest
+from typing import Final, TypeVar
 
 from stratagem.common.base.ids import Digest, RunId, WorkerId, is_within
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import Ending, ExpireRuns, ForgetWorkers, JournalEntry
 from stratagem.coordinator.core.courses import was_asked_to_end
 from stratagem.coordinator.core.effects import slots
-from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, RunExpired, WorkersForgotten
+from stratagem.coordinator.core.facts import (
+    ClusterSummed,
+    Fact,
+    KnownWorker,
+    Member,
+    ProcessDied,
+    RunExpired,
+    RunResumed,
+    WorkersForgotten,
+)
 from stratagem.coordinator.core.pending import blobs_of
 from stratagem.coordinator.core.run_view import CommitView, RunView
 from stratagem.coordinator.core.state import (
@@ -22,6 +33,7 @@ from stratagem.coordinator.core.state import (
     RunRecord,
     WorkerRecord,
     initial_of,
+    retained,
 )
 from stratagem.coordinator.core.strategy_calls import deaths_of, parties_of
 
@@ -108,6 +120,77 @@ def _beyond(state: CoordinatorState, command: ExpireRuns) -> Iterator[EndedRun]:
         if number >= num_beyond and run.ended_s >= command.ended_before_s:
             return
         yield run
+
+
+# ---- Summary of the cluster ----
+#
+# The summary consists of facts that replace those that led to the cluster's state.
+#
+# A takeover folds the facts of the cluster from the first one on. Workers that restart for years
+# write millions of facts, of which the state keeps one record per worker. The summary has several
+# parts, so that each row of the journal, and each step of writing it, stays small.
+
+T = TypeVar("T")
+
+WORKERS_EACH: Final = 256
+"""Workers in a part."""
+PINS_EACH: Final = 4096
+OWNERS_EACH: Final = 16
+"""Owners in a part, each with a few hundred uploads."""
+
+
+def summary_of(state: CoordinatorState) -> list[ClusterSummed]:
+    """Return the parts of the summary: at least one, and no more than there were facts."""
+    workers = _batches(map(_known, state.workers.values()), WORKERS_EACH)
+    pinned = _batches(sorted(state.pinned), PINS_EACH)
+    uploads = map(dict, _batches(state.uploads.items(), OWNERS_EACH))
+    parts = zip_longest([dict(state.holds)], workers, pinned, uploads)
+    return [
+        ClusterSummed(holds=held or {}, workers=known or (), pinned=pins or (), uploads=owned or {})
+        for held, known, pins, owned in parts
+    ]
+
+
+def _known(record: WorkerRecord) -> KnownWorker:
+    return KnownWorker(**{each.name: getattr(record, each.name) for each in fields(record)})
+
+
+def _batches(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
+    """Yield the items in batches."""
+    left = iter(items)
+    while batch := tuple(islice(left, size)):
+        yield batch
+
+
+# ---- Rollback ----
+#
+# A run that ended continues from an earlier kept commit. It is the same run: everything after the
+# commit is undone and happens again. The facts stay in the journal.
+
+
+def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
+    """Return the fact that resumes a run from a kept commit, or why that is impossible."""
+    kept = {commit.segment: commit for commit in retained(run) if not commit.is_partial}
+    if segment not in kept:
+        known = ", ".join(map(str, sorted(kept))) or "none"
+        return f"segment {segment} is no kept commit of run {run.run_id!r}; kept are {known}"
+    commit = kept[segment]
+    last = run.commits[-1].segment
+    nesting = run.strategy.nesting
+    if nesting is None:
+        return (
+            f"under this strategy run {run.run_id!r} goes on from its last commit ({last}) alone, "
+            f"and not from segment {segment}: its others hold only a part of what it needs"
+        )
+    return RunResumed(
+        by=by,
+        from_segment=segment,
+        step=commit.step,
+        digest=commit.digest,
+        by_policy=nesting.progress(run.value).keeps_more,
+        streams=commit.streams,
+        average=commit.average,
+    )
 
 
 # ---- Attribution of process ends ----
