@@ -196,6 +196,10 @@ class _Attended:
     def request(self) -> worker_pb2.ExecuteRequest:
         return self.plan.request
 
+    @property
+    def run_id(self) -> RunId:
+        return RunId(self.request.session.run_id)
+
     async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
         try:
             return await self._followed(link)
@@ -231,7 +235,7 @@ class _Attended:
             return
         # It may arrive before its plan; the plan then asks for it.
         with suppress(NotFoundError):
-            await self.env.transfers.bring(self.member, RunId(self.request.session.run_id), base)
+            await self.env.transfers.bring(self.member, self.run_id, base)
 
     def _begins_push(self, digest: Digest, was_here: bool) -> bool:
         """Return True if a request for a blob begins a transfer, of which there is one at a time.
@@ -242,26 +246,24 @@ class _Attended:
         if digest in self.under_way:
             self.under_way[digest] |= was_here
             return False
-        run_id = RunId(self.request.session.run_id)
-        self.under_way[digest] = (
-            was_here and (self.member, run_id, digest) in self.env.transfers.pushes
-        )
+        key = (self.member, self.run_id, digest)
+        self.under_way[digest] = was_here and key in self.env.transfers.pushes
         return True
 
     async def _push(self, digest: Digest) -> None:
-        run_id, is_left = RunId(self.request.session.run_id), True
+        is_left = True
         while is_left:
             try:
-                await self.env.transfers.push(self.member, run_id, digest)
+                await self.env.transfers.push(self.member, self.run_id, digest)
             except NotFoundError:  # a transfer under way came before the plan
-                await self.env.transfers.push(self.member, run_id, digest)
+                await self.env.transfers.push(self.member, self.run_id, digest)
             is_left, self.under_way[digest] = self.under_way[digest], False
         del self.under_way[digest]
 
     async def _keep(self, profile: worker_pb2.Profile) -> None:
         session = self.request.session
         profile.party, profile.segment = session.party, self.request.segment
-        await asyncio.to_thread(self.env.runs.profiles.add, RunId(session.run_id), profile)
+        await asyncio.to_thread(self.env.runs.profiles.add, self.run_id, profile)
 
     def _note(self, message: worker_pb2.ExecuteResponse) -> None:
         match message.WhichOneof("message"):
@@ -276,11 +278,11 @@ class _Attended:
             case "log" if not self.plan.is_secret:
                 line = message.log
                 row = RunLogLine(line.time_s, line.worker_id, line.level, line.text)
-                self.env.runs.logs.add(RunId(self.request.session.run_id), row)
+                self.env.runs.logs.add(self.run_id, row)
 
     def _see_stall(self, stall: worker_pb2.Stall) -> None:
         """Show in the run's status that its worker is stalled, or no longer is."""
-        runs, run_id = self.env.runs, RunId(self.request.session.run_id)
+        runs, run_id = self.env.runs, self.run_id
         self.is_stalled = runs.stalled.note(run_id, id(self), self.member.worker_id, stall)
         is_secret = runs.draws_in_secret(run_id)
         runs.feed.set_stall(run_id, runs.stalled.sentence(run_id, is_secret=is_secret))
