@@ -170,7 +170,7 @@ def coordinator_without_bases() -> None:
     from stratagem.coordinator.effects import snapshot
     from stratagem.coordinator.process.main import main as run_coordinator
 
-    async def none(env: Any, at: Any) -> Any:
+    async def none(transfers: Any, at: Any) -> Any:
         return None
 
     snapshot.base_of = none

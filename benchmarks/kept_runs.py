@@ -123,7 +123,7 @@ async def tasks(app: App) -> None:
         await asyncio.to_thread(lambda: list(monitor.sample()()))
 
     async def back_up() -> None:
-        async with app.backups.taken("somebody"):
+        async with app.backups.snapshot("somebody"):
             pass
 
     async def names() -> None:

@@ -36,7 +36,7 @@ from stratagem.common.rpc.streams import SocketFolder
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.links import WorkerLink
 from stratagem.coordinator.runtime.relay import RelayHub
-from stratagem.coordinator.service.workers import carry
+from stratagem.coordinator.service.workers import relay_connection
 from stratagem.v1 import coordinator_pb2_grpc, tensor_pb2, worker_pb2, worker_pb2_grpc
 from stratagem.worker.process.tunnel import Tunnel
 
@@ -51,7 +51,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._hub = hub
 
     async def Relay(self, requests: Any, context: Any) -> None:  # type: ignore[override]
-        await carry(self._hub, requests, context, 30.0)
+        await relay_connection(self._hub, requests, context, 30.0)
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):

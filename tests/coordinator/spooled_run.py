@@ -18,7 +18,7 @@ async def submit(app: App) -> SpoolKey:
     """Submit the run; where the update of its first client in the first round lies."""
     command = SubmitRun(RUN, job_text(FEDERATED), 1.0, submission=new_submission())
     assert await app.loop.submit(command)
-    return app.env.spool_key(RUN, ROOT, 1, 0)
+    return app.env.runs.spool_key(RUN, ROOT, 1, 0)
 
 
 async def begin_and_delete(folder: Path) -> None:

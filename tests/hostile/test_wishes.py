@@ -57,9 +57,9 @@ async def test_a_wish_that_is_repeated_is_one_wish_and_the_job_is_read_once(
 
     monkeypatch.setattr(module, "json", SimpleNamespace(loads=loads))
     link = SimpleNamespace(execute=execute)
-    env = SimpleNamespace(
-        push=push, pushes={}, state=None, links=SimpleNamespace(to=lambda _member, _state: link)
-    )
+    transfers = SimpleNamespace(push=push, pushes={})
+    workers = SimpleNamespace(link=lambda _member: link)
+    env = SimpleNamespace(runs=None, workers=workers, transfers=transfers)
     request = worker_pb2.ExecuteRequest(job_json=job_text(LOCAL))
     request.train.base.digest = BASE
     member = Member(worker_id=WorkerId("liar"), incarnation=Incarnation("liar"))
@@ -86,8 +86,8 @@ async def test_a_worker_whose_streams_break_at_once_is_not_asked_without_a_pause
 
     monkeypatch.setattr(Backoff, "pause", pause)
     link = SimpleNamespace(execute=execute, answers=answers)
-    links = SimpleNamespace(to=lambda _member, _state: link)
-    env = SimpleNamespace(links=links, state=None, say=lambda *_, **_ids: None)
+    runs = SimpleNamespace(say=lambda *_, **_ids: None)
+    env = SimpleNamespace(runs=runs, workers=SimpleNamespace(link=lambda _member: link))
     member = Member(worker_id=WorkerId("full"), incarnation=Incarnation("full"))
     with pytest.raises(UnavailableError, match="it is full"):
         await attend(cast(EffectContext, env), member, worker_pb2.ExecuteRequest())

@@ -25,8 +25,8 @@ SHORT = {
     *("client.dashboard.start", "client.sdk.torch_states", "common.observe.otlp"),
     *("worker.numerics.deferred_compiler",),
     # below what would otherwise be a circle of modules
-    *("coordinator.core.rollback", "coordinator.strategies.synchronous.strategy"),
-    *("coordinator.strategies.synchronous.local", "common.privacy.adaptive_clipping"),
+    *("coordinator.strategies.synchronous.strategy", "common.privacy.adaptive_clipping"),
+    "coordinator.strategies.synchronous.local",
     # one idea that many use
     *("common.base.retry", "common.base.units", "common.numerics.rules"),
 }

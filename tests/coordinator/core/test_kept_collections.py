@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.app.plugins import BUILT_IN
-from stratagem.coordinator.core import cluster_summary, persistent
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core import persistent, retention
 from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import ExpireRuns
 from stratagem.coordinator.core.ended_runs import EndedRuns
@@ -237,13 +237,13 @@ def test_what_comes_after_the_summary_is_as_after_the_facts(
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
         for limit in ("WORKERS_EACH", "PINS_EACH", "OWNERS_EACH"):
-            patched.setattr(cluster_summary, limit, 2)
+            patched.setattr(retention, limit, 2)
         state, num_facts = EMPTY, 0
         for time_s, each in enumerate(told):
             fact = _fact(*each, state)
             if fact is not None:
                 state, num_facts = apply(state, CLUSTER, fact, float(time_s)), num_facts + 1
-        parts = cluster_summary.summary_of(state)
+        parts = retention.summary_of(state)
     assert 1 <= len(parts) <= max(num_facts, 1), "there are places for all of them"
     again = EMPTY
     for part in parts:

@@ -16,7 +16,7 @@ from stratagem.coordinator.core.fact_text import decode, encode, sentence
 from stratagem.coordinator.core.pending import blobs_of, live_blobs, pending
 from stratagem.coordinator.core.retention import is_shared
 from stratagem.coordinator.core.state import retained
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import LiveRuns
 from stratagem.coordinator.strategies.federated import due as round_effects
 from stratagem.coordinator.strategies.federated.silos import client_job
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
@@ -94,7 +94,7 @@ def test_updates_of_a_round_that_happens_anew_are_others_and_lie_elsewhere_in_th
     party = simulation.record.value.party
 
     def place() -> SpoolKey:
-        return EffectContext.spool_key(cast(EffectContext, simulation), RUN, party, 2, 0)
+        return LiveRuns.spool_key(cast(LiveRuns, simulation), RUN, party, 2, 0)
 
     before = place()
     simulation.tell(c.ResumeRun(RUN, from_segment=1))

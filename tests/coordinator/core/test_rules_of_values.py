@@ -210,14 +210,14 @@ def steady(seconds: int, per_s: float = 2.0, *, pace: Pace | None = None, from_s
     pace = pace or Pace()
     done = pace.marks[-1].done if pace.marks else 0.0
     for number in range(seconds + 1):
-        pace = pace.seen(from_s + number, done + per_s * number, trains=True)
+        pace = pace.updated(from_s + number, done + per_s * number, trains=True)
     return pace
 
 
 def test_the_first_ten_seconds_and_what_comes_before_the_first_step_say_nothing() -> None:
     assert steady(10).eta_s(10.9, 1000) is None
     assert steady(11).eta_s(11.0, 1000) == pytest.approx((1000 - 22) / 2)
-    first = Pace().seen(0.0, 0.0, trains=True).seen(30.0, 1.0, trains=True)
+    first = Pace().updated(0.0, 0.0, trains=True).updated(30.0, 1.0, trains=True)
     assert first.eta_s(31.0, 101) is None
     assert first.eta_s(40.0, 101) == pytest.approx(100 * 40.0)
     pace = steady(12, pace=first, from_s=30)
@@ -235,28 +235,28 @@ def test_an_evaluation_counts_as_time_and_what_is_no_training_does_not() -> None
     """20 s of training at 2 steps per second, then 20 s in which no step is done."""
     pace = steady(20)
     assert pace.eta_s(40.0, 140) == pytest.approx((140 - 40) * 39 / 38)
-    looked = pace.seen(40.0, 40.0, trains=True)
+    looked = pace.updated(40.0, 40.0, trains=True)
     assert looked.eta_s(40.0, 140) == pytest.approx(100 * 39 / 38)
-    pace = steady(20).seen(20.0, 40.0, trains=False)
+    pace = steady(20).updated(20.0, 40.0, trains=False)
     assert pace.eta_s(25.0, 140) is None
-    again = pace.seen(1000.0, 40.0, trains=True)
+    again = pace.updated(1000.0, 40.0, trains=True)
     assert again.eta_s(1000.0, 140) == pytest.approx(50.0)
-    assert again.seen(1001.0, 42.0, trains=True).eta_s(1001.0, 142) == pytest.approx(50.0)
+    assert again.updated(1001.0, 42.0, trains=True).eta_s(1001.0, 142) == pytest.approx(50.0)
 
 
 def test_a_run_that_goes_back_begins_anew_and_a_clock_that_does_adds_nothing() -> None:
-    pace = steady(30).seen(31.0, 10.0, trains=True)
+    pace = steady(30).updated(31.0, 10.0, trains=True)
     assert pace.eta_s(45.0, 140) is None, "nothing was gained since"
-    assert pace.seen(36.0, 20.0, trains=True).eta_s(36.0, 140) is None, "too short a time"
-    assert pace.seen(41.0, 30.0, trains=True).eta_s(41.0, 140) == pytest.approx(110 / 2)
-    pace = steady(20).seen(5.0, 42.0, trains=True)
+    assert pace.updated(36.0, 20.0, trains=True).eta_s(36.0, 140) is None, "too short a time"
+    assert pace.updated(41.0, 30.0, trains=True).eta_s(41.0, 140) == pytest.approx(110 / 2)
+    pace = steady(20).updated(5.0, 42.0, trains=True)
     assert pace.trained_s == 20.0
     assert pace.eta_s(0.0, 142) == pytest.approx(100 * 19 / 40)
 
 
 def test_without_a_pace_or_before_the_end_there_is_no_time_left() -> None:
     assert Pace().eta_s(30.0, 10) is None, "never seen"
-    assert Pace().seen(0.0, 0.0, trains=True).eta_s(30.0, 10) is None, "nothing done"
+    assert Pace().updated(0.0, 0.0, trains=True).eta_s(30.0, 10) is None, "nothing done"
     assert steady(20).eta_s(30.0, 0) is None, "no end"
     assert steady(20).eta_s(20.0, 40) == 0.0
     assert steady(20).eta_s(20.0, 30) == 0.0
@@ -265,12 +265,12 @@ def test_without_a_pace_or_before_the_end_there_is_no_time_left() -> None:
 def test_marks_close_together_are_one_and_those_far_apart_are_enough() -> None:
     pace = Pace()
     for number in range(1000):
-        pace = pace.seen(number / 100, float(number), trains=True)
+        pace = pace.updated(number / 100, float(number), trains=True)
     assert len(pace.marks) <= 44
     assert pace.marks[-1].done == 999.0
     pace = Pace()
     for number in range(6):
-        pace = pace.seen(300.0 * number, float(number), trains=True)
+        pace = pace.updated(300.0 * number, float(number), trains=True)
     assert len(pace.marks) == MIN_MARKS
     assert pace.eta_s(1500.0, 10) == pytest.approx(5 * 300)
 

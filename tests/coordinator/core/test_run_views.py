@@ -21,9 +21,9 @@ from stratagem.coordinator.core.strategy_calls import (
     draws_in_secret,
     hides_draws,
     is_hidden,
-    shown,
     shown_status_of,
     status_of,
+    without_draws,
 )
 from stratagem.coordinator.core.strategy_contract import RunCounts
 from stratagem.coordinator.observe.feed import (
@@ -317,19 +317,19 @@ def test_what_is_shown_of_a_round_is_what_it_costs() -> None:
     )
     assert account.drawn
     assert closed.accepted
-    told = shown(run, account)
+    told = without_draws(run, account)
     assert isinstance(told, f.RoundAccounted)
     assert (told.drawn, told.epsilon) == ((), account.epsilon)
-    told = shown(run, closed)
+    told = without_draws(run, closed)
     assert isinstance(told, f.RoundClosed)
     assert (told.accepted, told.metrics) == ((), closed.metrics)
     assert sentence(told).startswith("round 1 closed: its clients were drawn in secret: privacy.")
     submitted = simulation.fact(f.RunSubmitted)
-    assert shown(run, submitted) is submitted
-    assert shown(None, closed) is closed
+    assert without_draws(run, submitted) is submitted
+    assert without_draws(None, closed) is closed
     plain = secret(noise="seeded")
     plain.run()
-    assert shown(plain.record, closed) is closed
+    assert without_draws(plain.record, closed) is closed
     assert not is_hidden(run.job, closed)
 
 

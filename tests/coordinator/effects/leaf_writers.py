@@ -13,7 +13,7 @@ import grpc
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
 from stratagem.common.tensors.leaves import StateFolder
-from stratagem.common.tensors.manifest import DEFAULT_LIMITS
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits
 from stratagem.coordinator.core.facts import ROOT, Capability, Member
 from stratagem.coordinator.effects.context import EffectContext
 from stratagem.coordinator.runtime.links import WorkerSession
@@ -122,7 +122,7 @@ class LeafWriters:
             whole, in_folder(root / "states"), 1, writes_leaves=True, limits=DEFAULT_LIMITS
         )
 
-        def link(member: Member, _state: object) -> Any:
+        def link(member: Member) -> Any:
             number = self.members.index(member)
 
             def answer(header: worker_pb2.WriteLeavesHeader) -> Messages:
@@ -135,9 +135,6 @@ class LeafWriters:
                 address=address(number),
             )
 
-        async def in_thread(call: Callable[[], Any]) -> Any:
-            return call()
-
         workers = {
             m.worker_id: SimpleNamespace(member=m, is_alive=True, capability=offered)
             for m in self.members
@@ -145,11 +142,13 @@ class LeafWriters:
         self.env = cast(
             EffectContext,
             SimpleNamespace(
-                blobs=self.blobs,
-                links=SimpleNamespace(to=link),
-                state=SimpleNamespace(workers=workers, runs={}),
-                settings=SimpleNamespace(max_state_bytes=2**30, stream_idle_timeout_s=30.0),
-                in_thread=in_thread,
+                runs=SimpleNamespace(state=SimpleNamespace(workers=workers, runs={})),
+                workers=SimpleNamespace(link=link),
+                transfers=SimpleNamespace(
+                    blobs=self.blobs,
+                    limits=Limits(max_total_bytes=2**30),
+                    settings=SimpleNamespace(stream_idle_timeout_s=30.0),
+                ),
             ),
         )
 

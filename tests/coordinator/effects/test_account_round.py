@@ -1,7 +1,6 @@
 """What a private round will cost is computed while the round before it trains."""
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.privacy import accountant
 from stratagem.coordinator.core.effects import AccountRound
 from stratagem.coordinator.core.facts import RoundAccounted
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import LiveRuns
 from stratagem.coordinator.effects.private import account_round
 from stratagem.coordinator.runtime.supervisor import Chores
 from tests.jobs import document
@@ -61,16 +60,11 @@ def test_the_round_after_is_accounted_ahead(
             assert computed == asked[:1], "the round that waits comes first"
             facts.append(fact)
 
-        async def in_thread(call: Callable[[], Any]) -> Any:
-            return call()
-
-        env = SimpleNamespace(
-            job_of=lambda _run_id, _party: JOB, report=report, in_thread=in_thread, chores=chores
-        )
+        runs = SimpleNamespace(job_of=lambda _run_id, _party: JOB, report=report, chores=chores)
         effect = AccountRound(
             RunId("r"), Party(""), round_num, (0, 1, 2, 3), round_num + 1, 1.0, 2.0, ""
         )
-        await account_round(cast(EffectContext, env), effect)
+        await account_round(cast(LiveRuns, runs), effect)
         await asyncio.gather(*chores._tasks)
 
     asyncio.run(account())

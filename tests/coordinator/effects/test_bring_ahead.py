@@ -5,10 +5,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from stratagem.common.base.ids import Digest, Incarnation, Party, WorkerId
-from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import ROOT, ClientBinding, Member
 from stratagem.coordinator.effects.aggregate import _bring_ahead
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import LiveRuns, Transfers
 from stratagem.coordinator.strategies.federated.run import FederatedRun
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, start
@@ -38,14 +37,15 @@ def brought(value: Any, round_num: int = 1, members: Sequence[Any] = ()) -> list
     )
     usable = {m.worker_id: SimpleNamespace(member=m, is_usable=True) for m in MEMBERS}
     names: list[str] = []
-    env = SimpleNamespace(
-        state=SimpleNamespace(runs={RUN: run}, workers=usable),
-        job_of=lambda _run_id, _party: job,
-        start_push=lambda member, _run_id, _digest: names.append(member.worker_id),
+    runs = SimpleNamespace(
+        state=SimpleNamespace(runs={RUN: run}, workers=usable), job_of=lambda _run_id, _party: job
+    )
+    transfers = SimpleNamespace(
+        start_push=lambda member, _run_id, _digest: names.append(member.worker_id)
     )
     party = Party("member0") if members else ROOT
-    effect = SimpleNamespace(run_id=RUN, party=party, round_num=round_num)
-    _bring_ahead(cast(EffectContext, env), cast(AggregateRound, effect), NEW)
+    effect: Any = SimpleNamespace(run_id=RUN, party=party, round_num=round_num)
+    _bring_ahead(cast(LiveRuns, runs), cast(Transfers, transfers), effect, NEW)
     return sorted(names)
 
 

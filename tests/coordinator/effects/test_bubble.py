@@ -12,11 +12,10 @@ from stratagem.v1.worker_pb2 import Progress
 
 def shown(ranks: tuple[int, ...]) -> tuple[ShownProgress, list[SegmentProgress]]:
     made: list[SegmentProgress] = []
-    feed = SimpleNamespace(set_progress=lambda _run_id, progress: made.append(progress))
-    env: Any = SimpleNamespace(feed=feed)
+    feed: Any = SimpleNamespace(set_progress=lambda _run_id, progress: made.append(progress))
     members = ("a", "b") if ranks else ("a",)
     effect: Any = SimpleNamespace(run_id="r", party="", ranks=ranks, members=members, num_skipped=0)
-    return ShownProgress(env, effect, {}), made
+    return ShownProgress(feed, effect, {}), made
 
 
 def test_it_is_what_no_rank_has_computed_once_all_have_said_how_long_they_did() -> None:

@@ -85,7 +85,7 @@ class Party(LeafWriters):
         assert found[1] == state().manifest
         with self.blobs.open(found[0]) as file:
             assert file.read().endswith(b"".join(state().buffers))
-        assert await reads_by_itself(self.env, self.members[0], found[0])
+        assert await reads_by_itself(self.env.runs, self.blobs, self.members[0], found[0])
         return found[0]
 
     def has_claims(self) -> bool:
@@ -164,7 +164,9 @@ async def test_only_those_are_asked_that_may(tmp_path: Path, capability: dict[st
     party = Party(tmp_path, honest, **capability)
     assert await party.written() is None
     assert party.asked == []
-    assert not await reads_by_itself(party.env, party.members[0], Digest("0" * 64))
+    assert not await reads_by_itself(
+        party.env.runs, party.blobs, party.members[0], Digest("0" * 64)
+    )
 
 
 async def test_members_with_other_tensors_contradict_each_other(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ async def test_where_it_cannot_be_written_it_is_pulled(
 
 async def test_a_member_that_may_not_see_the_folder_is_not_asked(tmp_path: Path) -> None:
     owners = Owners(tmp_path, parts(2), [honest, honest])
-    record = owners.env.state.workers[WorkerId("w1")]
+    record = owners.env.runs.state.workers[WorkerId("w1")]
     cast(Any, record).capability = Capability(writes_states=True, data_plane="tls")
     assert await owners.written() is None
     assert owners.asked == []

@@ -24,12 +24,11 @@ async def test_the_worker_ends_what_it_offers_unless_only_this_process_ends(is_d
         chore.close()
         chores.append(what)
 
-    env: Any = SimpleNamespace(
-        pulls=asyncio.Semaphore(0),
-        is_due=lambda _: is_due,
-        state=SimpleNamespace(runs={}),
-        chores=SimpleNamespace(do=do),
+    runs = SimpleNamespace(
+        is_due=lambda _: is_due, state=SimpleNamespace(runs={}), chores=SimpleNamespace(do=do)
     )
+    transfers = SimpleNamespace(pulls=asyncio.Semaphore(0))
+    env: Any = SimpleNamespace(runs=runs, workers=None, transfers=transfers)
     nothing: Any = None
     collecting = asyncio.create_task(train_client._collect(env, EFFECT, nothing, nothing, nothing))
     await asyncio.sleep(0)

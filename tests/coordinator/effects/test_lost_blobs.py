@@ -10,6 +10,7 @@ import pytest
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.effects import context
 from stratagem.coordinator.effects.context import EffectContext
 from stratagem.coordinator.effects.execute import attend
 from stratagem.v1 import worker_pb2
@@ -33,8 +34,6 @@ class Transfers:
         self.num_begun = 0
         self.changed = asyncio.Event()
         self._ended = asyncio.Event()
-        self.state = None
-        self.links = SimpleNamespace(to=lambda _member, _state: SimpleNamespace(execute=self.plan))
         self.needs: list[bool] = []
 
     async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
@@ -89,7 +88,9 @@ async def test_a_transfer_that_may_have_ended_before_a_request_does_not_answer_i
     request = worker_pb2.ExecuteRequest(job_json=job_text(LOCAL))
     request.session.run_id = RUN
     request.train.base.digest = BASE
-    await attend(cast(EffectContext, transfers), MEMBER, request)
+    workers = SimpleNamespace(link=lambda _member: SimpleNamespace(execute=transfers.plan))
+    env = SimpleNamespace(runs=None, workers=workers, transfers=transfers)
+    await attend(cast(EffectContext, env), MEMBER, request)
     assert transfers.num_begun == num_begun
     if ahead is not None:
         await ahead
@@ -100,8 +101,9 @@ async def test_who_waits_for_a_transfer_that_is_stopped_is_told_and_is_not_cance
 ):
     """A group of tasks says nothing of one that is cancelled: the plan would wait for ever."""
     transfer = asyncio.ensure_future(asyncio.Event().wait())
-    env = cast(EffectContext, SimpleNamespace(start_push=lambda *_: transfer))
-    asking, gone = (asyncio.ensure_future(EffectContext.push(env, MEMBER, RUN, BASE)) for _ in "ab")
+    fake = cast(context.Transfers, SimpleNamespace(start_push=lambda *_: transfer))
+    push = context.Transfers.push
+    asking, gone = (asyncio.ensure_future(push(fake, MEMBER, RUN, BASE)) for _ in "ab")
     await settled()
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):

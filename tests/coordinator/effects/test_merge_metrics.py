@@ -3,13 +3,13 @@
 import io
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.coordinator.effects import party_updates
-from stratagem.coordinator.effects.party_updates import MAX_NUMBERS, kept_states, summed
+from stratagem.coordinator.effects.party_updates import MAX_NUMBERS, store_states, summed
 from stratagem.v1 import worker_pb2 as pb
 
 
@@ -34,12 +34,12 @@ async def test_what_is_no_state_is_refused_before_it_is_stored(
 ) -> None:
     nothing: Any = None
     with pytest.raises(InvalidInputError, match=why):
-        await kept_states(nothing, sums)
+        await store_states(nothing, sums)
 
 
 async def test_a_client_without_states_has_no_blob() -> None:
     nothing: Any = None
-    assert await kept_states(nothing, []) == ""
+    assert await store_states(nothing, []) == ""
     assert summed([state(), state(metric="test.b:g"), state(name="misses")]) == (
         "test.a:f",
         "test.b:g",
@@ -69,12 +69,11 @@ def test_each_client_is_read_once_and_a_metric_that_differs_leaves_the_others() 
         [state(shape=[2], counts=[1, 1]), other],
         [state(counts=[7]), other],
     )
-    env: Any = SimpleNamespace(blobs=blobs)
     effect: Any = SimpleNamespace(
         metrics=("test.b:g", "test.a:f", "test.c:h"),
         states=tuple((client, str(client)) for client in range(4)),
     )
-    sums, unlike = party_updates._sums(env, effect)
+    sums, unlike = party_updates._sums(cast(Any, blobs), effect)
     assert sums == [state(metric="test.b:g", numbers=[2.0])]
     assert unlike == {
         "test.a:f": "state hits of test.a:f is int64 (2,) at client 2, and int64 () at client 0"

@@ -11,7 +11,7 @@ import pytest
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.rpc.channel import PLAINTEXT
-from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
+from stratagem.common.tensors.manifest import Limits, Purpose, build_manifest, to_proto
 from stratagem.common.tensors.stream import CHUNK_BYTES, fill_chunk
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.effects.context import EffectContext
@@ -75,10 +75,9 @@ async def test_a_step_whose_stream_ends_is_asked_for_again(ends_early: str) -> N
         relay = RelayHub(lambda _: True)
         link = WorkerLink(effect.members[0], f"127.0.0.1:{port}", 1, PLAINTEXT, relay)
         env = SimpleNamespace(
-            links=SimpleNamespace(to=lambda member, state: link),
-            state=None,
-            settings=SimpleNamespace(max_state_bytes=1 << 30),
-            job_of=lambda run_id, party: job(),
+            runs=SimpleNamespace(job_of=lambda run_id, party: job()),
+            workers=SimpleNamespace(link=lambda member: link),
+            transfers=SimpleNamespace(limits=Limits(max_total_bytes=1 << 30)),
         )
         await serve_steps(cast(EffectContext, env), effect, effect.members)
         await link.close()

@@ -1,9 +1,6 @@
 """What is stored of a segment: rows of several steps, of a party and of its parts, cut anywhere."""
 
 import asyncio
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,13 +15,6 @@ STRIDE = 4
 SILO = Party("client1")
 LOSS, BUSY = Series("train.loss"), Series("busy_s", observed=True)
 OF_PARTS = {"": LOSS, "node/3": LOSS, "stage/0": BUSY}
-
-
-async def in_thread(call: Callable[[], Any]) -> Any:
-    return call()
-
-
-ENV: Any = SimpleNamespace(in_thread=in_thread)
 
 
 def value(part: str, step: int) -> float:
@@ -46,7 +36,7 @@ def recorded(part: str, first: int, last: int) -> list[PackedRows]:
 def stored(segment: int, first: int, last: int) -> list[HistoryRow]:
     parts = [each for part in OF_PARTS for each in recorded(part, first, last)]
     trained = TrainedSteps(RunId("run"), SILO, segment, STRIDE, last)
-    return asyncio.run(rows_of(ENV, trained, parts))
+    return asyncio.run(rows_of(trained, parts))
 
 
 def test_parts_of_a_nested_party_have_the_rows_that_one_recording_has() -> None:
@@ -67,6 +57,6 @@ def test_parts_of_a_nested_party_have_the_rows_that_one_recording_has() -> None:
 
 def test_steps_outside_of_the_segment_are_not_stored(capsys: pytest.CaptureFixture[str]) -> None:
     trained = TrainedSteps(RunId("run"), SILO, 1, STRIDE, 8)
-    assert asyncio.run(rows_of(ENV, trained, recorded("", 1, 8)))
-    assert not asyncio.run(rows_of(ENV, trained, recorded("", 1, 9)))
+    assert asyncio.run(rows_of(trained, recorded("", 1, 8)))
+    assert not asyncio.run(rows_of(trained, recorded("", 1, 9)))
     assert "has steps outside of 1 to 8" in capsys.readouterr().out

@@ -22,10 +22,9 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.common.tensors.files import blob_digest, header_bytes, header_of
-from stratagem.common.tensors.manifest import Manifest, to_proto
+from stratagem.common.tensors.manifest import Limits, Manifest, to_proto
 from stratagem.common.tensors.stream import crc32c
 from stratagem.coordinator.core.facts import ROOT, Member
-from stratagem.coordinator.effects.context import EffectContext
 from stratagem.coordinator.effects.snapshot import BaseBlob, SnapshotIntake, pull_snapshot
 from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.store.blobs import DirectoryBlobs, file_writer
@@ -182,20 +181,19 @@ async def test_what_cannot_be_had_by_its_changes_is_pulled_whole(tmp_path: Path)
     member = Member(worker_id=WorkerId("w0"), incarnation=Incarnation("first"))
     at = WorkerSession(member, RunId("run"), ROOT, 1)
     worker = Worker(*(state(step) for step in range(5)))
-    env: Any = SimpleNamespace(
-        blobs=DirectoryBlobs(tmp_path / "blobs"),
-        links=SimpleNamespace(to=lambda _member, _state: worker),
-        settings=SimpleNamespace(max_state_bytes=2**30),
-        snapshots={},
-        state=None,
-    )
-    env.in_thread = EffectContext.in_thread.__get__(env)
+    blobs = DirectoryBlobs(tmp_path / "blobs")
 
     async def header(digest: Digest) -> tuple[Manifest, int]:
-        with env.blobs.open(digest) as file:
+        with blobs.open(digest) as file:
             return header_of(file, digest)
 
-    env.header = header
+    env: Any = SimpleNamespace(
+        runs=SimpleNamespace(state=None),
+        workers=SimpleNamespace(link=lambda _member: worker),
+        transfers=SimpleNamespace(
+            blobs=blobs, limits=Limits(max_total_bytes=2**30), snapshots={}, header=header
+        ),
+    )
 
     async def pulled(number: int, at: WorkerSession = at) -> Digest:
         digest, manifest = await pull_snapshot(env, at, number)
@@ -213,6 +211,6 @@ async def test_what_cannot_be_had_by_its_changes_is_pulled_whole(tmp_path: Path)
     worker.asked.clear()
     restarted = Member(worker_id=WorkerId("w0"), incarnation=Incarnation("second"))
     await pulled(3, replace(at, member=restarted))  # which has given nothing yet
-    env.blobs.path(digest).unlink()  # as if it had been collected
+    blobs.path(digest).unlink()  # as if it had been collected
     await pulled(4, replace(at, member=restarted))
     assert worker.asked == [(3, ""), (4, "")]

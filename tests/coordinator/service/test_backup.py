@@ -37,7 +37,7 @@ def restore_settings(folder: Path, data_dir: Path) -> RestoreSettings:
 
 async def collect(app: App) -> None:
     """Collect blobs, as if all had been written long ago."""
-    app.blobs.collect(needed(app.loop.state, await app.backups.held()), grace_s=-1.0)
+    app.blobs.collect(needed(app.loop.state, await app.backups.held_blobs()), grace_s=-1.0)
 
 
 async def test_what_a_backup_copies_stays_and_comes_back(
@@ -48,7 +48,7 @@ async def test_what_a_backup_copies_stays_and_comes_back(
         kept = await submitted(client, "kept", 1.0)
         gone = await submitted(client, "gone", 2.0)
         await (await client.get("kept")).pin()
-        async with app.backups.taken("client a") as taken:
+        async with app.backups.snapshot("client a") as taken:
             assert set(taken.digests) == {kept, gone}
             with pytest.raises(WrongStateError, match="another backup"):
                 await client.back_up(folder)
@@ -84,11 +84,11 @@ async def test_a_restored_coordinator_holds_nothing_for_backups_of_the_one_befor
     async with served(tmp_path / "a") as (app, address), AsyncClient(address) as client:
         gone = await submitted(client, "gone", 1.0)
         assert [(await client.back_up(folder)).num_copied for _ in range(3)] == [1, 0, 0]
-        assert gone in needed(app.loop.state, await app.backups.held())
+        assert gone in needed(app.loop.state, await app.backups.held_blobs())
     restore(restore_settings(folder, tmp_path / "b"))
     async with served(tmp_path / "b") as (app, address), AsyncClient(address) as client:
         assert app.loop.state.holds, "of the first and the second backup"
-        assert not any(await app.backups.held())
+        assert not any(await app.backups.held_blobs())
         run = await client.get("gone")
         await run.cancel()
         await run.delete()

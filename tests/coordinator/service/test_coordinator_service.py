@@ -81,13 +81,13 @@ async def test_a_transfer_that_was_stopped_is_begun_anew(tmp_path: Path) -> None
     async with leading(tmp_path) as app:
         await app.loop.submit(RegisterWorker(member, address, Capability(numerics_rules=CURRENT)))
         digest = put(app.blobs, header_bytes(manifest) + bytes(4))
-        first = app.env.start_push(member, run_id, digest)
-        assert app.env.start_push(member, run_id, digest) is first
+        first = app.env.transfers.start_push(member, run_id, digest)
+        assert app.env.transfers.start_push(member, run_id, digest) is first
         app.env.forget(run_id)
-        second = app.env.start_push(member, run_id, digest)
+        second = app.env.transfers.start_push(member, run_id, digest)
         assert second is not first
         await asyncio.gather(first, return_exceptions=True)
-        assert list(app.env.pushes.values()) == [second]
+        assert list(app.env.transfers.pushes.values()) == [second]
         app.env.forget(run_id)
     await asyncio.gather(second, return_exceptions=True)
     silent.close()

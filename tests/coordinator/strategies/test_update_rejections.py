@@ -15,7 +15,7 @@ from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.effects.client_reports import defect, defect_before
-from stratagem.coordinator.effects.context import MAX_ERRORS, Told
+from stratagem.coordinator.effects.context import MAX_ERRORS, JournaledErrors
 from stratagem.coordinator.strategies.federated.decisions import may_move, only_one_to_build
 from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of
 from stratagem.coordinator.strategies.federated.roster import ASK_AGAIN_S
@@ -162,13 +162,13 @@ def test_a_loss_before_training_must_be_one_to_weigh_by(
 
 
 def test_an_exception_is_journaled_once_in_a_round() -> None:
-    told, (effect, *_) = Told(), trained(opened(federation(), "a"))
-    assert told.is_news(effect, LABEL)
-    assert not told.is_news(effect, LABEL)
-    others = [told.is_news(effect, error("E", str(number))) for number in range(20)]
+    errors, (effect, *_) = JournaledErrors(), trained(opened(federation(), "a"))
+    assert errors.is_new(effect, LABEL)
+    assert not errors.is_new(effect, LABEL)
+    others = [errors.is_new(effect, error("E", str(number))) for number in range(20)]
     assert others.count(True) == MAX_ERRORS - 1
-    told.forget(RUN)
-    assert told.is_news(effect, LABEL)
+    errors.forget(RUN)
+    assert errors.is_new(effect, LABEL)
 
 
 # ---- a round without the clients that failed ----

@@ -1,8 +1,7 @@
-"""App assembles the coordinator process from its stores, loop, effects, leases and barriers.
+"""The coordinator process, assembled from its stores, loop, effects, leases and barriers.
 
-It owns the life of the process: take the lead, replay, serve, and end when the lead is lost.
-`_changed` performs what follows from a batch of facts (events for watchers, links to drop, files
-to delete).
+App owns the life of the process: take the lead, replay, serve, and end when the lead is lost.
+`_changed` acts on a batch of facts: events for those who watch, links to drop, files to delete.
 """
 
 import asyncio
@@ -16,14 +15,14 @@ from typing import Final
 import structlog
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.ids import Party, RunId
 from stratagem.common.observe.logs import identify
 from stratagem.common.privacy.noise import PrivacySecret
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.process.process import give_back
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.tensors.stream import stream_bytes
-from stratagem.coordinator.app.keeping import Backups, Collector, House, KeptBlobs
+from stratagem.coordinator.app.keeping import Collector, House, KeptBlobs
 from stratagem.coordinator.app.perform import give_up, perform
 from stratagem.coordinator.app.plugins import installed
 from stratagem.coordinator.app.storage import Storage, tls_of
@@ -46,8 +45,13 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.run_view import phase_of, phase_then
 from stratagem.coordinator.core.state import EndedRun, RunRecord, WorkerRecord
-from stratagem.coordinator.core.strategy_calls import SHOWN, hides_draws, parties_of, shown
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.core.strategy_calls import SHOWN, hides_draws, parties_of, without_draws
+from stratagem.coordinator.effects.context import (
+    EffectContext,
+    LiveRuns,
+    Transfers,
+    WorkerCalls,
+)
 from stratagem.coordinator.observe.feed import (
     Feed,
     FeedEvent,
@@ -62,7 +66,7 @@ from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.troubles import Refusals
 from stratagem.coordinator.runtime.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.leases import HeartbeatStreams, Leases, PaceRule
-from stratagem.coordinator.runtime.links import Links
+from stratagem.coordinator.runtime.links import Links, is_alive
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.memory import rest
 from stratagem.coordinator.runtime.relay import RelayHub
@@ -104,9 +108,16 @@ class App:
         self.blobs = storage.blobs(loop.term)
         self.kept = KeptBlobs(self.blobs)
         self.spool = storage.spool(loop.term, self.blobs.make_room)
-        self.relay = RelayHub(self._is_usable, is_on=settings.relay == "on")
+        self.relay = RelayHub(
+            lambda member: is_alive(member, loop.state), is_on=settings.relay == "on"
+        )
         self.links = Links(loop.term, self.relay, Proof(tls_of(settings)))
-        self.leases = Leases(_pace_of(settings), loop.clock.now, self._lose, self._forget_stream)
+        self.leases = Leases(
+            PaceRule(settings.heartbeat_interval_s, settings.worker_ttl_s),
+            loop.clock.now,
+            self._lose,
+            lambda member: self.heartbeats.end(member),
+        )
         self.heartbeats = HeartbeatStreams(
             self.leases, loop.term, self.is_over, self._is_known, self._drain
         )
@@ -117,32 +128,27 @@ class App:
             lambda effect, tries: say_what_fails(self.feed, loop.state, effect, tries),
         )
         self._chores = Chores()
-        self.env = EffectContext(
-            loop=loop,
-            links=self.links,
-            blobs=self.blobs,
-            spool=self.spool,
-            feed=self.feed,
-            history=self.history,
-            logs=self.logs,
-            profiles=self.profiles,
-            settings=settings,
-            chores=self._chores,
-            yield_slots=self.supervisor.yield_slots,
+        runs = LiveRuns(
+            *(loop, self.feed, self.history, self.logs, self.profiles),
             secret=_secret(settings),
+            chores=self._chores,
         )
+        workers = WorkerCalls(runs, self.links, self.supervisor.yield_slots)
+        transfers = Transfers(workers, self.blobs, self.spool, settings)
+        self.env = EffectContext(runs, workers, transfers)
         self.collector = Collector(
             loop, self.blobs, self.spool, self.feed, self._chores, data / "backups"
         )
+        self.backups = self.collector.backups
         self._house = House(loop, settings, self.logs, self.profiles, refusals)
 
     @classmethod
     async def lead(
         cls, settings: Settings, entrance: LeaderGate, refusals: Refusals | None = None
     ) -> "App":
-        """Take the lead of the journal, wait for it if need be, and rebuild the state.
+        """Take the lead of the journal, waiting for it if need be, and rebuild the state.
 
-        refusals: those that the server notes.
+        refusals: of registrations, noted by the server.
         """
         await asyncio.to_thread(settings.data_dir.mkdir, 0o700, parents=True, exist_ok=True)
         storage = await asyncio.to_thread(Storage.open, settings)
@@ -164,7 +170,7 @@ class App:
         return app
 
     async def run(self) -> None:
-        """Decide, act and watch the leases until cancelled; raises when the lead is lost."""
+        """Decide, act and watch the leases until cancelled. Raises if the lead is lost."""
         workers = self.loop.state.workers.values()
         alive = [worker.member for worker in workers if worker.is_alive]
         self.leases.grant(alive, self.leases.rule.of(len(alive)).ttl_s)
@@ -190,22 +196,13 @@ class App:
             self.logs.close()
 
     @property
-    def backups(self) -> Backups:
-        """Return the backups, whose blobs are kept."""
-        return self.collector.backups
-
-    @property
     def store_id(self) -> str:
         """Return the name of the folder of states that workers may write to; "" for none."""
         blobs = self.blobs
         return blobs.store_id if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else ""
 
-    def path_of(self, digest: Digest) -> str:
-        """Return where a blob is stored, for display."""
-        return self.blobs.location(digest)
-
     def is_over(self, run_id: RunId) -> bool:
-        """True when the run has ended or is unknown."""
+        """Return True if the run has ended or is unknown."""
         run = self.loop.state.runs.get(run_id)
         return run is None or run.ended is not None
 
@@ -215,11 +212,10 @@ class App:
             return max(0.0, self.loop.clock.now() - worker.beat_s)
         return self.leases.silent_s(worker.member) or 0.0
 
-    # ---- what follows from facts ----
+    # ---- consequences of facts ----
 
     def _changed(self, facts: list[Committed]) -> None:
-        """Act on a batch of facts, all of it durable and applied; the loop calls this once per
-        batch."""
+        """Act on a batch of durable and applied facts; the loop calls this once per batch."""
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
         told = {item.entry.run_id for item in facts if item.shown_index >= 0}
@@ -246,7 +242,7 @@ class App:
         say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed, asked)
 
     def _show(self, facts: list[Committed]) -> None:
-        """Give watchers the events; only the newest one of a run carries its present phase."""
+        """Publish the events; only the newest one of a run carries its present phase."""
         for item in facts:
             run_id = item.entry.run_id
             run = self.loop.state.find(run_id)
@@ -259,7 +255,7 @@ class App:
             self.feed.add_event(run_id, self._event(run, item), is_last=is_last)
 
     def _look_at(self, run_id: RunId, *, has_facts: bool = False) -> None:
-        """Measure how fast a run comes on."""
+        """Measure the pace of a run."""
         run = self.loop.state.runs.get(run_id)
         if run is None or run.ended is not None:
             self.paces.forget(run_id)
@@ -273,7 +269,7 @@ class App:
             self.feed.forget(run_id)
 
     async def _history(self, run_id: RunId, span: EventSpan, num_events: int) -> list[FeedEvent]:
-        """Return events as they are stored."""
+        """Return stored events."""
         run = self.loop.state.find(run_id)
         if run is not None and hides_draws(run):
             facts = await shown_facts(self.loop.recorded, run_id, span, num_events)
@@ -288,7 +284,7 @@ class App:
     def _event(self, run: RunRecord | EndedRun, item: Committed) -> FeedEvent:
         index, fact = item.shown_index, item.entry.fact
         phase = phase_of(self.loop.world, run) if index == run.num_shown - 1 else phase_then(fact)
-        told = shown(run, fact)
+        told = without_draws(run, fact)
         payload = item.payload if told is fact else ""
         return FeedEvent(index, item.wall_s, told, phase, item.time_s, payload)
 
@@ -296,7 +292,7 @@ class App:
         if isinstance(fact, RunSubmitted):
             self._forget_lines(run_id)  # a crash may have left those of an earlier run of that id
         if run_id != CLUSTER and not isinstance(fact, RunDeleted) and shown_index >= 0:
-            told = sentence(shown(self.loop.state.find(run_id), fact))
+            told = sentence(without_draws(self.loop.state.find(run_id), fact))
             self.logs.add(run_id, RunLogLine(time.time(), "", "INFO", told))
         self.collector.follow(run_id, fact)
         match fact:
@@ -306,7 +302,7 @@ class App:
                 self.refusals.forget(fact.member.worker_id)
             case WorkerLost() | WorkerLeft():
                 self.leases.drop(fact.member)
-                self.env.forget_member(fact.member)
+                self.env.transfers.forget_member(fact.member)
                 self.relay.forget(fact.member)
             case SegmentFinished():
                 self.feed.set_progress(run_id, None)
@@ -314,13 +310,13 @@ class App:
             case RoundClosed():
                 self.feed.set_progress(run_id, None)
             case UpdateRejected():
-                self.env.refused[fact.cause] += 1
+                self.env.runs.refused[fact.cause] += 1
             case RunDeleted():
                 self.feed.forget(run_id)
                 self._forget_lines(run_id)
 
     def _end_of(self, run_id: RunId) -> None:
-        """Let go of what is kept open, or in memory, of a run that has ended."""
+        """Release the streams, files and memory of a run that has ended."""
         if run_id != CLUSTER and self.is_over(run_id):
             self.heartbeats.tell_released(run_id)
             self.logs.close_run(run_id)
@@ -332,24 +328,16 @@ class App:
         self.logs.delete(run_id)
         self.profiles.delete(run_id)
 
-    # ---- what others ask ----
+    # ---- questions of others ----
 
     def _is_known(self, run_id: RunId) -> bool:
         return self.loop.state.find(run_id) is not None
-
-    def _is_usable(self, member: Member) -> bool:
-        """Return True when this start of a worker is registered, as far as anybody knows."""
-        record = self.loop.state.workers.get(member.worker_id)
-        return record is not None and record.member == member and record.is_alive
 
     async def _lose(self, member: Member, reason: str, silent_s: float) -> None:
         await self.loop.submit(LoseWorker(member, reason, silent_s=silent_s))
 
     async def _drain(self, member: Member) -> None:
         await self.loop.submit(DrainWorker(member))
-
-    def _forget_stream(self, member: Member) -> None:
-        self.heartbeats.end(member)
 
     def _membership(self, run_id: RunId, party: Party) -> tuple[int, int] | None:
         run = self.loop.state.runs.get(run_id)
@@ -379,13 +367,8 @@ class App:
                 self.leases.resume()
 
 
-def _pace_of(settings: Settings) -> PaceRule:
-    return PaceRule(settings.heartbeat_interval_s, settings.worker_ttl_s)
-
-
 def _secret(settings: Settings) -> PrivacySecret:
-    """Return the secret of private runs: the file that is named, or one beside a journal that no
-    other coordinator has."""
+    """Return the secret of private runs: the configured file, or one beside a local journal."""
     if settings.privacy_secret is not None:
         return PrivacySecret(settings.privacy_secret)
     if settings.journal.startswith(f"{SCHEME}://"):
@@ -406,8 +389,8 @@ def _take_lead(settings: Settings, entrance: LeaderGate) -> tuple[Journal, Lead]
 
 # ---- Facts of secret draws ----
 #
-# A reader of a run whose clients are drawn in secret gets its facts under numbers of their own,
-# without the hidden ones.
+# A reader of a run whose clients are drawn in secret gets its facts renumbered, without the hidden
+# ones.
 
 PAGE_FACTS: Final = 256
 
@@ -415,8 +398,8 @@ PAGE_FACTS: Final = 256
 async def shown_facts(
     recorded: Recorded, run_id: RunId, span: EventSpan, num_facts: int
 ) -> list[Committed]:
-    """Return the first facts of a span of such a run, so many at most. span: in the numbers that
-    readers get. A run has some four such facts a round, so all before the span are read."""
+    """Return the first facts of a span of such a run, with a limit. span: in the numbers that
+    readers get. A run has about four such facts a round, so all before the span are read."""
     found: list[Committed] = []
     left, number = EventSpan(kinds=SHOWN), 0
     while page := await recorded.read(run_id, left, PAGE_FACTS):

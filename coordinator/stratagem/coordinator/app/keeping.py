@@ -1,7 +1,7 @@
 """Delete data that no run needs any more, and keep data that jobs or backups name.
 
 All blobs are collected together, with pauses, since each collection looks at all of them. Blobs
-that backups hold are kept, and so are those that are too new to be named.
+that backups hold are kept, and so are those too new to be named.
 """
 
 import asyncio
@@ -50,21 +50,20 @@ from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
 
 # ---- Collection ----
 #
-# The collector deletes blobs that no state names, and updates of clients that a committed round
-# has folded in.
+# The collector deletes blobs that no state names, and updates that a committed round has folded.
 
 BLOB_GRACE_S = 600.0
-"""Seconds for which a blob that no fact names yet is kept: a fact, or a job, may soon name it."""
+"""Seconds for which an unnamed blob is kept, because a fact or a job may soon name it."""
 
 COLLECT_PAUSE_S = 5.0
-"""Seconds between two collections: each one looks at every blob, whatever was committed."""
+"""Seconds between two collections, each of which looks at every blob."""
 
 KEEP_ROOM_S = 5.0
-"""Seconds between two checks for free space: less than the coordinator waits on a full disk."""
+"""Seconds between two checks for free space; the coordinator waits longer on a full disk."""
 
 
 class Collector:
-    """Collects what the facts of one coordinator leave behind; used on the event loop."""
+    """The collector of files that no fact needs any more; used on the event loop."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class Collector:
         chores: Chores,
         of_backups: Path,
     ) -> None:
-        """of_backups: the folder of journals that are being sent."""
+        """Set up; of_backups: the folder of journals that are being sent."""
         self._loop, self._blobs, self._spool, self._feed = loop, blobs, spool, feed
         self._chores = chores
         self.backups = Backups(loop, blobs, of_backups, self.ask)
@@ -84,12 +83,12 @@ class Collector:
         self._collecting = Paced(self.collect, COLLECT_PAUSE_S)
 
     def begin(self) -> None:
-        """Collect what the coordinator before this one has left."""
+        """Collect the files that the previous coordinator has left."""
         self.ask()
         self._do_in_thread(self._clean_spool, "clean the spool")
 
     def follow(self, run_id: RunId, fact: Fact) -> None:
-        """Take in a fact, which is durable and applied."""
+        """Take in a durable and applied fact."""
         self._named += _written_for(fact)
         match fact:
             case SegmentCommitted():
@@ -108,15 +107,15 @@ class Collector:
                 self.ask()
 
     def ask(self) -> None:
-        """Have blobs that nothing names collected soon."""
+        """Ask for a collection of the blobs that nothing names, soon."""
         self._chores.do(self._collecting.ask(), "collect blobs")
 
     async def collect(self) -> None:
-        """Collect the blobs that nothing names, now."""
-        held = await self.backups.held()
-        if self.backups.is_fixing:  # it asks for a collection at its end
+        """Collect the blobs that nothing names."""
+        held = await self.backups.held_blobs()
+        if self.backups.is_fixing:  # at its end the backup asks for a collection
             return
-        # Together: what is named from now on is not in `live`, and must not be settled yet.
+        # At once: blobs named from now on are not in `live`, and must not be settled yet.
         live, named, self._named = needed(self._loop.state, held), self._named, []
 
         def collect() -> None:
@@ -127,14 +126,14 @@ class Collector:
         await asyncio.to_thread(collect)
 
     async def keep_room(self) -> None:
-        """Free disk space regularly: others fill the disk too, and a journal that waits cannot ask
-        for it."""
+        """Free disk space regularly, since others fill the disk too, and a waiting journal cannot
+        ask for it."""
         while True:
             await asyncio.sleep(KEEP_ROOM_S)
             await asyncio.to_thread(self._blobs.keep_room)
 
     def _empty_spool(self, run_id: RunId, fact: SegmentCommitted) -> None:
-        """Delete the updates that made a round, and rounds for which no late update can arrive."""
+        """Delete the updates of a committed round, and rounds that no late update can reach."""
         party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
         of_run = self._spool_run(run_id)
         what = f"delete the updates of a round of run {run_id}"
@@ -144,12 +143,11 @@ class Collector:
             self._do_in_thread(partial(self._spool.delete_round, of_run, below, each), what)
         if not fact.max_staleness:
             return
-        # The committed state no longer says what made it; the newest closing of the round does.
+        # The newest closing of the round names its updates; the committed state does not.
         closed = self._feed.newest(
             run_id,
-            lambda worker: (
-                isinstance(worker, RoundClosed)
-                and (worker.party, worker.round_num) == (party, number)
+            lambda newer: (
+                isinstance(newer, RoundClosed) and (newer.party, newer.round_num) == (party, number)
             ),
         )
         accepted = closed.accepted if isinstance(closed, RoundClosed) else ()
@@ -165,7 +163,7 @@ class Collector:
         return SpoolRun(run_id) if run is None else SpoolRun.of(run)
 
     def _clean_spool(self) -> None:
-        """Delete updates that a crash between a run's end and their deletion has left."""
+        """Delete the updates that a crash at the end of a run has left."""
         runs = self._loop.state.all_runs()
         self._spool.clean(SpoolRun.of(run) for run in runs if run.ended is not RunPhase.COMPLETED)
 
@@ -174,7 +172,7 @@ class Collector:
 
 
 def _written_for(fact: Fact) -> tuple[Digest, ...]:
-    """Return the blobs that were written to be named by this fact."""
+    """Return the blobs that were written for this fact to name."""
     match fact:
         case ModelBuilt():
             return (fact.digest,)
@@ -196,17 +194,18 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
 
 # ---- Housekeeping ----
 #
-# Housekeeping deletes what has expired (lost workers, ended runs, old logs) and merges the
-# recorded step history. These are chores of the leader that nothing waits for. The core decides
-# which workers and runs may be forgotten; this code decides when.
+# Housekeeping deletes expired data (lost workers, ended runs, old logs) and merges the recorded
+# step history. Nothing waits for these chores of the leader. The core decides which workers and
+# runs may be forgotten; this code decides when.
 
 log = structlog.get_logger()
 
 LONGEST_PAUSE_S: Final = 60.0
 FORGET_EPHEMERAL_AFTER_S: Final = 600.0
-"""For workers whose names do not come back; long enough to be seen as lost."""
+"""The time after which workers whose names do not come back are forgotten, long enough to be seen
+as lost."""
 RUNS_AT_ONCE: Final = 20
-"""Runs that are deleted by one command, while other commands wait."""
+"""The most runs that one command deletes, while other commands wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +216,14 @@ class House:
     profiles: Profiles
     refusals: Refusals
     _merging: set[RunId] = field(default_factory=set)
-    """Runs whose step history is being merged: two that merge the same rows undo each other's
-    reading."""
+    """Runs whose step history is being merged; two mergers of the same rows would disturb each
+    other."""
     _unmerged: set[RunId] = field(default_factory=set)
-    """Runs that the next pass looks at even if they have ended: those that have ended since the
-    last one, and at first those that the leader before has left."""
+    """Ended runs that the next pass still merges: those that have ended since the last pass, and at
+    first those that the previous leader has left."""
 
     async def keep(self) -> None:
-        """Delete what has expired, at regular intervals, until cancelled."""
+        """Delete expired data at regular intervals, until cancelled."""
         told = self.settings
         spans_s = (told.forget_workers_after, told.keep_runs_for, told.keep_logs_for)
         pause_s = min(LONGEST_PAUSE_S, min(spans_s) / 4)
@@ -245,8 +244,7 @@ class House:
         await self.loop.submit(command)
 
     async def expire_runs(self) -> None:
-        """Delete the runs that ended long ago, and the oldest ones beyond the number that is
-        kept."""
+        """Delete the runs that ended long ago, and the oldest ones beyond the number to keep."""
         num_kept, kept_for = self.settings.keep_runs, self.settings.keep_runs_for
         reason = f"kept are {num_kept} ended runs, for {kept_for / 86400:g} days"
         while True:
@@ -255,21 +253,20 @@ class House:
                 return
 
     async def delete_logs(self) -> None:
-        """Delete logs and profiles of runs that ended long ago, and those that a crash has left
-        behind."""
+        """Delete logs and profiles of runs that ended long ago, and those that a crash has left."""
         before_s = self._before(self.settings.keep_logs_for)
         for place in (self.logs, self.profiles):
             for run_id in await asyncio.to_thread(self._all_over, place, before_s):
-                if self._is_over(self.loop.state, run_id, before_s):  # as before it was looked for
+                if self._is_over(self.loop.state, run_id, before_s):  # it may be resumed meanwhile
                     try:
                         place.delete(run_id)
-                    except OSError as error:  # nothing waits for it, and it is tried again
+                    except OSError as error:  # nothing waits, and it is tried again
                         reason = error.strerror
                         log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
 
     async def merge_histories(self) -> None:
-        """Merge rows of the step histories of the runs that can have some: those that are active,
-        and those that have ended since this was done last."""
+        """Merge rows of the step histories of active runs, and of those that have ended since the
+        last time."""
         active = {run_id for run_id, run in self.loop.state.runs.items() if run.ended is None}
         due = sorted(active | self._unmerged)
         self._unmerged.clear()
@@ -277,8 +274,8 @@ class House:
             await self._merge_history(run_id)
 
     async def merge_history(self, run_id: RunId) -> None:
-        """Merge the rows of the step history of a run that has ended; what does not succeed is
-        tried again with the next chores."""
+        """Merge the rows of the step history of an ended run; a failure is tried again with the
+        next chores."""
         self._unmerged.add(run_id)
         await self._merge_history(run_id)
 
@@ -316,16 +313,15 @@ class House:
 # call until that is done.
 #
 # In an object store the blobs that an earlier term has written are copied first. That may take
-# longer than a client waits for an answer, so no call ends it: a call is answered before that,
-# and the next one joins. A refusal of the store still reaches the client, since one of its calls
-# learns of it.
+# longer than a client waits for an answer, so each call is answered early, and the next one joins
+# the copying. A refusal of the store reaches the client with one of these calls.
 
 ANSWER_AFTER_S: Final = 5.0
-"""Less than a client waits that can ask another coordinator instead."""
+"""The time until an answer, before a client would ask another coordinator."""
 FORGET_AFTER_S: Final = 10.0
-"""How long the end of a copying waits for the call that asks for it: clients ask every 2 s."""
+"""The time for which the result of a copying waits for the next call: clients ask every 2 s."""
 STAYS_S: Final = 300.0
-"""How long after its begin what is kept may be named: it may be collected after twice that."""
+"""The time in which a kept blob may be named; it may be collected after twice that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -344,8 +340,8 @@ class KeptBlobs:
         self._under_way: dict[Digest, _Keeping] = {}
 
     async def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is here, and stays for the fact that will name it. Raises
-        InProgressError while it is being copied; the same call learns what has become of it."""
+        """Return True if the blob is here, and keep it for the fact that will name it. Raises
+        InProgressError while it is being copied; a repeated call learns the result."""
         clock = asyncio.get_running_loop()
         until_s = clock.time() + self.answer_after_s
         while True:
@@ -362,10 +358,10 @@ class KeptBlobs:
                 return False
             if not is_taken and clock.time() - keeping.began_s < STAYS_S:
                 return True
-            # It was kept for another call, or is collected soon: keep it for this one.
+            # It was kept for another call, or will be collected soon: keep it for this one.
 
     async def close(self) -> None:
-        """Wait for nothing any more."""
+        """End all waits."""
         tasks = [keeping.task for keeping in self._under_way.values()]
         for task in tasks:
             task.cancel()
@@ -376,7 +372,7 @@ class KeptBlobs:
         thread = asyncio.to_thread(self._blobs.keep, digest)
         task = asyncio.create_task(thread, name=f"keep {digest}")
         keeping = self._under_way[digest] = _Keeping(task, clock.time())
-        # How it ends waits for the call that asks for it, for a while.
+        # The result waits for the next call, for a while.
         task.add_done_callback(
             lambda _: clock.call_later(FORGET_AFTER_S, self._forget, digest, keeping)
         )
@@ -389,29 +385,27 @@ class KeptBlobs:
 
 # ---- Backups ----
 #
-# A backup consists of one moment of the journal and a hold on all blobs that its facts need.
+# A backup consists of a snapshot of the journal and a hold on all blobs that its facts need.
 #
-# Nothing is collected while the moment is fixed, so every blob that the copy of the journal names
-# is in the list that the hold keeps. The list is a blob of its own, durable before the fact that
-# names it. The blobs of a backup then stay for a day, even if their runs are deleted meanwhile.
-# Lists are in no backup: a coordinator that continues from the copied journal holds nothing for
-# another one's backups.
+# Nothing is collected during the snapshot, so every blob that the copy of the journal names is in
+# the list that the hold keeps. The list is itself a blob, durable before the fact that names it.
+# The blobs of a backup then stay for a day, even if their runs are deleted meanwhile. Lists are in
+# no backup: a coordinator that continues from the copied journal holds nothing for the backups of
+# another.
 
 HOLD_S: Final = 86_400.0
 _DIGEST_BYTES: Final = 32
 
-_log = structlog.get_logger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What a backup copies."""
+class BackupSnapshot:
+    """The journal and the blobs that a backup copies."""
 
     journal: Path
-    """A SQLite file that is deleted when the caller has it."""
+    """A SQLite file, deleted once the caller has it."""
     term: int
     digests: Sequence[Digest]
-    """The blobs that its facts need."""
+    """The blobs that the facts of the journal need."""
 
 
 class Backups:
@@ -420,15 +414,16 @@ class Backups:
     def __init__(
         self, loop: Loop, blobs: BlobStore, folder: Path, collect: Callable[[], None]
     ) -> None:
-        """folder: for journals that are being sent; collect: asks for a collection of blobs."""
+        """Set up; folder: for journals that are being sent; collect: asks for a collection of
+        blobs."""
         self._loop, self._blobs, self._folder, self._collect = loop, blobs, folder, collect
         self._held: dict[Digest, frozenset[Digest]] = {}
         self._is_busy = False
         self.is_fixing = False
         """True while no blob may be collected."""
 
-    async def held(self) -> Sequence[frozenset[Digest]]:
-        """Return the blobs that are kept for backups of this coordinator now, by backup."""
+    async def held_blobs(self) -> Sequence[frozenset[Digest]]:
+        """Return the blobs that are kept for backups of this coordinator, by backup."""
         now_s = self._loop.clock.now()
         present = [each for each, until_s in self._loop.state.holds.items() if until_s > now_s]
         for listed in present:
@@ -438,9 +433,9 @@ class Backups:
         return tuple(self._held.values())
 
     @asynccontextmanager
-    async def taken(self, by: str) -> AsyncIterator[Taken]:
-        """Fix the present moment, and hold its blobs. Raises WrongStateError while another backup
-        is sent."""
+    async def snapshot(self, by: str) -> AsyncIterator[BackupSnapshot]:
+        """Take a snapshot of the journal, and hold its blobs. Raises WrongStateError while another
+        backup is sent."""
         if self._is_busy:
             raise WrongStateError("another backup is being taken; try again when it is done")
         self._is_busy = True
@@ -449,7 +444,7 @@ class Backups:
             path = self._folder / f"{secrets.token_hex(8)}.sqlite"
             try:
                 await asyncio.to_thread(self._write, snapshot, path)
-                yield Taken(path, snapshot.term, digests)
+                yield BackupSnapshot(path, snapshot.term, digests)
             finally:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
         finally:
@@ -477,7 +472,7 @@ class Backups:
     def _write(self, snapshot: Snapshot, path: Path) -> None:
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            for left in self._folder.iterdir():  # of a coordinator that was killed
+            for left in self._folder.iterdir():  # files of a coordinator that was killed
                 left.unlink()
             snapshot.write(path)
         finally:
@@ -485,7 +480,7 @@ class Backups:
 
 
 def _write(blobs: BlobStore, digests: Sequence[Digest]) -> Digest:
-    """Write the list of these blobs, as a blob."""
+    """Write the list of these blobs as a blob."""
     shape = (len(digests), _DIGEST_BYTES)
     header = header_bytes(build_manifest([("digests", "uint8", shape)], Purpose.STATE))
     content = header + b"".join(map(bytes.fromhex, digests))
@@ -495,14 +490,14 @@ def _write(blobs: BlobStore, digests: Sequence[Digest]) -> Digest:
 
 
 def _read(blobs: BlobStore, listed: Digest) -> frozenset[Digest]:
-    """Return the blobs that a list names: none where the journal was restored without it."""
+    """Return the blobs in a list; none if the journal was restored without the list."""
     try:
         with blobs.open(listed) as file:
             _, start = header_of(file, listed)
             file.seek(start)
             content = file.read()
     except MissingBlobError:
-        _log.info("a hold is of a backup of another coordinator", listed=listed)
+        log.info("a hold is of a backup of another coordinator", listed=listed)
         return frozenset()
     places = range(0, len(content), _DIGEST_BYTES)
     return frozenset(Digest(content[at : at + _DIGEST_BYTES].hex()) for at in places)

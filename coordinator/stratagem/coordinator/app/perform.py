@@ -1,4 +1,4 @@
-"""Maps each effect to the coroutine that performs it."""
+"""Perform each effect with the coroutine for its kind."""
 
 from typing import assert_never
 
@@ -35,7 +35,7 @@ from stratagem.coordinator.effects.context import EffectContext
 from stratagem.coordinator.effects.evaluate import evaluate_state
 from stratagem.coordinator.effects.party_updates import collect_update, merge_metrics, sum_region
 from stratagem.coordinator.effects.private import account_round
-from stratagem.coordinator.effects.secure import exchange
+from stratagem.coordinator.effects.secure import post_keys, route_shares
 from stratagem.coordinator.effects.segment import release, run_segment
 from stratagem.coordinator.effects.train_client import train_client
 from stratagem.coordinator.observe.logs import ids_of
@@ -43,13 +43,13 @@ from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
 
 
 async def perform(env: EffectContext, effect: Effect) -> None:
-    """Perform an effect that is due; ends by reporting a fact."""
-    run = env.state.runs.get(effect.run_id)
+    """Perform an effect that is due, and report a fact."""
+    run = env.runs.state.runs.get(effect.run_id)
     parent = "" if run is None else run.traceparent
     ids = ids_of(effect.run_id, effect)
-    if env.draws_in_secret(effect.run_id):
+    if env.runs.draws_in_secret(effect.run_id):
         ids.pop("worker_id", None)
-    with about(**ids), tracing.span(type(effect).__name__, parent, term=env.loop.term, **ids):
+    with about(**ids), tracing.span(type(effect).__name__, parent, term=env.runs.loop.term, **ids):
         try:
             await _perform(env, effect)
         except* (DamagedBlobError, MissingBlobError) as group:
@@ -57,14 +57,14 @@ async def perform(env: EffectContext, effect: Effect) -> None:
 
 
 async def _fail(env: EffectContext, effect: Effect, error: BaseException) -> None:
-    """End the run, rather than retrying without end what only a sound copy of the blob can cure."""
+    """End the run, because only a sound copy of the blob can cure this, and no other try."""
     assert isinstance(error, DamagedBlobError | MissingBlobError)
-    run = env.state.runs.get(effect.run_id)
-    if run is None or not env.is_due(effect):
-        return  # it is not needed any more, and so it was collected
-    if error.digest not in blobs_of(run):  # what a worker has asked for is none of the run's
+    run = env.runs.state.runs.get(effect.run_id)
+    if run is None or not env.runs.is_due(effect):
+        return  # the blob was collected because it is not needed any more
+    if error.digest not in blobs_of(run):  # a worker has asked for a blob that is none of the run's
         raise error
-    await env.report(effect.run_id, RunFailed(reason=_without(run, error)))
+    await env.runs.report(effect.run_id, RunFailed(reason=_without(run, error)))
 
 
 def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
@@ -81,14 +81,14 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
 
 
 async def give_up(env: EffectContext, effect: Effect, tries: FailedTries) -> None:
-    """Report the fact that ends an effect which is not to be tried again."""
-    run = env.state.runs.get(effect.run_id)
-    if run is None or not env.is_due(effect):
+    """Report the fact that ends an effect which must not be tried again."""
+    run = env.runs.state.runs.get(effect.run_id)
+    if run is None or not env.runs.is_due(effect):
         return
     fact = ending(effect, tries, has_ended=run.ended is not None)
     if isinstance(fact, PartyFailed) and not tries.has_diverged and draws_in_secret(run.job):
         fact = fact.model_copy(update={"reason": f"{type(effect).__name__} keeps failing; {WHY}"})
-    await env.report(effect.run_id, fact)
+    await env.runs.report(effect.run_id, fact)
 
 
 async def _perform(env: EffectContext, effect: Effect) -> None:
@@ -103,34 +103,41 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await upload_commit(env, effect)
         case TrainClient():
             await train_client(env, effect)
-        case PostKeys() | RouteShares():
-            await exchange(env, effect)
         case MergeMetrics():
             await merge_metrics(env, effect)
-        case AccountRound() | JudgeUpdates() | AggregateRound() | CollectUpdate() | SumRegion():
-            await _perform_of_round(env, effect)
         case EvaluateState():
             await evaluate_state(env, effect)
         case Release():
             await release(env, effect)
         case _:
-            assert_never(effect)
+            await _perform_of_round(env, effect)
 
 
-async def _perform_of_round(
-    env: EffectContext,
-    effect: AccountRound | JudgeUpdates | AggregateRound | CollectUpdate | SumRegion,
-) -> None:
-    """Perform what is done with the updates of a round."""
+OfRound = (
+    AccountRound
+    | PostKeys
+    | RouteShares
+    | CollectUpdate
+    | SumRegion
+    | JudgeUpdates
+    | AggregateRound
+)
+
+
+async def _perform_of_round(env: EffectContext, effect: OfRound) -> None:
     match effect:
+        case PostKeys():
+            await post_keys(env, effect)
+        case RouteShares():
+            await route_shares(env, effect)
         case AccountRound():
-            await account_round(env, effect)
+            await account_round(env.runs, effect)
         case CollectUpdate():
-            await collect_update(env, effect)
+            await collect_update(env.runs, env.transfers, effect)
         case SumRegion():
-            await sum_region(env, effect)
+            await sum_region(env.runs, env.transfers, effect)
         case JudgeUpdates():
-            await judge_updates(env, effect)
+            await judge_updates(env.runs, env.transfers, effect)
         case AggregateRound():
             await aggregate_round(env, effect)
         case _:

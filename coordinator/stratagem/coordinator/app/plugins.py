@@ -1,7 +1,7 @@
-"""Finds the strategies that this coordinator has: the built-in ones and those of other packages.
+"""Find the strategies of this coordinator: the built-in ones and those of other packages.
 
-The only module of the coordinator that imports code of other packages. The result is a value, made
-once at the start; a package that is installed later counts from the next start on.
+No other module of the coordinator imports code of other packages. The result is a value, made once
+at the start; a package that is installed later counts from the next start on.
 """
 
 from collections.abc import Iterable
@@ -46,13 +46,13 @@ log = structlog.get_logger()
 
 @cache
 def installed() -> Strategies:
-    """Return the built-in strategies and those that packages of this environment have
-    registered."""
+    """Return the built-in strategies and those registered by packages of this environment."""
     return with_plugins(entry_points(group=GROUP))
 
 
 def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
-    """Return the built-in strategies and these; of a name that several register, the first."""
+    """Return the built-in strategies and these; if several register a name, the first one
+    counts."""
     loaded: dict[str, Strategy] = {}
     broken: dict[str, str] = {}
     for point in points:
@@ -73,8 +73,8 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
 
 
 def _why_refused(point: EntryPoint, strategy: object) -> str:
-    """Say why the contract's version excludes it. A strategy of version 1 is a module, or an
-    object, with the functions as attributes."""
+    """Return why the version of its contract excludes a strategy. A strategy of version 1 is a
+    module, or an object, with the functions as attributes."""
     version = getattr(strategy, "version", 1 if hasattr(strategy, "decide") else None)
     what = "is no strategy" if version is None else f"has version {version} of the contract"
     return (

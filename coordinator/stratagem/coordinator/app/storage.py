@@ -1,8 +1,7 @@
-"""Open the storage of blobs and updates, in local folders or an object store, and the addresses to
-listen on.
+"""Open the storage of blobs and updates, in local folders or an object store, and the listeners.
 
 The storage is opened before the lead is taken, so wrong keys are found when a standby starts and
-not when it has to take over. Later operations of the stores are bound to the term of the lead.
+not when it must take over. Later operations of the stores are bound to the term of the lead.
 """
 
 import os
@@ -38,8 +37,8 @@ log = structlog.get_logger()
 
 
 class CoordinatorSecurity:
-    """The TLS files, tokens and revocations of the settings; InvalidInputError if they contradict
-    each other."""
+    """The TLS files, tokens and revocations of the settings. Raises InvalidInputError if they
+    contradict each other."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -52,7 +51,7 @@ class CoordinatorSecurity:
         self.gate = Authorizer(_trust_domain(self.tls), tokens, revoked)
 
     def listen(self, server: grpc.aio.Server) -> str:
-        """Bind the service and return the host:port to give to others."""
+        """Bind the service, and return the host:port for others."""
         settings = self._settings
         host, port = host_and_port("listen", settings.listen)
         if self.tls is None:
@@ -63,7 +62,7 @@ class CoordinatorSecurity:
         return f"{host}:{bind_tls(server, host, port, self.tls)}"
 
     def listen_for_probes(self, server: grpc.aio.Server) -> int:
-        """Bind the health service and return its port."""
+        """Bind the health service, and return its port."""
         host, _ = host_and_port("listen", self._settings.listen)
         allowed = self._settings.may_serve_plaintext
         return bind(server, host, self._settings.health_port, allow_insecure_network=allowed)
@@ -96,7 +95,7 @@ def tls_of(settings: Settings) -> TlsFiles | None:
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """Split HOST:PORT into both parts; InvalidInputError names the setting."""
+    """Split HOST:PORT into both parts. Raises InvalidInputError, which names the setting."""
     try:
         return split_address(address)
     except ValueError as error:
@@ -116,7 +115,7 @@ def _trust_domain(tls: TlsFiles | None) -> str:
 # ---- Storage ----
 
 FOLDER: Final = "states"
-"""Below the data folder, of states in leaves."""
+"""The folder of states in leaves, below the data folder."""
 _OWNER: Final = "journal"
 
 _log = structlog.get_logger(__name__)
@@ -124,8 +123,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The places for blobs and updates; objects is None where everything is stored below
-    data_dir."""
+    """The places for blobs and updates; objects: None if everything is stored below data_dir."""
 
     data_dir: Path
     objects: Objects | None
@@ -133,9 +131,9 @@ class Storage:
     """Limit of the local cache; None: derived from the size of the disk."""
     spool_bytes: int
     writes_leaves: bool
-    """States become leaves; those that are leaves are read in any case."""
+    """True if new states become leaves; states in leaves are read in any case."""
     limits: Limits
-    """Of a state."""
+    """The limits of a state."""
 
     @classmethod
     def open(cls, settings: Settings) -> Self:
@@ -159,9 +157,9 @@ class Storage:
         )
 
     def claim(self, journal: str) -> None:
-        """Mark the object store as that of a journal.
+        """Mark the object store as belonging to a journal.
 
-        Raises InvalidInputError where it is another one's: what that names is garbage to this one.
+        Raises InvalidInputError if it belongs to another, whose blobs would be garbage to this one.
         """
         if self.objects is None:
             return
@@ -204,8 +202,8 @@ class Storage:
         return SharedBlobs(self.objects, cache, term)
 
     def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
-        """Return the spool of the updates of open rounds, for the leader of a term; make_room frees
-        space among its blobs, on the same disk."""
+        """Return the spool of the updates of open rounds, for the leader of a term; make_room:
+        frees space among its blobs, on the same disk."""
         shared = SharedSpool(self.objects, term) if self.objects is not None else None
         return Spool(
             self.data_dir / "spool",

@@ -1,14 +1,13 @@
-"""Fold facts into the state. The only code that makes a new CoordinatorState."""
+"""Fold facts into the state; no other code makes a new CoordinatorState."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from stratagem.common.base.ids import Digest, RunId, WorkerId
+from stratagem.common.base.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
-from stratagem.coordinator.core.cluster_summary import with_summary
 from stratagem.coordinator.core.courses import resumed_metrics, with_course
-from stratagem.coordinator.core.effects import slots
+from stratagem.coordinator.core.effects import Base, slots
 from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
@@ -47,7 +46,6 @@ from stratagem.coordinator.core.facts import (
     WorkersForgotten,
 )
 from stratagem.coordinator.core.persistent import PersistentMap
-from stratagem.coordinator.core.rollback import returned
 from stratagem.coordinator.core.state import (
     CommittedState,
     CoordinatorState,
@@ -61,8 +59,11 @@ from stratagem.coordinator.core.strategy_contract import Strategies
 
 CLUSTER = RunId("")
 
+_OF_WORKER = fields(WorkerRecord)
+
 MAX_UPLOADS = 256
-"""Uploads remembered per owner, besides what runs name: an upload waits briefly for its job."""
+"""Uploads remembered per owner, besides those that runs name: an upload waits briefly for its
+job."""
 
 MIN_COMMITS = 64
 """Commits remembered per run: one that is evaluated late may yet turn out to be the best."""
@@ -71,7 +72,8 @@ MIN_COMMITS = 64
 def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
     """Return the state after a fact that was journaled at time_s (leader clock)."""
     if isinstance(fact, DataUploaded):
-        return replace(state, uploads=_uploads_after(state.uploads, fact))
+        newest = (*state.uploads.get(fact.owner, ()), fact.digest)[-MAX_UPLOADS:]
+        return replace(state, uploads=state.uploads.with_item(fact.owner, newest))
     if isinstance(fact, RunPinned):
         pinned = state.pinned - {fact.run_id}
         return replace(state, pinned=pinned | {fact.run_id} if fact.is_pinned else pinned)
@@ -79,7 +81,7 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
         present = {each: until_s for each, until_s in state.holds.items() if until_s > time_s}
         return replace(state, holds={**present, fact.listed: fact.until_s})
     if isinstance(fact, ClusterSummed):
-        return with_summary(state, fact)
+        return _with_summary(state, fact)
     if run_id == CLUSTER:
         workers = _workers_after(state.workers, fact, time_s)
         return replace(state, workers=workers, runs=_runs_without(state, _gone_with(state, fact)))
@@ -96,11 +98,21 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     return replace(state, runs={**state.runs, run_id: record})
 
 
-def _uploads_after(
-    uploads: PersistentMap[str, tuple[Digest, ...]], fact: DataUploaded
-) -> PersistentMap[str, tuple[Digest, ...]]:
-    before = uploads.get(fact.owner, ())
-    return uploads.with_item(fact.owner, (*before, fact.digest)[-MAX_UPLOADS:])
+def _with_summary(state: CoordinatorState, part: ClusterSummed) -> CoordinatorState:
+    """Return the state with a part of the cluster's summary folded in."""
+    workers, uploads = state.workers, state.uploads
+    for known in part.workers:
+        record = WorkerRecord(**{each.name: getattr(known, each.name) for each in _OF_WORKER})
+        workers = workers.with_item(record.member.worker_id, record)
+    for owner, digests in part.uploads.items():
+        uploads = uploads.with_item(owner, digests)
+    return replace(
+        state,
+        workers=workers,
+        uploads=uploads,
+        pinned=state.pinned | frozenset(part.pinned),
+        holds={**state.holds, **part.holds},
+    )
 
 
 def _workers_after(
@@ -133,8 +145,8 @@ def _workers_after(
 
 
 def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:
-    """Return the start of a worker that a fact of the cluster ends for good: it has left, or a
-    later one takes its place. One that is lost may come back."""
+    """Return the member that a fact of the cluster ends for good: it has left, or a later start of
+    its worker takes its place. A lost member may come back."""
     if not isinstance(fact, WorkerLeft | WorkerRegistered):
         return None
     known = state.workers.get(fact.member.worker_id)
@@ -144,8 +156,8 @@ def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:
 
 
 def _runs_without(state: CoordinatorState, gone: Member | None) -> Mapping[RunId, RunRecord]:
-    """Return the runs, the active ones without a member that is gone: nothing of it is left to be
-    released, and a run that goes on for long has thousands."""
+    """Return the runs, the active ones without a member that is gone: it has nothing to release,
+    and a long run would collect thousands of such members."""
     left = {
         run_id: replace(run, touched=run.touched - {gone})
         for run_id, run in state.runs.items()
@@ -198,8 +210,8 @@ def _apply_to_run(
 
 
 def _is_replaced(member: Member, workers: Mapping[WorkerId, WorkerRecord]) -> bool:
-    """Return True when a later start of a worker has taken this one's place, while work of this
-    one is still due, or in a replay, which has all workers before it has any run."""
+    """Return True if a later start of the worker has taken this member's place, while its work is
+    still due, or in a replay, which has all workers before it has any run."""
     worker = workers.get(member.worker_id)
     return worker is not None and worker.member != member
 
@@ -212,14 +224,37 @@ def _raised(record: RunRecord, error: Exception) -> RunRecord:
 def _transition(
     record: RunRecord, fact: Fact, time_s: float
 ) -> tuple[RunRecord, frozenset[Member]]:
-    """Return the run with the fact folded in, and the workers that what is now due would use."""
+    """Return the run with the fact folded in, and the workers that the effects now due would
+    use."""
     if isinstance(fact, RunResumed) and fact.from_segment is not None:
-        record = returned(record, fact)
+        record = _returned(record, fact)
     strategy = record.strategy
     value = strategy.transition(record.job, record.value, fact, time_s)
     due = strategy.pending(record.run_id, record.job, value, None)
     used = frozenset[Member]().union(*(slots(effect) for effect in due))
     return replace(record, value=value), used
+
+
+def _returned(run: RunRecord, fact: RunResumed) -> RunRecord:
+    """Return the run as it was at the commit from which it goes on."""
+    nesting = run.strategy.nesting
+    assert nesting is not None
+    assert fact.from_segment is not None
+    base = Base(fact.from_segment, fact.step, fact.digest, fact.streams, fact.average)
+    commits = tuple(commit for commit in run.commits if commit.segment <= base.segment)
+    if nesting.returned is not None:
+        value = nesting.returned(run.job, run.value, base, commits[-1].metrics)
+    else:
+        num_rows = nesting.progress(run.value).num_rows
+        value = nesting.rebase(run.job, run.value, base, num_rows)
+    return replace(
+        run,
+        value=value,
+        commits=commits,
+        metrics=commits[-1].metrics,
+        num_returns=run.num_returns + 1,
+        is_reproducible=run.is_reproducible and not fact.by_policy,
+    )
 
 
 def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
@@ -241,8 +276,8 @@ def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _needs_its_journal(fact: Fact) -> bool:
-    """Return True when timing or machines have decided something, in any party: the result cannot
-    be made again from the job alone."""
+    """Return True if timing or machines have decided something, in any party, so that the job alone
+    does not determine the result."""
     match fact:
         case RoundClosed() | Noted() | GenerationClosed():
             return fact.by_policy
@@ -255,8 +290,8 @@ def _needs_its_journal(fact: Fact) -> bool:
 
 
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
-    """Add the fact's commits and metrics to the run; those of a party below concern its strategy
-    alone."""
+    """Add the fact's commits and metrics to the run, unless they are those of a party below, which
+    concern its strategy alone."""
     if getattr(fact, "party", ROOT) != ROOT:
         return _with_engine(record, fact)
     match fact:
@@ -279,7 +314,7 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             trained = {TRAIN_LOSS: fact.loss} if fact.step else {}
             record = _with_metrics(record, {**trained, **fact.metrics, **_traffic(fact)})
             return _with_engine(record, fact)
-        case UpdateReceived(num_steps=0):  # of a version that took the newest update for all
+        case UpdateReceived(num_steps=0):  # a version that took the newest update for all
             metrics = {TRAIN_LOSS: fact.loss, **fact.metrics, **_traffic(fact)}
             if SKIPPED_STEPS in fact.metrics:  # of this client's round alone
                 metrics[SKIPPED_STEPS] += record.metrics.get(SKIPPED_STEPS, 0)
@@ -293,7 +328,7 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             )
             predictions = fact.predictions or record.predictions
             record = replace(record, commits=commits, predictions=predictions)
-            # What was given up for some is of a state that newer ones have superseded long since.
+            # An evaluation given up for some clients is of a state that was superseded long ago.
             return record if fact.without else _with_metrics(record, fact.metrics)
         case Noted():
             if fact.digest:
@@ -310,8 +345,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _with_copies(record: RunRecord, fact: Fact) -> RunRecord:
-    """Take in what has become of the parts of commits that workers alone have: uploaded, or lost,
-    and then the run goes on from the last commit without such parts."""
+    """Take in that the parts of a commit that only workers have were uploaded, or were lost: the
+    run then goes on from the last commit without such parts."""
     commits = record.commits
     if isinstance(fact, CommitUploaded):
         whole = replace(commits[-1], digest=fact.digest, is_partial=False)
@@ -326,13 +361,13 @@ def _with_copies(record: RunRecord, fact: Fact) -> RunRecord:
 def _evaluated(
     job: JobSpec, metrics: Mapping[str, float], evaluated: Mapping[str, float]
 ) -> Mapping[str, float]:
-    """Return the metrics of a commit that is evaluated later than it is made."""
+    """Return the metrics of a commit that is evaluated after it was made."""
     return {**metrics, **with_course(job, metrics, evaluated)}
 
 
 def _traffic(fact: SegmentFinished | UpdateReceived) -> dict[str, float]:
-    """Return the traffic metrics of a fact. They depend on which members were there, so they belong
-    to no commit."""
+    """Return the traffic metrics of a fact. They depend on the members present, so they belong to
+    no commit."""
     return {f"train.{name}": float(value) for name, value in fact.traffic.items()}
 
 
@@ -349,7 +384,7 @@ def _with_commit(record: RunRecord, commit: CommittedState) -> RunRecord:
 
 
 def _trimmed(record: RunRecord) -> RunRecord:
-    """Drop commits that are long past being retained, so that a long run stays small."""
+    """Drop commits far beyond the retention limit, so that a long run stays small."""
     num_kept = max(record.job.retention, MIN_COMMITS)
     if len(record.commits) <= 2 * num_kept:
         return record

@@ -1,5 +1,5 @@
-"""This module defines the commands to the coordinator as values, together with the refusals that
-answer them and the entries of the journal.
+"""The commands to the coordinator, the refusals that answer them, and the entries of the journal,
+all as values.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class SubmitRun:
     job_json: str
     wall_s: float
     by: str = ""
-    """The caller's identity; empty where callers are not authenticated."""
+    """The caller's identity; empty if callers are not authenticated."""
     traceparent: str = ""
     """Trace context of the call that submits the run; see RunSubmitted."""
     owner: str = ""
@@ -45,7 +45,7 @@ class ResumeRun:
     run_id: RunId
     by: str = ""
     from_segment: int | None = None
-    """One of the kept commits; None: the last one."""
+    """The segment of a kept commit; None: the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class PinRun:
 
 @dataclass(frozen=True, slots=True)
 class HoldBlobs:
-    """Keep blobs until a time of the leader's clock, whatever becomes of the runs that they are of:
-    a backup copies them."""
+    """Keep blobs until a time of the leader's clock, whatever becomes of their runs, because a
+    backup copies them."""
 
     listed: Digest
     """A blob that lists them."""
@@ -83,11 +83,11 @@ class Ending:
     status: int | None = None
     """Exit status; negative: the number of the signal that ended it; None: not observed."""
     is_stopped: bool = False
-    """True when something outside the process stopped it."""
+    """True if something outside the process stopped it."""
     run_id: RunId | None = None
-    """The run whose plan it executed; "" when it executed none; None: that is not known."""
+    """The run whose plan it executed; "": it executed none; None: that is not known."""
     party: Party = ROOT
-    """The party whose plan that was."""
+    """The party whose plan it executed."""
     step: int | None = None
     lines: tuple[str, ...] = ()
     """The last lines that it printed."""
@@ -95,8 +95,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class ExpireRuns:
-    """Delete runs that ended before this time of the leader's clock, and all but the newest of
-    those that have ended; the oldest first, and not more than so many at once."""
+    """Delete runs that ended before a time of the leader's clock, and all but the newest ended
+    runs; the oldest first, and at most `limit` at once."""
 
     ended_before_s: float
     num_kept: int
@@ -110,7 +110,7 @@ class RegisterWorker:
     address: str
     capability: Capability
     ending: Ending | None = None
-    """The end of the worker's previous process, where that is known."""
+    """The end of the worker's previous process, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class LoseWorker:
     member: Member
     reason: str
     is_blameless: bool = False
-    """True when it had not begun the work it was given, so the work cannot have ended it."""
+    """True if it had not begun its work, so the work cannot have ended it."""
     silent_s: float = 0.0
-    """Seconds since its last beat, where its silence is the reason."""
+    """Seconds since its last heartbeat, if its silence is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ class LeaveWorker:
 
 @dataclass(frozen=True, slots=True)
 class ForgetWorkers:
-    """Forget workers that were lost before a time of the leader's clock, which is another one for
-    those whose names do not come back, and all but the newest of those that are lost."""
+    """Forget workers that were lost before a time of the leader's clock, with a separate time for
+    those whose names do not come back, and all but the newest lost workers."""
 
     lost_before_s: float
     num_kept: int
@@ -150,7 +150,7 @@ class ForgetWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report that an effect, or a part of one, is done: the fact that it led to."""
+    """Report the fact that an effect, or a part of one, has led to."""
 
     run_id: RunId
     fact: Fact
@@ -168,7 +168,7 @@ class ReportTrouble:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Make the coordinator decide again because a deadline has passed; nothing else happened."""
+    """Make the coordinator decide again because a deadline has passed."""
 
 
 AboutWorkers = RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ForgetWorkers
@@ -214,13 +214,13 @@ class EventSpan:
 
     from_index: int = 0
     before_index: int | None = None
-    """None: up to the newest."""
+    """The first index beyond the span; None: the span reaches the newest event."""
     kinds: frozenset[str] = frozenset()
     """Names of facts; empty: all of them."""
     newest_first: bool = False
 
     def after(self, index: int) -> "EventSpan":
-        """Return what is left once this event was read."""
+        """Return the rest of the span once this event was read."""
         if self.newest_first:
             return replace(self, before_index=index)
         return replace(self, from_index=index + 1)

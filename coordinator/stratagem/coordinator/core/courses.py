@@ -1,8 +1,8 @@
 """Fold the evaluations of a run into early stopping and plateau decisions, and count deaths of its
 processes.
 
-The fold over a metric keeps its counters among the metrics of each commit, under names of its own.
-A run that goes back to a commit counts on from there, and so does a run that begins from it.
+The fold over a metric keeps its counters among the metrics of each commit, under reserved names. A
+run that goes back to a commit counts on from there, and so does a run that begins from it.
 """
 
 import math
@@ -27,18 +27,18 @@ _NUM_WITHOUT: Final = "evaluations_without_improvement"
 
 
 def follows_evaluations(job: JobSpec) -> bool:
-    """Return True when what is trained next depends on the newest evaluation."""
+    """Return True if the next training depends on the newest evaluation."""
     has_stop = job.evaluation is not None and job.evaluation.stop is not None
     return has_stop or _plateau(job) is not None
 
 
 def course_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what the fold has counted, of all metrics of a commit."""
+    """Return the counters of the fold among the metrics of a commit."""
     return {name: value for name, value in metrics.items() if name.startswith((STOP, PLATEAU))}
 
 
 def resumed_metrics(job: JobSpec) -> Mapping[str, float]:
-    """Return the metrics that a run goes on from which resumes a commit of another one."""
+    """Return the metrics from which a run that resumes another run's commit goes on."""
     initial = job.initial
     return {} if initial is None else dict(initial.metrics or {})
 
@@ -46,16 +46,16 @@ def resumed_metrics(job: JobSpec) -> Mapping[str, float]:
 def with_course(
     job: JobSpec, before: Mapping[str, float], metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of a segment with what is counted after it.
+    """Return the metrics of a segment with the counters after it.
 
-    before: metrics of the segment before; in those of a segment without an evaluation it stands on.
+    before: metrics of the segment before; a segment without an evaluation keeps its counters.
     """
     course = course_of(before)
     evaluation = job.evaluation
     if evaluation is not None and evaluation.stop is not None:
         followed = stop_metric(evaluation, evaluation.stop)
         if followed.name in metrics:
-            # Whoever goes on after a stop wants to: the count begins again.
+            # A run that goes on after a stop is meant to, so the count begins again.
             num_without = _num_without(course, STOP) % evaluation.stop.patience
             course |= _counted(course, STOP, followed, metrics[followed.name], num_without)
     plateau = _plateau(job)
@@ -67,7 +67,7 @@ def with_course(
 
 
 def num_lr_reductions(metrics: Mapping[str, float]) -> int:
-    """Return how often the learning rates are lowered, after a segment with these metrics."""
+    """Return how often the learning rates have been lowered after a segment with these metrics."""
     return int(metrics.get(_REDUCTIONS, 0))
 
 
@@ -78,7 +78,7 @@ def _plateau(job: JobSpec) -> ScheduleSpec | None:
 def _lowered(
     course: Mapping[str, float], spec: ScheduleSpec, followed: FollowedMetric, value: float
 ) -> dict[str, float]:
-    """Return the counts of a plateau after one more evaluation, as torch's ReduceLROnPlateau."""
+    """Return the counters of a plateau after one more evaluation, as torch's ReduceLROnPlateau."""
     counts = _counted(course, PLATEAU, followed, value, _num_without(course, PLATEAU))
     to_cool_down = int(course.get(_COOLDOWN, 0))
     if to_cool_down:
@@ -118,7 +118,8 @@ def _counted(
     value: float,
     num_without: int,
 ) -> dict[str, float]:
-    """Return the best value and the evaluations since, after one more. NaN is no improvement."""
+    """Return the best value and the number of evaluations since, after one more evaluation. NaN is
+    no improvement."""
     sign = 1.0 if followed.mode == "max" else -1.0
     best = course.get(f"{prefix}{_BEST}", -sign * math.inf)
     if sign * value > sign * best + followed.min_delta:
@@ -136,7 +137,7 @@ def _counted(
 # making progress:
 #
 # * A process that was stopped (by a signal that asks for it, a drain, its supervisor), or that did
-#   something else, does not count: no ProcessDied is journaled for it.
+#   other work, does not count: no ProcessDied is journaled for it.
 # * Processes that were at the work together and end one after the other count as one death, so
 #   killing all workers at once counts as one.
 # * Work that comes further than ever before regains its whole budget.
@@ -151,23 +152,23 @@ UNEXPLAINED_S: Final = 30.0
 FAULTS: Final = frozenset(
     {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGPIPE", "SIGXFSZ"}
 )
-"""Signals that a process causes by what it does itself."""
+"""Signals that a process causes itself."""
 REQUESTS: Final = frozenset(
     {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPWR", "SIGXCPU", "SIGALRM"}
 )
-"""Signals that are sent to a process from outside to make it end."""
+"""Signals that ask a process to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deaths:
-    """The processes that one piece of work has ended since it last came further."""
+    """The processes that one piece of work has ended since it last made progress."""
 
     num_own: int = 0
     num_unexplained: int = 0
     furthest: int = -1
     """The highest step that a process is known to have reached before it ended."""
     present: frozenset[Member] = frozenset()
-    """The members at the work when the newest death was counted; their deaths count with it."""
+    """The members at work when the newest death was counted; their deaths count with it."""
     latest: ProcessDied | None = None
     """The newest death that counts."""
     since_s: float = 0.0
@@ -181,14 +182,14 @@ class Deaths:
 
     @property
     def are_too_many(self) -> bool:
-        """True when trying the work once more is hopeless."""
+        """Return True if trying the work once more is hopeless."""
         is_long = self.latest_s - self.since_s >= UNEXPLAINED_S
         return self.num_own >= OWN or (self.num >= UNEXPLAINED and is_long)
 
 
 def after(deaths: Deaths, died: ProcessDied, now_s: float, at_work: Iterable[Member]) -> Deaths:
-    """Count one more process that has ended; at_work: the members that do the work now, or did and
-    were lost."""
+    """Count one more process that has ended; at_work: the members that do the work now, or did
+    until they were lost."""
     if died.step is not None and died.step > deaths.furthest:
         deaths = Deaths(furthest=died.step)
     if died.member in deaths.present:
@@ -206,19 +207,17 @@ def after(deaths: Deaths, died: ProcessDied, now_s: float, at_work: Iterable[Mem
 
 
 def ended_by_itself(status: int | None) -> bool:
-    """Return True when an exit status (negative: the signal's number) is of the process's own
-    making."""
+    """Return True if the process caused its exit status (negative: the signal's number) itself."""
     return status is not None and (status > 0 or _signal(-status) in FAULTS)
 
 
 def was_asked_to_end(status: int | None) -> bool:
-    """Return True when an exit status is that of a process ended by a signal that asks it to
-    end."""
+    """Return True if the exit status is that of a process ended by a signal that asks for it."""
     return status is not None and status < 0 and _signal(-status) in REQUESTS
 
 
 def why(work: str, deaths: Deaths) -> str:
-    """Return the sentence about work that has ended too many processes."""
+    """Return a sentence about work that has ended too many processes."""
     text = f"{work} has ended {deaths.num} worker processes"
     if deaths.furthest >= 0:
         text += f" and came no further than step {deaths.furthest}"

@@ -60,8 +60,12 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
 )
 from stratagem.coordinator.core.persistent import PersistentMap
-from stratagem.coordinator.core.retention import deaths_at_work, expire_runs, forget_workers
-from stratagem.coordinator.core.rollback import resumed_from
+from stratagem.coordinator.core.retention import (
+    deaths_at_work,
+    expire_runs,
+    forget_workers,
+    resumed_from,
+)
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase, RunRecord, World
 from stratagem.coordinator.core.strategy_calls import (
     Raised,
@@ -76,13 +80,13 @@ from stratagem.coordinator.core.strategy_calls import (
 # ---- Answers to commands ----
 
 MAX_DECISIONS = 10_000
-"""A strategy that has more than this to add to one command decides in a circle."""
+"""A strategy that adds more facts than this to one command decides in a circle."""
 
 
 def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...] | Refusal:
     """Return the facts that a command leads to by itself, or why it changes nothing.
 
-    What it needs of an archived run has been recalled before (`archived_runs.num_to_recall`).
+    An archived run that it needs has been recalled before (`run_view.num_to_recall`).
     """
     match command:
         case SubmitRun():
@@ -152,15 +156,15 @@ def world_of(state: CoordinatorState) -> World:
 
 
 def key_of(fact: Fact, num_returns: int = 0) -> str | None:
-    """Return the idempotency key of a fact that must not happen twice, unless the run goes back
-    between; None for other facts."""
+    """Return the idempotency key of a fact that must not happen twice, unless the run returns to an
+    earlier commit in between; None for other facts."""
     match fact:
         case MembersFormed():
             return f"members/{fact.party}/{fact.membership}"
         case UpdateReceived():
-            # No rejection stands in its way: a client that has failed may be asked again.
+            # A rejection has no key: a client that has failed may be asked again.
             again = f"/{num_returns}" if num_returns else ""
-            if fact.attempt:  # of a secure round, in which the client sends one under new masks
+            if fact.attempt:  # a secure round, in which the client sends one under new masks
                 again += f"/attempt-{fact.attempt}"
             return f"received/{fact.party}/{fact.round_num}/{fact.client}{again}"
         case RunSubmitted():
@@ -333,8 +337,8 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
 
 
 def _is_last_upload(run: RunRecord, command: Report) -> bool:
-    """Return True for what becomes of the last commit's parts, before the workers of an ended run
-    forget them."""
+    """Return True for the upload or the loss of the last commit's parts, before the workers of an
+    ended run forget them."""
     return not run.is_released and isinstance(command.fact, CommitUploaded | SoleCopiesLost)
 
 
@@ -364,7 +368,8 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[JournalEn
 
 
 class Agenda:
-    """The set of runs due to be asked, updated fact by fact; every applied fact must be noted."""
+    """The set of runs that must be asked, updated fact by fact; every applied fact must be
+    noted."""
 
     def __init__(self, state: CoordinatorState) -> None:
         self.world = World(state.workers, {})
@@ -372,9 +377,9 @@ class Agenda:
         self._workers = state.workers
         self._load = PersistentMap[WorkerId, int]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
-        """Workers that count as loaded, by active run."""
+        """The workers that each active run loads."""
         self._touched: dict[RunId, frozenset[Member]] = {}
-        """What that was computed of: there may be thousands, and a fact changes few of them."""
+        """The members from which that was computed: thousands, of whom a fact changes few."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
         """Active runs with a placement timeout, whose deadline depends on the workers."""
@@ -387,7 +392,7 @@ class Agenda:
 
     @property
     def next_deadline(self) -> float | None:
-        """Leader-clock time at which a Tick is due."""
+        """Return the leader-clock time at which a Tick is due."""
         return min(self._deadlines.values(), default=None)
 
     def note(self, state: CoordinatorState, run_id: RunId) -> None:
@@ -443,8 +448,8 @@ class Agenda:
         run: RunRecord | None,
         changed: Set[WorkerId] = frozenset(),
     ) -> bool:
-        """Account for the workers that an active run loads, of which these are others than before;
-        return True when the load has changed."""
+        """Update the workers that an active run loads, of which `changed` have new records; return
+        True if the load has changed."""
         before = self._burdened.pop(run_id, frozenset())
         known = self._touched.pop(run_id, frozenset())
         after = frozenset[WorkerId]()

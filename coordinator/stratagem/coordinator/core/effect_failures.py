@@ -1,10 +1,9 @@
-"""Classifies the failures of effects: whether another try can help, and which fact ends them.
+"""Decide whether another try of a failed effect can help, and which fact ends it.
 
-The one place that decides it, for all effects. What the same inputs always give is not tried again.
-What time or place can mend (a worker, a disk, a store that is away) is tried without end, as an
-outage of any length expires nothing. Anything else is tried a bounded number of times: it may be a
-worker that answers nonsense until it is replaced, or a defect, which would hold its workers for
-ever.
+A failure that the same inputs always give is not tried again. A failure that time or place can mend
+(a worker, a disk, a store that is away) is tried without end, as an outage of any length expires
+nothing. Anything else is tried a bounded number of times: it may be a worker that answers nonsense
+until it is replaced, or a defect, which would hold its workers for ever.
 """
 
 from collections.abc import Sequence
@@ -54,23 +53,23 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.facts.fact_values import Cause
 
 MAX_TRIES: Final = 20
-"""Of what neither time nor place is known to mend; about a minute with the pauses between them."""
+"""Tries of an effect whose failure may not mend; about a minute with the pauses between them."""
 STEADY_S: Final = 60.0
-"""Seconds after which a try that fails has met another failure than the one before it."""
+"""A try that fails after so many seconds has met another failure than the one before it."""
 TROUBLE: Final = 6
-"""Consecutive failed tries, within a second or two, after which watchers are told."""
+"""Consecutive failed tries, within a second or two, after which those who watch see it."""
 
 _MENDABLE: Final = (
     *(UnavailableError, StaleError, ConflictError, NotFoundError),
     *(UnauthenticatedError, PermissionDeniedError, OSError, MemoryError),
 )
-"""Processes, disks and stores that are away, full or not let in, and what has changed meanwhile."""
+"""Processes, disks and stores that are away, full or refused, and races with other changes."""
 _OF_THE_INPUTS: Final = (InvalidInputError, LimitError)
-"""What is wrong with what was read: where a worker has sent it, another one may send it right."""
+"""Wrong inputs; if a worker has sent them, another one may send them right."""
 
 
 class TryAgain(StrEnum):
-    """How often a failed effect is tried again."""
+    """The number of further tries of a failed effect: none, some, or without end."""
 
     NEVER = "never"
     LIMITED = "limited"
@@ -78,7 +77,7 @@ class TryAgain(StrEnum):
 
 
 def retry_of(effect: Effect, errors: Sequence[BaseException]) -> TryAgain:
-    """Return how often an effect is tried that has failed with these errors, all at once."""
+    """Return how often an effect that has failed with these errors, all at once, is tried again."""
     found = {_retry_of_one(effect, error) for error in errors}
     order = (TryAgain.NEVER, TryAgain.ENDLESS, TryAgain.LIMITED)
     return next((retry for retry in order if retry in found), TryAgain.LIMITED)
@@ -116,20 +115,20 @@ class FailedTries:
 
     num: int = 0
     num_limited: int = 0
-    """Of these, those that count toward MAX_TRIES: consecutive ones."""
+    """Consecutive tries that count toward MAX_TRIES."""
     since_s: float = 0.0
-    """Wall time of the first."""
+    """Wall time of the first failure."""
     next_s: float = 0.0
     """Wall time of the next try."""
     retry: TryAgain = TryAgain.ENDLESS
-    """Of the newest."""
+    """The retry that the newest failure allows."""
     reason: str = ""
-    """Of the newest, for people."""
+    """The reason of the newest failure, for people."""
     has_diverged: bool = False
     is_defect: bool = False
-    """The newest raised what nobody raises on purpose."""
+    """The newest failure is an exception that nobody raises on purpose."""
     is_news: bool = False
-    """Watchers are to be told: of another reason, or that it has taken twice as long."""
+    """Those who watch must learn of it: the reason is another one, or the number has doubled."""
 
     def and_another(
         self,
@@ -139,7 +138,7 @@ class FailedTries:
         now_s: float,
         lasted_s: float = 0.0,
     ) -> "FailedTries":
-        """Return these with one more that has failed now, after so long."""
+        """Return the tries with one more that has failed now, after so long."""
         retry, num = retry_of(effect, errors), self.num + 1
         num_limited = 0 if lasted_s > STEADY_S else self.num_limited
         doublings, rest = divmod(num, TROUBLE)
@@ -157,13 +156,13 @@ class FailedTries:
 
     @property
     def are_too_many(self) -> bool:
-        """Return True where the effect is given up."""
+        """Return True if the effect is given up."""
         return self.retry is TryAgain.NEVER or self.num_limited >= MAX_TRIES
 
 
 def ending(effect: Effect, tries: FailedTries, *, has_ended: bool) -> Fact:
-    """Return the fact that takes an effect out of the set that is given up: no more fails than has
-    to. has_ended: the run has."""
+    """Return the fact that removes an effect that is given up, failing no more than necessary.
+    has_ended: the run has ended."""
     reason = ending_reason(effect, tries)
     cause = Cause.NOT_FINITE if tries.has_diverged else Cause.EXCEPTION
     match effect:

@@ -1,5 +1,4 @@
-"""This module defines the effects that a run needs performed, as values, and grants them compute
-slots.
+"""The effects that a run needs performed, as values, and the grant of compute slots to them.
 
 An effect carries no attempt and no time, so the same need is the same value. The shell keeps one
 task per member of `pending(state)`, and stops a task when its effect leaves the set. Every effect
@@ -33,14 +32,14 @@ class Base:
     step: int
     digest: Digest
     streams: str = ""
-    """Where rows come as streams: marks from which they can be read on, by stream, as JSON."""
+    """The marks at which streams of rows go on, by stream, as JSON; "" without streams."""
     average: Digest = NO_DIGEST
-    """The state of averaged parameters beside it, in a federation that keeps one."""
+    """The state of averaged parameters that belongs to it, in a federation that keeps one."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """What a client of a federation keeps to itself, at its worker, by the round that made it."""
+    """The private state of a client of a federation, at its worker, by the round that made it."""
 
     round_num: int
     digest: Digest
@@ -78,27 +77,26 @@ class RunSegment:
     parts: tuple[tuple[Member, ...], ...]
     """Members that hold the same state afterwards; together the parts are the whole state."""
     ranks: tuple[int, ...]
-    """For each partition of the model the rank, within a replica, that owns it; empty when every
-    member has the whole model."""
+    """The rank, within a replica, that owns each partition of the model; empty if every member has
+    the whole model."""
     evaluate: tuple[str, ...]
     num_skipped: int = field(default=0, compare=False)
-    """Steps that earlier segments have left out."""
+    """Steps that earlier segments have skipped."""
     num_lr_reductions: int = 0
-    """How often a plateau has lowered the learning rates before the segment."""
+    """The number of times that a plateau has lowered the learning rates before the segment."""
     num_steps: int = field(default=0, compare=False)
-    """Steps of the party's whole training: rows of its history stand for more where there are
-    more."""
+    """Steps of the party's whole training; the more there are, the more a row of its history stands
+    for."""
     rounds_before: int = field(default=0, compare=False)
-    """Of a client that is a party: rounds before this one, each of one segment and as many steps.
-    Its history counts the steps of all."""
+    """Earlier rounds of a client that is a party, each of one segment and as many steps. The
+    client's history counts the steps of all rounds."""
     num_rounds: int = field(default=1, compare=False)
     kept: tuple[Digest, ...] = field(default=(), compare=False)
-    """Of a base without what only one member has each: the files that they have of it, in order of
-    rank."""
+    """The members' files, in order of rank, with the parts that a partial base lacks."""
     keeps: bool = False
-    """What only one member has stays on it at the end of the segment, in a file."""
+    """Parts that only one member has stay there in a file at the end of the segment."""
     is_mirrored: bool = field(default=False, compare=False)
-    """Members may find that a part of the state is gone with both that held it."""
+    """Members may find that both holders of a part of the state are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +112,8 @@ class CommitSegment:
     """Per part of the state, the members any of which has it."""
     metrics: tuple[tuple[str, float], ...] = ()
     mirrors: tuple[tuple[Member, ...], ...] = ()
-    """Per part of the state, the members that have a mirror of it beside their own part; nothing
-    where no part has one."""
+    """Per part of the state, the members that have a mirror of it besides their part; empty if no
+    part has one."""
     streams: str = ""
     """See Base."""
     is_partial: bool = False
@@ -124,7 +122,7 @@ class CommitSegment:
 
 @dataclass(frozen=True, slots=True)
 class UploadCommit:
-    """Pull what only workers have of a commit, and store it with the rest as one blob."""
+    """Pull the parts of a commit that only workers have, and store the whole as one blob."""
 
     run_id: RunId
     party: Party
@@ -133,17 +131,17 @@ class UploadCommit:
     base: Base
     holders: tuple[Member, ...]
     kept: tuple[Digest, ...]
-    """Of the file of each holder."""
+    """The digest of each holder's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsAsked:
-    """What the worker of a client whose rows are protected is told of the rounds before."""
+    """The earlier rounds of a client whose rows are protected, for its worker."""
 
     num_rounds: int
     """Rounds that were opened with the client, without this one."""
     fingerprint: str
-    """Fingerprint of the secret that its noise came from; empty where none is known."""
+    """Fingerprint of the secret that its noise came from; empty if none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,37 +160,37 @@ class TrainClient:
     num_lr_reductions: int = 0
     """See RunSegment."""
     clip_norm: float = 0.0
-    """The 2-norm that the client's change has at most; 0: its update is its state."""
+    """The largest 2-norm of the client's change; 0: its update is its state."""
     rows: RowsAsked | None = None
-    """Where rows are protected."""
+    """The earlier rounds, if rows are protected."""
     state: KeptState | None = None
-    """What the client has kept from an earlier round; None: it begins anew, or keeps nothing."""
+    """The client's state from an earlier round; None: it begins anew, or has no state."""
     attempt: int = 0
-    """Of a secure round."""
+    """The attempt of a secure round."""
     routed: tuple[int, ...] = field(default=(), compare=False)
-    """The clients among which the update is masked, which are the same in all of an attempt; none:
-    it is not."""
+    """The clients among which the update is masked, the same in a whole attempt; empty: it is not
+    masked."""
     num_members: int = 0
     """The clients that have posted keys."""
     share: tuple[int, int] | None = None
-    """Of a client in a region: its number among those of all regions, and how many these are, which
-    decide its rows and their order; None: `client` and `num_clients` do."""
+    """The number of a region's client among those of all regions, and their count, which decide its
+    rows and their order; None: `client` and `num_clients` do."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecureParty:
-    """The clients of an attempt of a secure round, and what is stored of it so far."""
+    """The clients of an attempt of a secure round, and the blobs stored for it so far."""
 
     attempt: int
     workers: tuple[tuple[int, WorkerId], ...]
-    """Each client, in order, with the worker that it lives on."""
+    """The clients, in order, each with its worker."""
     members: tuple[int, ...] = ()
-    """Those that have posted keys."""
+    """The clients that have posted keys."""
     ring_seed: str = ""
     directory: Digest = NO_DIGEST
     shares: Digest = NO_DIGEST
     routed: tuple[int, ...] = ()
-    """Those that have shared their secrets."""
+    """The clients that have shared their secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,7 @@ class PostKeys:
     round_num: int
     clients: SecureParty
     may_leave_out: bool
-    """The round goes on without clients that are away, if enough are there; else it waits."""
+    """True: the round goes on without clients that are away, if enough are there; else it waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +214,12 @@ class RouteShares:
     round_num: int
     clients: SecureParty
     may_leave_out: bool
-    """As in PostKeys."""
+    """See PostKeys."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccountRound:
-    """Compute what a round will cost in privacy, and draw its clients in secret."""
+    """Compute the privacy cost of a round, and draw its clients in secret."""
 
     run_id: RunId
     party: Party
@@ -229,18 +227,17 @@ class AccountRound:
     candidates: tuple[int, ...]
     """The clients that may be drawn."""
     num_spent: int
-    """Rounds that have been opened, also those that the run has gone back behind."""
+    """Rounds that have been opened, including those undone by a return to an earlier commit."""
     clip_norm: float
     noise_multiplier: float | None
-    """None: not calibrated yet."""
+    """The calibrated multiplier; None: it is not calibrated yet."""
     fingerprint: str
     """Fingerprint of the secret of the earlier rounds; empty before the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectUpdate:
-    """Copy the state that a client, a party of its own, has committed into the spool of the
-    round."""
+    """Copy the committed state of a client that is a party into the spool of the round."""
 
     run_id: RunId
     party: Party
@@ -258,8 +255,8 @@ class CollectUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SumRegion:
-    """Add up the accepted updates of a region, a client that is a federation of its own, as its
-    update of the round."""
+    """Add up the accepted updates of a region, a client that is itself a federation, as its update
+    of the round."""
 
     run_id: RunId
     party: Party
@@ -269,7 +266,7 @@ class SumRegion:
     """The party of the region; its clients' updates are spooled under its name."""
     round_inside: int
     base: Base
-    """The state that those have begun from."""
+    """The state that the region's clients have begun from."""
     accepted: tuple[Accepted, ...]
     num_steps: int
     loss: float
@@ -279,8 +276,7 @@ class SumRegion:
 
 @dataclass(frozen=True, slots=True)
 class JudgeUpdates:
-    """Compare the accepted updates of a round, and say what each counts under a robust rule, or by
-    its loss."""
+    """Compare the accepted updates of a round, and weigh each by a robust rule or by its loss."""
 
     run_id: RunId
     party: Party
@@ -288,7 +284,7 @@ class JudgeUpdates:
     base: Base
     accepted: tuple[Accepted, ...]
     losses: tuple[float, ...] = ()
-    """Of each client before it trained; empty where its update does not count by it."""
+    """The loss of each client before it trained; empty if updates are not weighed by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,22 +298,22 @@ class AggregateRound:
     accepted: tuple[Accepted, ...]
     server_state: tuple[Digest, ...] = ()
     metrics: tuple[tuple[str, float], ...] = field(default=(), compare=False)
-    """Metrics of the round's training, by name. They are no part of the fold."""
+    """Metrics of the round's training, by name; the fold does not use them."""
     weights: tuple[float, ...] = ()
-    """What each accepted update counts, where they have been judged."""
+    """The weight of each accepted update, if they have been judged."""
     privacy: RoundAccounted | None = None
     """The noise of the fold; None: it has none."""
     num_steps: tuple[int, ...] = ()
-    """Steps that each client has applied; empty where changes are not divided by them."""
+    """Steps that each client has applied; empty if changes are not divided by them."""
     regions: tuple[tuple[int, ...], ...] = ()
     """The accepted updates that are added up together, by their places; empty: all at once."""
     secure: SecureParty | None = None
-    """Who opens the masks of the sum; None: it has none."""
+    """The clients that open the masks of the sum; None: it has none."""
     is_control_anew: bool = False
     """The common control variate becomes zero, as those of all clients do."""
     integers_of: int | None = None
-    """Of updates that are the sums of regions, the place of the one whose integers are taken; None:
-    they are no sums."""
+    """The place of the update whose integers are taken, if updates are the sums of regions; None:
+    they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,26 +328,26 @@ class EvaluateState:
     members: tuple[Member, ...]
     num_shards: int = 1
     client: int | None = None
-    """Set where one member does so on a client's own rows, for all clients' metrics."""
+    """The client on whose rows one member evaluates, for the metrics of all clients."""
     client_state: KeptState | None = None
-    """With what that client has kept; None where clients keep nothing."""
+    """The state of that client; None if clients have no state."""
 
     @property
     def member(self) -> Member | None:
-        """The member that evaluates alone; None where several do."""
+        """Return the member that evaluates alone; None if several do."""
         return self.members[0] if len(self.members) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class MergeMetrics:
-    """Add up what clients have said of their metrics, and have a worker compute the values."""
+    """Add up the states of the clients' metrics, and have a worker compute the values."""
 
     run_id: RunId
     party: Party
     segment: int
     member: Member
     states: tuple[tuple[int, Digest], ...]
-    """Of each client, in order: the blob with its states."""
+    """The clients, in order, each with the blob of its states."""
     metrics: tuple[str, ...]
     """ "<split>.<metric>"; states of others are left out."""
 

@@ -19,9 +19,9 @@ from stratagem.coordinator.core.facts import KINDS, Fact, Value
 # ---- Sentences ----
 
 MAX_NAMES = 8
-"""Number of names that a sentence has, of many."""
+"""The most names in a sentence."""
 MAX_METRICS = 8
-"""Number of metrics that a sentence has, of many; the fact has all."""
+"""The most metrics in a sentence; the fact has all."""
 _NOT_APPLIED = (
     "warning: none of its steps was applied, for no loss or no gradient was finite; "
     "lower optimizer.lr, or look at the data"
@@ -30,7 +30,8 @@ _LOSSES = ("loss", "train.loss")
 
 
 def sentence(fact: f.Fact) -> str:
-    """Return what happened as a sentence for people; in a party below the root, with its path."""
+    """Return a fact as a sentence for people; that of a party below the root begins with its
+    path."""
     kind = type(fact).__name__
     text = _SENTENCES[kind](fact) if kind in _SENTENCES else kind
     party = getattr(fact, "party", f.ROOT)
@@ -38,13 +39,13 @@ def sentence(fact: f.Fact) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Return metrics as "train.loss 0.11, test.accuracy 0.97": the loss of the training, then the
-    others by name; of many a few, and how many more there are."""
+    """Return metrics as "train.loss 0.11, test.accuracy 0.97": the training loss, then the others
+    by name, and the number of further ones."""
     return _few_metrics({name: f"{name} {value:.6g}" for name, value in metrics.items()})
 
 
 def _few_metrics(texts: Mapping[str, str]) -> str:
-    """texts: of metrics, by their names."""
+    """Join the texts of metrics, given by name."""
     names = sorted(texts, key=lambda name: (name not in _LOSSES, name))
     left = len(names) - MAX_METRICS
     more = [counted(left, "more metric")] if left > 0 else []
@@ -100,17 +101,13 @@ def _evaluated(fact: f.Evaluated) -> str:
     return f"{text}: {_few_metrics(texts)}"
 
 
-def _client(binding: f.ClientBinding) -> str:
-    return f"client {binding.client} ({binding.worker_id})"
-
-
 def _received(fact: f.UpdateReceived) -> str:
-    """A loss that is not told is no number, and is left out."""
+    """Return the sentence about an update, without a withheld loss, which is NaN."""
     told = {} if math.isnan(fact.loss) else {"loss": fact.loss}
     if fact.spent is not None:
         told["privacy.epsilon"] = fact.spent.epsilon
     who = f"round {fact.round_num}: client {fact.client}"
-    # Those of a private or masked client are told by nobody: such an update counts as one.
+    # A private or masked update withholds its numbers of samples and steps, and counts as one.
     is_told = not math.isnan(fact.loss) or (fact.num_samples, fact.num_steps) != (1, 1)
     over = f" over {counted(fact.num_samples, 'sample')}" if is_told else ""
     text = f"{who} sent its update{over}"
@@ -133,7 +130,7 @@ def _assigned(fact: f.ClientsAssigned) -> str:
 
 
 def _closed(fact: f.RoundClosed) -> str:
-    # Most reasons begin with the round, which a closed one need not be told again.
+    # Most reasons begin with the round, which the sentence names already.
     reason = fact.reason.removeprefix(f"round {fact.round_num}: ")
     text = f"round {fact.round_num} closed: {reason}"
     return f"{text}: {metrics_text(fact.metrics)}" if fact.metrics else text
@@ -233,7 +230,9 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         + "".join(f"; {metric} is not merged: {why}" for metric, why in e.unmerged.items())
     ),
     "RosterFormed": lambda e: f"roster of {counted(len(e.clients), 'client')} formed",
-    "ClientsJoined": lambda e: f"joined: {_few([_client(binding) for binding in e.clients])}",
+    "ClientsJoined": lambda e: (
+        "joined: " + _few([f"client {each.client} ({each.worker_id})" for each in e.clients])
+    ),
     "ClientLeft": lambda e: f"client {e.client} has left: {e.reason}",
     "ClientBenched": lambda e: (
         f"client {e.client} takes no part until round {e.until_round}: {e.reason}"

@@ -25,7 +25,7 @@ def pending_of(run: RunRecord) -> frozenset[Effect]:
 
 
 def _last_uploads(run: RunRecord) -> frozenset[Effect]:
-    """Return what an ended run's workers are asked for before they forget it: it may be resumed."""
+    """Return the uploads due before an ended run's workers forget it, because it may be resumed."""
     due = run.strategy.pending(run.run_id, run.job, run.value, None)
     return frozenset(effect for effect in due if isinstance(effect, UploadCommit))
 
@@ -37,31 +37,31 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
 
 @dataclass(frozen=True, slots=True)
 class Needed(Container[Digest]):
-    """Blobs that must be kept; of archived runs, whose blobs may be very many, without a copy."""
+    """Blobs that must be kept; those of archived runs, which may be very many, are not copied."""
 
     active: frozenset[Digest]
     ended: EndedRuns
     held: Sequence[Container[Digest]] = ()
-    """Others, in lists that may be as long."""
+    """Further blobs, in lists that may be as long."""
 
     def __contains__(self, digest: object) -> bool:
         is_named = digest in self.active or digest in self.ended.blobs
         return is_named or any(digest in each for each in self.held)
 
     def all(self) -> frozenset[Digest]:
-        """Return all that runs need, which takes long where those are many."""
+        """Return all blobs that runs need, which takes long if they are many."""
         return frozenset(chain(self.active, self.ended.blobs))
 
 
 def needed(state: CoordinatorState, held: Sequence[Container[Digest]] = ()) -> Needed:
-    """Return the blobs that must be kept; held: others, for backups."""
+    """Return the blobs that must be kept; held: further ones, for backups."""
     active = (blobs_of(run) for run in state.runs.values())
     return Needed(frozenset(chain(state.holds, *active)), state.ended, held)
 
 
 def blobs_of(run: RunRecord) -> frozenset[Digest]:
-    """Return the blobs of a run that must be kept: retained commits, bases of what is due, inline
-    data, code, given states, predictions."""
+    """Return the blobs of a run that must be kept: retained commits, bases of effects that are due,
+    inline data, code, given states, predictions."""
     live = {digest for commit in retained(run) for digest in (commit.digest, commit.average)}
     live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
     live |= run.strategy.blobs(run.value)

@@ -1,5 +1,4 @@
-"""This module provides an immutable mapping and an immutable sorted collection that are cheap to
-change.
+"""An immutable mapping and an immutable sorted collection that are cheap to change.
 
 A changed collection shares all but a few small pieces with the one before.
 """
@@ -24,7 +23,8 @@ _BITS: Final = 5
 _MASK: Final = 2**_BITS - 1
 _DEEPEST: Final = 32 // _BITS
 _LEAF: Final = 16
-"""Keys of a leaf, above which it becomes a node; at the deepest level it holds any number."""
+"""The most keys of a leaf, which a larger one splits into a node; at the deepest level any
+number."""
 
 _Node = Any
 """A leaf, dict[K, V], or a tuple of 32 nodes."""
@@ -51,14 +51,14 @@ class PersistentMap(Mapping[K, V], Generic[K, V]):
         return self._of(_put(self._root, _place(key), 0, key, value), num)
 
     def without(self, key: K) -> "PersistentMap[K, V]":
-        """Return the mapping without one key; this one where the key is not in it."""
+        """Return the mapping without one key; this one if the key is not in it."""
         if key not in self:
             return self
         return self._of(_removed(self._root, _place(key), key), self._num - 1)
 
     def changed_since(self, before: "PersistentMap[K, V]") -> set[K]:
-        """Return the keys whose values are not the same objects as in another mapping: at the cost
-        of what is not shared with it."""
+        """Return the keys whose values are not the same objects as in another mapping, at the cost
+        of the pieces that both do not share."""
         found: set[K] = set()
         _differing(before._root, self._root, found)
         return found
@@ -169,7 +169,7 @@ def _differing(before: _Node, now: _Node, found: set[Any]) -> None:
 T = TypeVar("T", bound=tuple[Any, ...])
 
 _PIECE: Final = 256
-"""Items of a piece; twice as many are cut into two."""
+"""Items of a piece; a piece of twice as many is cut in two."""
 
 
 class PersistentOrder(Generic[T]):
@@ -200,7 +200,7 @@ class PersistentOrder(Generic[T]):
         return self._of((*self._pieces[:at], *filter(None, (shorter,)), *self._pieces[at + 1 :]))
 
     def behind(self, item: T) -> Iterator[T]:
-        """Yield the items that come after one, which need not be there, in order."""
+        """Yield the items after this one, which need not be there, in order."""
         at = self._piece_of(item)
         for number, piece in enumerate(self._pieces[at:]):
             yield from piece[bisect_right(piece, item) :] if number == 0 else piece

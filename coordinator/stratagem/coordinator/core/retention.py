@@ -1,18 +1,29 @@
-"""Apply the retention limits, attribute process ends to work, and decide which blobs a caller may
-name.
+"""Apply the retention limits, resume runs from kept commits, attribute process ends to work, and
+decide which blobs a caller may name.
 
 Lost workers and ended runs are forgotten when they are too old or too many, and no run needs them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain, islice, zip_longest
+from typing import Final, TypeVar
 
 from stratagem.common.base.ids import Digest, RunId, WorkerId, is_within
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import Ending, ExpireRuns, ForgetWorkers, JournalEntry
 from stratagem.coordinator.core.courses import was_asked_to_end
 from stratagem.coordinator.core.effects import slots
-from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, RunExpired, WorkersForgotten
+from stratagem.coordinator.core.facts import (
+    ClusterSummed,
+    Fact,
+    KnownWorker,
+    Member,
+    ProcessDied,
+    RunExpired,
+    RunResumed,
+    WorkersForgotten,
+)
 from stratagem.coordinator.core.pending import blobs_of
 from stratagem.coordinator.core.run_view import CommitView, RunView
 from stratagem.coordinator.core.state import (
@@ -22,6 +33,7 @@ from stratagem.coordinator.core.state import (
     RunRecord,
     WorkerRecord,
     initial_of,
+    retained,
 )
 from stratagem.coordinator.core.strategy_calls import deaths_of, parties_of
 
@@ -59,7 +71,7 @@ def _limit(worker: WorkerRecord, command: ForgetWorkers) -> float:
 
 
 def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
-    """Return the workers that these runs have work for, or have as members."""
+    """Return the workers that are members of these runs, or have work due."""
     due = chain.from_iterable(
         run.strategy.pending(run.run_id, run.job, run.value, None) for run in runs
     )
@@ -72,18 +84,16 @@ def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
 
 
 def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
-    """Return True when the worker has data of its own that one of these runs trains on, and waits
-    for."""
+    """Return True if the worker has local data that one of these runs waits for."""
     names = worker.capability.local_data
     return any(run.job.data.worker_local in names for run in runs)
 
 
 def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEntry, ...]:
-    """Return the facts that delete the runs beyond the limits. A run that is not archived stays,
-    and so does one that another run has begun from. One that is pinned stays, too, and does not
-    count."""
+    """Return the facts that delete the runs beyond the limits. A run stays if it is not archived,
+    or if another run has begun from it. A pinned run stays, too, and does not count."""
     named = frozenset(map(initial_of, state.runs.values()))
-    # What a run began from is the state of another run.
+    # The initial state of a run belongs to another run.
     free = (
         run
         for run in _beyond(state, command)
@@ -100,8 +110,8 @@ def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEn
 
 
 def _beyond(state: CoordinatorState, command: ExpireRuns) -> Iterator[EndedRun]:
-    """Yield the archived runs that are too old, or too many, the oldest first. Only these are
-    looked at, as there may be very many others."""
+    """Yield the archived runs that are too old, or too many, the oldest first, without a look at
+    the others, which may be very many."""
     num_pinned = sum(run_id in state.ended for run_id in state.pinned)
     num_beyond = len(state.ended) - num_pinned - command.num_kept
     loose = (run_id for _, run_id in state.ended.by_end if run_id not in state.pinned)
@@ -112,10 +122,81 @@ def _beyond(state: CoordinatorState, command: ExpireRuns) -> Iterator[EndedRun]:
         yield run
 
 
+# ---- Summary of the cluster ----
+#
+# The summary consists of facts that replace those that led to the cluster's state.
+#
+# A takeover folds the facts of the cluster from the first one on. Workers that restart for years
+# write millions of facts, of which the state keeps one record per worker. The summary has several
+# parts, so that each row of the journal, and each step of writing it, stays small.
+
+T = TypeVar("T")
+
+WORKERS_EACH: Final = 256
+"""Workers in a part."""
+PINS_EACH: Final = 4096
+OWNERS_EACH: Final = 16
+"""Owners in a part, each with a few hundred uploads."""
+
+
+def summary_of(state: CoordinatorState) -> list[ClusterSummed]:
+    """Return the parts of the summary: at least one, and no more than there were facts."""
+    workers = _batches(map(_known, state.workers.values()), WORKERS_EACH)
+    pinned = _batches(sorted(state.pinned), PINS_EACH)
+    uploads = map(dict, _batches(state.uploads.items(), OWNERS_EACH))
+    parts = zip_longest([dict(state.holds)], workers, pinned, uploads)
+    return [
+        ClusterSummed(holds=held or {}, workers=known or (), pinned=pins or (), uploads=owned or {})
+        for held, known, pins, owned in parts
+    ]
+
+
+def _known(record: WorkerRecord) -> KnownWorker:
+    return KnownWorker(**{each.name: getattr(record, each.name) for each in fields(record)})
+
+
+def _batches(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
+    """Yield the items in batches."""
+    left = iter(items)
+    while batch := tuple(islice(left, size)):
+        yield batch
+
+
+# ---- Rollback ----
+#
+# A run that ended continues from an earlier kept commit. It is the same run: everything after the
+# commit is undone and happens again. The facts stay in the journal.
+
+
+def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
+    """Return the fact that resumes a run from a kept commit, or why that is impossible."""
+    kept = {commit.segment: commit for commit in retained(run) if not commit.is_partial}
+    if segment not in kept:
+        known = ", ".join(map(str, sorted(kept))) or "none"
+        return f"segment {segment} is no kept commit of run {run.run_id!r}; kept are {known}"
+    commit = kept[segment]
+    last = run.commits[-1].segment
+    nesting = run.strategy.nesting
+    if nesting is None:
+        return (
+            f"under this strategy run {run.run_id!r} goes on from its last commit ({last}) alone, "
+            f"and not from segment {segment}: its others hold only a part of what it needs"
+        )
+    return RunResumed(
+        by=by,
+        from_segment=segment,
+        step=commit.step,
+        digest=commit.digest,
+        by_policy=nesting.progress(run.value).keeps_more,
+        streams=commit.streams,
+        average=commit.average,
+    )
+
+
 # ---- Attribution of process ends ----
 #
-# The end of a process is attributed to the work that it died at, according to the report of the
-# worker's next process.
+# The end of a process is attributed to the work during which it died, according to the report of
+# the worker's next process.
 
 
 def deaths_at_work(
@@ -123,8 +204,8 @@ def deaths_at_work(
 ) -> tuple[JournalEntry, ...]:
     """Return the deaths to journal for a member whose process has ended without draining.
 
-    Empty when the process was stopped from outside. Where it is known which plan it executed, only
-    the deaths of that work.
+    There are none if the process was stopped from outside. If its plan is known, only the deaths of
+    that work count.
     """
     if ending is None or ending.incarnation != member.incarnation:
         ending = Ending(member.incarnation)
@@ -140,7 +221,7 @@ def deaths_at_work(
 
 
 def _told(fact: Fact, ending: Ending) -> Fact:
-    """Return the fact with what the worker's next process has reported added."""
+    """Return the fact with the report of the worker's next process added."""
     if not isinstance(fact, ProcessDied):
         return fact
     at = None if ending.run_id is None else ending.party
@@ -149,7 +230,7 @@ def _told(fact: Fact, ending: Ending) -> Fact:
 
 
 def _concerns(fact: Fact, ending: Ending) -> bool:
-    """Return True for a death of the party whose plan the process executed, or of one around it."""
+    """Return True for a death in the party whose plan the process executed, or in one above it."""
     if not isinstance(fact, ProcessDied) or ending.run_id is None:
         return True
     return is_within(ending.party, fact.party)
@@ -157,8 +238,8 @@ def _concerns(fact: Fact, ending: Ending) -> bool:
 
 # ---- Ownership of blobs ----
 #
-# These rules decide which blobs a caller may name in a job, and whose a blob is, as far as the
-# state alone decides.
+# These rules decide which blobs a caller may name in a job, and who owns a blob, as far as the
+# state alone decides it.
 #
 # Knowing the digest of a blob does not amount to having its bytes: a blob belongs to the owners
 # that have uploaded all of them, and to the owners of runs that name it. The states that a run
@@ -166,7 +247,7 @@ def _concerns(fact: Fact, ending: Ending) -> bool:
 
 
 def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
-    """Return True when the blob belongs to this owner: uploaded, or in use by a run of theirs."""
+    """Return True if the blob belongs to this owner, by an upload or by a run that needs it."""
     if digest in state.uploads.get(owner, ()):
         return True
     if state.ended.has_brought(owner, digest):
@@ -175,21 +256,20 @@ def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
 
 
 def is_shared(state: CoordinatorState, digest: Digest) -> bool:
-    """Return True for a state that a run has committed, or its predictions."""
+    """Return True for a committed state of a run, or its predictions."""
     return state.ended.has_committed(digest) or any(
         digest in states_of(run) for run in state.runs.values()
     )
 
 
 def states_of(run: RunRecord) -> frozenset[Digest]:
-    """Return the blobs of a run that any caller that may read runs may download."""
+    """Return the blobs of a run that every reader of runs may download."""
     committed = {digest for each in run.commits for digest in (each.digest, each.average)}
     return frozenset({*committed, run.predictions or Digest("")} - {Digest("")})
 
 
 def resting_with(state: CoordinatorState, digest: Digest) -> list[RunId]:
-    """Return the archived runs that need the blob, as a state of theirs or as an input, the oldest
-    first."""
+    """Return the archived runs that need the blob as a state or an input, the oldest first."""
     found = sorted(
         state.ended.needing(digest).values(), key=lambda run: (run.submitted_wall_s, run.run_id)
     )

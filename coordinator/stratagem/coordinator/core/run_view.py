@@ -1,4 +1,4 @@
-"""Derive the view of a run that is shown to people, its remaining time, and its archived form.
+"""Derive the view of a run for people, its remaining time, and its archived form.
 
 The view is a value. It is derived from the state while the run is active, and stored when the run
 is archived.
@@ -51,11 +51,11 @@ class CommitView(Value):
     is_final: bool
     metrics: Metrics
     member: int | None = None
-    """For a population: the member whose state it is."""
+    """The member of a population that the state belongs to."""
     schedule: tuple[Setting, ...] = ()
-    """For a population: the settings that the state was trained with; see Origin."""
+    """The settings with which a member of a population was trained; see Origin."""
     average: Digest = Digest("")
-    """The state of averaged parameters beside it, in a federation that keeps one."""
+    """The state of averaged parameters that belongs to it, in a federation that keeps one."""
 
 
 class RunView(Value):
@@ -80,7 +80,7 @@ class RunView(Value):
     error: ErrorRecord | None
     job_json: str
     num_facts: int
-    """Those that readers get."""
+    """The number of facts that readers get."""
     engine: str
     is_reproducible: bool
     data_plane: str
@@ -118,7 +118,7 @@ def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
 
 
 def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
-    """Return the phase of a run: how it ended, else what its strategy says."""
+    """Return the phase of a run: its end, or the phase that its strategy reports."""
     if isinstance(run, EndedRun):
         return run.ended
     return run.ended or shown_status_of(run, world).phase
@@ -158,8 +158,7 @@ def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
 
 
 def _data_plane(world: World, status: Status) -> str:
-    """Return the transport security of the workers that a run has now: tls only if all report
-    it."""
+    """Return the transport security of the run's present workers: tls only if all report it."""
     workers = [world.workers.get(member.worker_id) for member in status.members]
     said = {"" if worker is None else worker.capability.data_plane for worker in workers}
     return said.pop() if len(said) == 1 else "trusted" if said else ""
@@ -167,22 +166,22 @@ def _data_plane(world: World, status: Status) -> str:
 
 # ---- Pace and remaining time ----
 #
-# The pace is measured over a window of the run's own progress, without a separate clock.
+# The pace is measured over a window of the run's progress, without a separate clock.
 
 WINDOW_S: Final = 60.0
-"""Seconds of training that the pace is taken over."""
+"""Seconds of training over which the pace is measured."""
 MIN_SPAN_S: Final = 10.0
-"""Seconds of training, counted from the first step on, before there is a pace at all: what is
-loaded and compiled in that step is no measure of the others."""
+"""Seconds of training, counted from the first step on, before there is a pace at all: loading and
+compiling make that step slower than the others."""
 MIN_MARKS: Final = 3
-"""Marks that are kept however old they are: of rounds, each may take longer than the window."""
+"""Marks that are kept however old they are, because a round may take longer than the window."""
 MIN_MARK_GAP_S: Final = 0.25
-"""Seconds of training between two marks: with less, the newer one takes the place of the older."""
+"""Seconds of training between two marks; a mark that comes sooner replaces the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaceMark:
-    """What a run had done when it had trained for so long."""
+    """The progress of a run after so much training."""
 
     trained_s: float
     done: float
@@ -194,14 +193,14 @@ class Pace:
     count."""
 
     trained_s: float = 0.0
-    """Seconds of training until it was looked at last."""
+    """Seconds of training until the last look."""
     seen_s: float | None = None
-    """The clock then; None while it does not train."""
+    """The clock at the last look; None while the run does not train."""
     marks: tuple[PaceMark, ...] = ()
 
-    def seen(self, now_s: float, done: float, *, trains: bool) -> "Pace":
-        """Return the pace after a look at the run: what it has done by now, in steps or other
-        units and parts of them. One that goes back begins anew."""
+    def updated(self, now_s: float, done: float, *, trains: bool) -> "Pace":
+        """Return the pace after a look at the run. done: its progress, in steps or other units and
+        fractions of them; if it goes back, the pace begins anew."""
         if not trains:
             return replace(self, seen_s=None)
         trained_s = self._trained_s(now_s)
@@ -217,8 +216,8 @@ class Pace:
         return Pace(trained_s, now_s, marks)
 
     def eta_s(self, now_s: float, total: float) -> float | None:
-        """Return the seconds that are left at this pace until `total` is done; None while it does
-        not train, and before there is a pace."""
+        """Return the seconds left at this pace until `total` is done; None while the run does not
+        train, and before there is a pace."""
         if self.seen_s is None or not self.marks:
             return None
         first, *others = self.marks
@@ -237,27 +236,27 @@ class Pace:
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> float:
-    """Return how often the rows have been gone through; 0 where that is not known."""
+    """Return the number of passes over the rows; 0 if that is not known."""
     return step / steps_per_epoch if steps_per_epoch else 0.0
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
-    """Return the steps in which every row is seen once; 0 where the rows are not counted."""
+    """Return the number of steps of one pass over the rows; 0 if the rows are not counted."""
     return ceil(num_rows / batch_size)
 
 
 # ---- Archived runs ----
 #
-# No worker holds an archived run. The state keeps only the part of it that decisions need of
-# every run. If a command needs more, the run is recalled by folding its own facts again.
+# No worker holds an archived run. The state keeps only the part of it that decisions need. If a
+# command needs more, the run is recalled by folding its facts again.
 
 
 def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun, RunView] | None:
     """Return the summary and the view of a run that can be archived; last_wall_s is the wall time
     of its last event.
 
-    Return None for a run that has not ended or is still held by workers, and for one whose facts
-    another version of its strategy, or the strategy's return, may yet read otherwise.
+    Return None for a run that has not ended or is still held by workers, and for a run whose facts
+    may fold to another state once its strategy is installed again or replaced.
     """
     if run.ended is None or not run.is_released or run.has_raised or run.strategy is MISSING:
         return None
@@ -284,7 +283,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
 
 
 def _states_in(view: RunView) -> set[Digest]:
-    """Return the states that a view shows, and the predictions."""
+    """Return the states and the predictions in a view."""
     named = {digest for each in view.commits for digest in (each.digest, each.average)}
     return {*named, view.predictions or Digest("")} - {Digest("")}
 
@@ -299,8 +298,8 @@ def put_to_rest(state: CoordinatorState, runs: Iterable[EndedRun]) -> Coordinato
 
 
 def num_to_recall(state: CoordinatorState, command: Command) -> tuple[RunId, int] | None:
-    """Return the archived run that decide needs to be recalled for a command, and how many of its
-    facts, from the first one on; None when it needs none."""
+    """Return the archived run that `decide` needs for a command, and the number of its facts to
+    read from the first one on; None if it needs none."""
     if not isinstance(command, SubmitRun | ResumeRun):
         return None
     run = state.ended.get(command.run_id)

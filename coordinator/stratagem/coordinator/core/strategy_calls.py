@@ -1,9 +1,8 @@
 """Guard the calls to the strategy of a run, and hide secret draws from readers.
 
-A strategy that raises fails its own run, with the reason. The coordinator and all other runs
-continue, and a replay meets the same error. Calls that only read a run return an answer in that
-case, too. Only apply.py calls a strategy elsewhere, under the same rule: `init`, `transition` and
-`pending`.
+A strategy that raises fails its run, with the reason. The coordinator and all other runs continue,
+and a replay meets the same error. Calls that only read a run return an answer even then. Only
+apply.py calls a strategy elsewhere, under the same rule: `init`, `transition` and `pending`.
 """
 
 import math
@@ -34,8 +33,7 @@ class Raised(str):
 
 
 def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations of a job. Raises InvalidInputError when its strategy is not
-    installed."""
+    """Return the violations of a job. Raises InvalidInputError if its strategy is not installed."""
     strategy = strategies.require(job)
     violations = [*check_submitted(job)]
     try:
@@ -47,7 +45,7 @@ def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
-    """Return the next fact that a run's strategy decides, or its failure when it has waited too
+    """Return the next fact that a run's strategy decides, or the run's failure if it has waited too
     long."""
     try:
         fact = run.strategy.decide(run.job, run.value, world.under(run.numerics), now_s)
@@ -57,10 +55,10 @@ def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
 
 
 def deadline_of(run: RunRecord, world: World) -> float | None:
-    """Return the leader-clock time at which an active run has to be asked again."""
+    """Return the leader-clock time at which an active run must be asked again."""
     try:
         deadline_s = run.strategy.next_deadline(run.value)
-    except Exception:  # what it decides next fails the run
+    except Exception:  # its next decision fails the run
         return None
     limit_s = run.job.placement_timeout_s
     if limit_s is None or not why_waiting(run, world):
@@ -69,8 +67,7 @@ def deadline_of(run: RunRecord, world: World) -> float | None:
 
 
 def status_of(run: RunRecord, world: World) -> Status:
-    """Return the run's status, for people; the exception as its reason where the strategy
-    raises."""
+    """Return the run's status, for people; if the strategy raises, the exception is its reason."""
     try:
         return run.strategy.status(run.job, run.value, world.under(run.numerics))
     except Exception as error:
@@ -78,20 +75,20 @@ def status_of(run: RunRecord, world: World) -> Status:
 
 
 def shown_status_of(run: RunRecord, world: World) -> Status:
-    """Return the run's status as readers get it."""
+    """Return the run's status for readers."""
     status = status_of(run, world)
     return shown_status(status) if draws_in_secret(run.job) else status
 
 
 def why_waiting(run: RunRecord, world: World) -> str:
-    """Return, as a sentence, what a run without any worker waits for; "" for one that has some."""
+    """Return a sentence that says what a run without workers waits for; "" for other runs."""
     status = status_of(run, world)
     is_waiting = status.phase in (RunPhase.PLACING, RunPhase.RECOVERING) and not status.members
     return status.reason if is_waiting else ""
 
 
 def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
-    """Return the parties of a run whose members exchange tensors among themselves."""
+    """Return the parties of a run whose members exchange tensors."""
     if run.ended is not None:
         return {}
     try:
@@ -101,7 +98,7 @@ def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
 
 
 def value_of(run: RunRecord, party: Party) -> Any:
-    """Return the run value of the strategy that runs a party; None where there is none."""
+    """Return the run value of the strategy that runs a party; None if there is none."""
     strategy, value = run.strategy, run.value
     try:
         while True:
@@ -118,7 +115,7 @@ def value_of(run: RunRecord, party: Party) -> Any:
 
 
 def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:
-    """Return why a reported fact is stale; "" when it is welcome."""
+    """Return why a reported fact is stale; "" if it is not."""
     try:
         return run.strategy.reject_reason(run.job, run.value, fact)
     except Exception as error:
@@ -126,7 +123,7 @@ def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:
 
 
 def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
-    """Return the deaths to count for a member whose process has ended unasked."""
+    """Return the deaths to count for a member whose process nobody asked to end."""
     try:
         return run.strategy.deaths_to_charge(run.value, member)
     except Exception as error:
@@ -134,7 +131,7 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
-    """Return a new membership for a party whose exchange has failed though all its members live."""
+    """Return a new membership for a party whose exchange has failed though all members live."""
     try:
         return run.strategy.reform(run.job, run.value, party, reason)
     except Exception as error:
@@ -142,8 +139,8 @@ def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
 
 
 def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
-    """Return the failure of a run that has waited for workers longer than its limit. Nothing
-    happens to a run that waits, so it has waited since its newest fact."""
+    """Return the failure of a run that has waited for workers longer than its limit, since its
+    newest fact: a run that waits gets none."""
     limit_s = run.job.placement_timeout_s
     if limit_s is None or now_s < run.changed_s + limit_s:
         return None
@@ -183,12 +180,12 @@ SHOWN: Final = frozenset(
         "Evaluated",
     }
 )
-"""Kinds of facts that follow from nobody's draw, once `shown` has taken the clients from them."""
+"""Kinds of facts that reveal no draw, once `without_draws` has removed the clients from them."""
 WHY: Final = "its clients were drawn in secret"
 
 
 def draws_in_secret(job: JobSpec) -> bool:
-    """Return whether the clients of each round are drawn in secret."""
+    """Return True if the clients of each round are drawn in secret."""
     spec, strategy = job.privacy, job.strategy
     if spec is None or spec.unit != "client" or spec.noise != "secret":
         return False
@@ -196,17 +193,18 @@ def draws_in_secret(job: JobSpec) -> bool:
 
 
 def hides_draws(run: RunRecord | EndedRun) -> bool:
-    """Return whether readers of a run do not get all of its facts."""
+    """Return True if readers of a run do not get all of its facts."""
     return run.draws_in_secret if isinstance(run, EndedRun) else draws_in_secret(run.job)
 
 
 def is_hidden(job: JobSpec, fact: Fact) -> bool:
-    """Return whether readers of the run do not get a fact."""
+    """Return True if readers of the run do not get a fact."""
     return type(fact).__name__ not in SHOWN and draws_in_secret(job)
 
 
-def shown(run: RunRecord | EndedRun | None, fact: Fact) -> Fact:
-    """Return a fact of a run, or of none, as readers get it who get it at all."""
+def without_draws(run: RunRecord | EndedRun | None, fact: Fact) -> Fact:
+    """Return a fact without the draws that readers of its run may not see; run: None for a fact of
+    no run."""
     if run is None or not hides_draws(run):
         return fact
     match fact:
@@ -219,7 +217,8 @@ def shown(run: RunRecord | EndedRun | None, fact: Fact) -> Fact:
 
 
 def shown_status(status: Status) -> Status:
-    """Return the status of such a run as readers get it: not who trains, nor who is missing."""
+    """Return the status of a run with secret draws without the clients that train or are
+    missing."""
     trains = status.strategy_phase == "TRAINING"
     counts = replace(status.counts, part_done=0.0, loss=0.0, num_clients_rejected=0)
     return replace(

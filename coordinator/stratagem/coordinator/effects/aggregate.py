@@ -3,6 +3,7 @@
 JudgeUpdates runs before it where the job has a robust rule or weighs clients by their loss.
 """
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -15,7 +16,7 @@ from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy.noise import SecretLostError
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import FedProx, GeometricMedian, NormBound, RobustRule
+from stratagem.common.strategy import Federated, FedProx, GeometricMedian, NormBound, RobustRule
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
@@ -26,10 +27,11 @@ from stratagem.coordinator.core.facts import (
     UpdatesJudged,
 )
 from stratagem.coordinator.core.strategy_calls import value_of
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns, Transfers
 from stratagem.coordinator.effects.party_updates import accepted_entry
 from stratagem.coordinator.effects.private import FROZEN_KEY, PrivateRound
 from stratagem.coordinator.effects.secure import OpenedMasks, SecureMean, SumError, opened_masks
+from stratagem.coordinator.store.blobs import BlobStore
 from stratagem.coordinator.strategies.federated.closing import max_staleness, weight
 from stratagem.coordinator.strategies.federated.decisions import next_trainers
 from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
@@ -54,6 +56,7 @@ from stratagem.coordinator.updates.server_optimizer import (
     global_average,
     server_optimizer,
 )
+from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.upload import SpoolEntry
 from stratagem.coordinator.updates.weighing import (
     ControlledMean,
@@ -69,28 +72,25 @@ from stratagem.coordinator.updates.weighing import (
 # ---- AggregateRound ----
 
 Header = tuple[Manifest, int]
-"""What a state's file is made of, and where its data start."""
+"""The layout of a state's file, and where its data start."""
 _KEPT_METADATA: Final = (AVERAGED_KEY, FROZEN_KEY)
 
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
-    """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
+    """Fold in a thread, and report SegmentCommitted with the new state."""
     masks = await opened_masks(env, effect) if effect.secure is not None else None
     if isinstance(masks, RoundRestarted | RunFailed):
-        await env.report(effect.run_id, masks)
+        await env.runs.report(effect.run_id, masks)
         return
     try:
-        folded, header, clip_norm = await _folded(env, effect, masks)
-    except SumError as error:
-        await env.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
-        return
-    except SecretLostError as error:
-        await env.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
+        folded, header, clip_norm = await _folded(env.runs, env.transfers, effect, masks)
+    except (SumError, SecretLostError) as error:
+        await env.runs.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
         return
     digest = folded.state
     failpoint("coordinator.round.folded")
-    env.keep_header(digest, header)
-    _bring_ahead(env, effect, digest)
+    env.transfers.keep_header(digest, header)
+    _bring_ahead(env.runs, env.transfers, effect, digest)
     fact = SegmentCommitted(
         party=effect.party,
         segment=effect.round_num,
@@ -100,52 +100,58 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
         metrics=dict(effect.metrics),
         server_state=folded.slots,
         average=folded.average,
-        max_staleness=max_staleness(env.job_of(effect.run_id, effect.party)),
+        max_staleness=max_staleness(env.runs.job_of(effect.run_id, effect.party)),
         clip_norm=clip_norm,
     )
-    await env.report(effect.run_id, fact)
+    await env.runs.report(effect.run_id, fact)
 
 
 async def _folded(
-    env: EffectContext, effect: AggregateRound, masks: OpenedMasks | None
+    runs: LiveRuns, transfers: Transfers, effect: AggregateRound, masks: OpenedMasks | None
 ) -> tuple[Folded, Header, float | None]:
-    """Return what the fold has written, and the clipping norm of the next round of a private
+    """Return the folded state, its header, and the clipping norm of the next round of a private
     run."""
-    entries = await env.in_thread(lambda: accepted_entries(env, effect))
-    base = await env.header(effect.base.digest)
+    entries = await asyncio.to_thread(accepted_entries, runs, transfers.spool, effect)
+    base = await transfers.header(effect.base.digest)
     cancelled = threading.Event()
     try:
-        return await env.in_thread(lambda: _fold(env, effect, base, entries, masks, cancelled))
+        return await asyncio.to_thread(
+            _fold, runs, transfers.blobs, effect, base, entries, masks, cancelled
+        )
     except (IntegrityError, FileNotFoundError):
-        env.spool.distrust(entries)  # where there is an object store, they are fetched again
+        transfers.spool.distrust(entries)  # those in an object store are fetched again
         raise
     finally:
         cancelled.set()
 
 
-def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> None:
+def _bring_ahead(
+    runs: LiveRuns, transfers: Transfers, effect: AggregateRound, digest: Digest
+) -> None:
     """Send the new state to the workers of the next round while its fact is being journaled.
 
     It is content under its own name, so a worker that gets it for nothing has lost no more than the
-    time of its link; who is not guessed asks for it.
+    time of its link; a worker that is not guessed asks for it.
     """
-    run = env.state.runs.get(effect.run_id)
+    run = runs.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
         return
-    job = env.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     if effect.round_num >= spec_of(job).rounds:
         return
     names, value = {member.worker_id for member in run.touched}, value_of(run, effect.party)
     if isinstance(value, FederatedRun):
         names &= next_trainers(job, value)
     for member in run.touched:
-        worker = env.state.workers.get(member.worker_id)
+        worker = runs.state.workers.get(member.worker_id)
         is_there = worker is not None and worker.member == member and worker.is_usable
         if is_there and member.worker_id in names:
-            env.start_push(member, effect.run_id, digest)
+            transfers.start_push(member, effect.run_id, digest)
 
 
-def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) -> list[SpoolEntry]:
+def accepted_entries(
+    runs: LiveRuns, spool: Spool, effect: AggregateRound | JudgeUpdates
+) -> list[SpoolEntry]:
     """Return the spooled updates that the journal accepted, in client order."""
     entries = []
     for accepted in effect.accepted:
@@ -153,13 +159,14 @@ def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) 
         attempt = 0
         if isinstance(effect, AggregateRound) and effect.secure is not None:
             attempt = effect.secure.attempt
-        key = env.spool_key(effect.run_id, effect.party, round_num, accepted.client, attempt)
-        entries.append(accepted_entry(env, key, accepted.digest))
+        key = runs.spool_key(effect.run_id, effect.party, round_num, accepted.client, attempt)
+        entries.append(accepted_entry(spool, key, accepted.digest))
     return entries
 
 
 def _fold(
-    env: EffectContext,
+    runs: LiveRuns,
+    blobs: BlobStore,
     effect: AggregateRound,
     base: Header,
     entries: list[SpoolEntry],
@@ -167,21 +174,21 @@ def _fold(
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
     """Write the next state; for a thread."""
-    job = env.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     manifest = _next_manifest(base[0], effect)
     header = header_bytes(manifest)
     before, round_num = effect.base.average, effect.round_num
-    average = global_average(job.weight_average, env.blobs, before, manifest, round_num)
+    average = global_average(job.weight_average, blobs, before, manifest, round_num)
     bases = [update.base or effect.base.digest for update in effect.accepted]
-    decoding = decoding_of(env, effect, manifest, bases)
-    private = None if effect.privacy is None else PrivateRound.of(env, effect, effect.privacy)
+    decoding = decoding_of(runs, blobs, effect, manifest, bases)
+    private = None if effect.privacy is None else PrivateRound.of(runs, effect, effect.privacy)
     with ExitStack() as files:
-        file = files.enter_context(env.blobs.open(effect.base.digest))
+        file = files.enter_context(blobs.open(effect.base.digest))
         state = StateReader(file, base[1])
-        updates = combined_updates(env, effect, entries, private or masks, manifest, state)
-        server = _server_step(env, effect)
+        updates = combined_updates(runs, effect, entries, private or masks, manifest, state)
+        server = _server_step(blobs, spec_of(job), effect)
         # The last thing before the fold, which leaves nothing of it behind when it fails.
-        writer = env.blobs.writer(len(header) + manifest.total_bytes)
+        writer = blobs.writer(len(header) + manifest.total_bytes)
         folded = fold_weighted_mean(
             updates.entries,
             updates.weights,
@@ -190,12 +197,12 @@ def _fold(
             should_stop=cancelled.is_set,
             server=server,
             average=average,
-            rebasing=_rebasing(env, effect),
+            rebasing=_rebasing(blobs, effect),
             decoding=decoding,
             combination=updates.rule,
             rule=fold_rule(job, spec_of(job)),
             base=state,
-            numerics=env.numerics_of(effect.run_id),
+            numerics=runs.numerics_of(effect.run_id),
         )
     clip_norm = None if private is None else private.next_norm(job, entries)
     return folded, (manifest, len(header)), clip_norm
@@ -208,30 +215,30 @@ def _next_manifest(base: Manifest, effect: AggregateRound) -> Manifest:
     return replace(base, metadata={**metadata, **kept}, is_in_leaves=False)
 
 
-def _server_step(env: EffectContext, effect: AggregateRound) -> ServerStep | None:
-    spec = spec_of(env.job_of(effect.run_id, effect.party))
+def _server_step(blobs: BlobStore, spec: Federated, effect: AggregateRound) -> ServerStep | None:
     optimizer = server_optimizer(spec)
     if optimizer is None:
         return None
     base, slots, of_round = effect.base.digest, effect.server_state, str(effect.round_num)
     rule = server_rule(spec)
-    return ServerStep(optimizer, env.blobs, base, slots, {"round": of_round}, rule)
+    return ServerStep(optimizer, blobs, base, slots, {"round": of_round}, rule)
 
 
-def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:
+def _rebasing(blobs: BlobStore, effect: AggregateRound) -> Rebasing | None:
     bases = {index: update.base for index, update in enumerate(effect.accepted) if update.base}
-    return Rebasing(env.blobs, effect.base.digest, bases) if bases else None
+    return Rebasing(blobs, effect.base.digest, bases) if bases else None
 
 
 def decoding_of(
-    env: EffectContext,
+    runs: LiveRuns,
+    blobs: BlobStore,
     effect: AggregateRound | JudgeUpdates | TrainClient,
     expected: Manifest,
     bases: list[Digest],
 ) -> UpdateDecoding:
-    """Return what reads updates of the effect's job that began from these states."""
-    job, numerics = env.job_of(effect.run_id, effect.party), env.numerics_of(effect.run_id)
-    return UpdateDecoding(job, numerics, env.blobs, expected, bases)
+    """Return the reader of updates of the effect's job that began from these states."""
+    job, numerics = runs.job_of(effect.run_id, effect.party), runs.numerics_of(effect.run_id)
+    return UpdateDecoding(job, numerics, blobs, expected, bases)
 
 
 # ---- Rule and weights ----
@@ -242,30 +249,30 @@ def decoding_of(
 
 @dataclass(frozen=True, slots=True)
 class CombinedUpdates:
-    """What a fold is made of."""
+    """The inputs of a fold."""
 
     entries: Sequence[SpoolEntry]
     """The updates that the fold reads; none where the rule reads them itself."""
     weights: Sequence[float]
-    """Of each of them."""
+    """The weight of each of these updates."""
     rule: Combination | None
-    """What takes the place of the weighted mean."""
+    """The replacement of the weighted mean, if any."""
 
 
 def combined_updates(
-    env: EffectContext,
+    runs: LiveRuns,
     effect: AggregateRound,
     entries: Sequence[SpoolEntry],
     protection: PrivateRound | OpenedMasks | None,
     manifest: Manifest,
     state: StateReader,
 ) -> CombinedUpdates:
-    """Return the rule of the effect's job over the accepted updates, which stand in client order.
+    """Return the rule of the effect's job over the accepted updates, which are in client order.
 
     protection: the noise of a private round, or the opened masks of a secure one; manifest, state:
     of the state that the round began from.
     """
-    job = env.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     options, weights = spec_of(job).options, [weight(job, each) for each in effect.accepted]
     rule: Combination | None = None
     if isinstance(protection, PrivateRound):
@@ -279,7 +286,7 @@ def combined_updates(
         counted = [effect.weights[at] for at in places] if effect.weights else weights
         rule = combination(options.robust, counted, state)
     elif options.q is not None or options.normalize is not None:
-        shares = _shares(job, effect, weights, env.numerics_of(effect.run_id))
+        shares = _shares(job, effect, weights, runs.numerics_of(effect.run_id))
         rule = ScaledChanges(shares, manifest, state)
     elif options.control is not None:
         num_clients, is_anew = spec_of(job).num_clients, effect.is_control_anew
@@ -293,8 +300,8 @@ def combined_updates(
 
 
 def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: int) -> Shares:
-    """Return what the changes count: by losses, buffers by the same in shares of one; or by rows
-    and steps, buffers by rows."""
+    """Return the shares of the changes. With `normalize` they follow from rows and steps, and those
+    of buffers from rows; otherwise all follow from the losses, and those of buffers sum to one."""
     largest = rows.index(max(rows))
     if spec_of(job).options.normalize is not None:
         lengths = [_length(job, number) for number in effect.num_steps]
@@ -305,7 +312,7 @@ def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: i
 
 
 def _length(job: JobSpec, num_steps: int) -> float:
-    """Return how far so many steps of a client go under a gradient of one."""
+    """Return how far a client moves in so many steps under a gradient of one."""
     assert job.optimizer is not None, "the job was checked"
     aggregation = spec_of(job).aggregation
     pull = job.optimizer.lr * aggregation.mu if isinstance(aggregation, FedProx) else 0.0
@@ -314,7 +321,7 @@ def _length(job: JobSpec, num_steps: int) -> float:
 
 # ---- JudgeUpdates ----
 #
-# JudgeUpdates decides what each accepted update of a round counts, under a robust rule or by
+# JudgeUpdates decides how much each accepted update of a round counts, under a robust rule or by
 # loss.
 #
 # The verdict is a fact before anything is folded. A fold that is repeated, even by another
@@ -323,15 +330,17 @@ def _length(job: JobSpec, num_steps: int) -> float:
 _MAX_NAMED = 8
 
 
-async def judge_updates(env: EffectContext, effect: JudgeUpdates) -> None:
+async def judge_updates(runs: LiveRuns, transfers: Transfers, effect: JudgeUpdates) -> None:
     """Compare the updates in a thread, and report UpdatesJudged."""
-    job = env.job_of(effect.run_id, effect.party)
-    entries = await env.in_thread(lambda: accepted_entries(env, effect))
+    job = runs.job_of(effect.run_id, effect.party)
+    entries = await asyncio.to_thread(accepted_entries, runs, transfers.spool, effect)
     cancelled = threading.Event()
     try:
-        verdict = await env.in_thread(lambda: _judge(env, effect, job, entries, cancelled))
+        verdict = await asyncio.to_thread(
+            _judge, runs, transfers.blobs, effect, job, entries, cancelled
+        )
     except (IntegrityError, FileNotFoundError):
-        env.spool.distrust(entries)  # where there is an object store, they are fetched again
+        transfers.spool.distrust(entries)  # those in an object store are fetched again
         raise
     finally:
         cancelled.set()
@@ -345,11 +354,12 @@ async def judge_updates(env: EffectContext, effect: JudgeUpdates) -> None:
         scores=verdict.scores,
         reason=f"round {effect.round_num}: {said}",
     )
-    await env.report(effect.run_id, fact)
+    await runs.report(effect.run_id, fact)
 
 
 def _judge(
-    env: EffectContext,
+    runs: LiveRuns,
+    blobs: BlobStore,
     effect: JudgeUpdates,
     job: JobSpec,
     entries: Sequence[SpoolEntry],
@@ -362,22 +372,17 @@ def _judge(
             raise FoldStoppedError("the comparison of updates was stopped")
 
     with ExitStack() as files:
-        manifest, state = open_state(files, env.blobs, effect.base.digest)
+        manifest, state = open_state(files, blobs, effect.base.digest)
         bases = [effect.base.digest] * len(entries)
-        decoding = files.enter_context(closing(decoding_of(env, effect, manifest, bases)))
+        decoding = files.enter_context(closing(decoding_of(runs, blobs, effect, manifest, bases)))
         sources = [decoding.source(place, entry) for place, entry in enumerate(entries)]
         options = spec_of(job).options
         if options.q is not None:
-            fairness = Fairness(options.q, _rate(job), effect.losses)
+            assert job.optimizer is not None, "the job was checked"
+            fairness = Fairness(options.q, job.optimizer.lr, effect.losses)
             return fairness.verdict(sources, manifest, state, should_stop)
         assert options.robust is not None, "no rule asks for a verdict"
         return judge(options.robust, sources, manifest, state, should_stop)
-
-
-def _rate(job: JobSpec) -> float:
-    """Return the learning rate of the clients, which all their parameters have in all rounds."""
-    assert job.optimizer is not None, "the job was checked"
-    return job.optimizer.lr
 
 
 def _said(
@@ -402,7 +407,7 @@ def _said(
 
 
 def _said_of_losses(losses: Sequence[float], clients: Sequence[int], step: float) -> str:
-    """Return who had the least and the greatest loss, and how much of their changes counts."""
+    """Name the clients with the least and the greatest loss, and say how much the changes count."""
     in_order = sorted(zip(losses, clients, strict=True))
     (least, best), (greatest, worst) = in_order[0], in_order[-1]
     return (

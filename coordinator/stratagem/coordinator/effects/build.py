@@ -13,7 +13,7 @@ from stratagem.coordinator.core.facts import BuildFailed, ErrorRecord, ModelBuil
 from stratagem.coordinator.core.retention import resting_with
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.effects.commit import stored_snapshot
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns
 from stratagem.coordinator.effects.execute import attend, fail_party, record_of
 from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.strategies.federated.decisions import may_move, only_one_to_build
@@ -25,25 +25,25 @@ from stratagem.v1 import worker_pb2
 
 async def build(env: EffectContext, effect: Build) -> None:
     """Build, pull the state into the store, and report ModelBuilt."""
-    job = env.job_of(effect.run_id, effect.party)
-    # A party of its own, so that building and training never share a key.
+    job = env.runs.job_of(effect.run_id, effect.party)
+    # It has a party to itself, so that building and training never share a key.
     party = child_party(effect.party, "build")
     at = WorkerSession(effect.member, effect.run_id, party, effect.membership)
-    plan = worker_pb2.BuildPlan(variants=_variants(env, effect))
-    request = env.request(effect.party, at, 0, build=plan)
+    plan = worker_pb2.BuildPlan(variants=_variants(env.runs, effect))
+    request = env.workers.request(effect.party, at, 0, build=plan)
     asked = {variant.name for variant in plan.variants}
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "error" if may_move(job, record_of(result.error)):
             error = record_of(result.error)
-            if _is_awaited(env, effect, job, error):
+            if _is_awaited(env.runs, effect, job, error):
                 raise UnavailableError(reason_of(error))
             fact = BuildFailed(
                 party=effect.party, member=effect.member, reason=reason_of(error), error=error
             )
-            await env.report(effect.run_id, fact)
+            await env.runs.report(effect.run_id, fact)
         case "error":
-            await fail_party(env, effect.run_id, effect.party, result.error)
+            await fail_party(env.runs, effect.run_id, effect.party, result.error)
         case "build":
             digest, size_bytes = await _first_state(env, job, at)
             failpoint("coordinator.build.pulled")
@@ -59,59 +59,61 @@ async def build(env: EffectContext, effect: Build) -> None:
                 warning=_warning(job, result.build.num_rows),
                 segment=segment,
                 step=step,
-                streams=await _streams(env, job, result.build.num_rows),
+                streams=await _streams(env.runs, job, result.build.num_rows),
                 rows=result.build.rows,
                 conversion=result.build.conversion,
             )
-            await env.report(effect.run_id, built)
+            await env.runs.report(effect.run_id, built)
         case _:
-            await env.end_early(effect.run_id, effect.member, result)
+            await env.workers.end_early(effect.run_id, effect.member, result)
 
 
-def _is_awaited(env: EffectContext, effect: Build, job: JobSpec, error: ErrorRecord) -> bool:
+def _is_awaited(runs: LiveRuns, effect: Build, job: JobSpec, error: ErrorRecord) -> bool:
     """Return True for a site that is closed now while no other one can build the model."""
-    value = env.state.runs[effect.run_id].value
+    value = runs.state.runs[effect.run_id].value
     if error.type != SiteClosedError.__name__ or not isinstance(value, FederatedRun):
         return False
-    return only_one_to_build(job, value, env.loop.world, effect.member)
+    return only_one_to_build(job, value, runs.loop.world, effect.member)
 
 
 async def _first_state(env: EffectContext, job: JobSpec, at: WorkerSession) -> tuple[Digest, int]:
-    """Return digest and size in bytes of the state that the run begins from: what the worker has
-    built, or as it stands the commit of another run that is resumed."""
+    """Return digest and size in bytes of the state that the run begins from: the one that the
+    worker has built, or the unchanged commit of another run that is resumed."""
     initial = job.initial
     if initial is None or not initial.resume:
         digest, manifest = await stored_snapshot(env, [at], 0)
         return digest, manifest.total_bytes
     assert initial.digest is not None  # the client has found it
-    manifest, _ = await env.header(initial.digest)
+    manifest, _ = await env.transfers.header(initial.digest)
     return initial.digest, manifest.total_bytes
 
 
 def _begins_after(job: JobSpec) -> tuple[int, int]:
-    """Return the number of the commit that the run begins with, and the steps behind it. Rounds
-    keep their numbers, from which their clients and the order of their rows follow."""
+    """Return the number of the commit that the run begins with, and the number of steps before it.
+    Rounds keep their numbers, which decide their clients and the order of their rows."""
     step = (job.initial.step or 0) if job.initial else 0
     return (step if isinstance(job.strategy, Federated) else 0), step
 
 
-async def _streams(env: EffectContext, job: JobSpec, num_rows: Mapping[str, int]) -> str:
-    """Return the marks of streams that stand with the commit of another run that is resumed."""
+async def _streams(runs: LiveRuns, job: JobSpec, num_rows: Mapping[str, int]) -> str:
+    """Return the marks of streams in the commit of another run that is resumed."""
     initial = job.initial
-    if initial is None or not initial.resume or num_rows.get("train"):  # which a stream does not
+    if (
+        initial is None or not initial.resume or num_rows.get("train")
+    ):  # a stream has no such number
         return ""
     assert initial.digest is not None  # the client has found it
-    state = env.state
-    runs = [*state.runs.values()]
+    state = runs.state
+    records = [*state.runs.values()]
     for run_id in resting_with(state, initial.digest):
-        resting = await env.loop.recorded.run(state, run_id)
-        runs += [resting] if resting is not None else []
-    return streams_of(runs, job, initial.digest)
+        resting = await runs.loop.recorded.run(state, run_id)
+        records += [resting] if resting is not None else []
+    return streams_of(records, job, initial.digest)
 
 
 def streams_of(runs: Iterable[RunRecord], job: JobSpec, digest: Digest) -> str:
-    """Return the marks that stand with a commit of one of the runs; none where that run has read
-    other rows, or is not known any more: streams are read again then."""
+    """Return the marks of streams in a commit of one of the runs; "" if that run has read other
+    rows, or is not known any more: streams are then read again from the start."""
     commits = (
         commit.streams
         for run in runs
@@ -123,7 +125,7 @@ def streams_of(runs: Iterable[RunRecord], job: JobSpec, digest: Digest) -> str:
 
 
 def _rows_of(job: JobSpec) -> tuple[object, ...]:
-    """Return what decides which row comes where in a stream."""
+    """Return the parts of a job that decide the order of rows in a stream."""
     return job.seed, job.data, job.code, num_shards_of(job.strategy)
 
 
@@ -137,12 +139,12 @@ def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
     )
 
 
-def _variants(env: EffectContext, effect: Build) -> list[worker_pb2.Variant]:
-    """Return the variants to build in addition to a population's member, which show what its layout
-    depends on."""
+def _variants(runs: LiveRuns, effect: Build) -> list[worker_pb2.Variant]:
+    """Return the variants to build besides a population's member; they show which settings its
+    layout depends on."""
     if effect.params is None:
         return []
-    tried = variants(env.state.runs[effect.run_id].job, effect.params)
+    tried = variants(runs.state.runs[effect.run_id].job, effect.params)
     return [
         worker_pb2.Variant(name=variant.name, fields_json=dump_json(dict(variant.fields)))
         for variant in tried

@@ -22,7 +22,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns
 from stratagem.coordinator.effects.snapshot import pull_outputs
 from stratagem.coordinator.observe.logs import RunLogLine
 from stratagem.coordinator.runtime.links import WorkerSession
@@ -45,7 +45,7 @@ MAX_JOURNALED_TRACE: Final = 4000
 
 
 async def reject(
-    env: EffectContext,
+    runs: LiveRuns,
     effect: TrainClient | CollectUpdate | SumRegion,
     cause: Cause,
     reason: str,
@@ -63,33 +63,34 @@ async def reject(
         opens_in_s=opens_in_s,
         attempt=effect.attempt if isinstance(effect, TrainClient) else 0,
     )
-    await report_update(env, effect, fact)
+    await report_update(runs, effect, fact)
 
 
-async def reject_for_error(env: EffectContext, effect: TrainClient, error: ErrorRecord) -> None:
-    """Reject the update of a client whose data or code has raised, or whose worker does not do what
-    the job says."""
-    log_error(env, effect.run_id, effect.client, error)
+async def reject_for_error(runs: LiveRuns, effect: TrainClient, error: ErrorRecord) -> None:
+    """Reject the update of a client whose data or code has raised, or whose worker does not follow
+    the job."""
+    log_error(runs, effect.run_id, effect.client, error)
     kept = None
-    if env.told.is_news(effect, error):
+    if runs.errors.is_new(effect, error):
         message = error.message[:MAX_JOURNALED_CHARS]
         traceback = error.traceback[-MAX_JOURNALED_TRACE:]
         kept = error.model_copy(update={"message": message, "traceback": traceback})
     cause, reason = cause_of(error), reason_of(error)
-    await reject(env, effect, cause, reason, kept, error.opens_in_s)
+    await reject(runs, effect, cause, reason, kept, error.opens_in_s)
 
 
-def log_error(env: EffectContext, run_id: RunId, client: int, error: ErrorRecord) -> None:
-    """Write an error into the run's log, as a line of the worker; not that of a client which was
-    drawn in secret: the journal has it."""
-    if env.draws_in_secret(run_id):
+def log_error(runs: LiveRuns, run_id: RunId, client: int, error: ErrorRecord) -> None:
+    """Write an error into the run's log, as a line of the worker, unless the client was drawn in
+    secret: the journal has the error then."""
+    if runs.draws_in_secret(run_id):
         return
     text = f"client {client}, {error.activity}: {error.traceback or error.message}".rstrip()
-    env.logs.add(run_id, RunLogLine(time.time(), error.worker_id, "ERROR", text))
+    runs.logs.add(run_id, RunLogLine(time.time(), error.worker_id, "ERROR", text))
 
 
 def defect(loss: float, num_steps: int, metrics: Mapping[str, float]) -> tuple[Cause, str] | None:
-    """Why an update that a client has made cannot count: it has learned nothing, or nothing good.
+    """Return why an update cannot count: its client has skipped all steps, or its loss is not
+    finite.
 
     metrics: by name, as in UpdateReceived.
     """
@@ -103,8 +104,8 @@ def defect(loss: float, num_steps: int, metrics: Mapping[str, float]) -> tuple[C
 
 
 def defect_before(q: float | None, loss: float | None) -> tuple[Cause, str] | None:
-    """Why an update cannot count by the loss that its client has measured before it trained, where
-    updates count by it."""
+    """Return why an update cannot be weighed by the loss that its client has measured before it
+    trained; None without a q, which asks for that."""
     if q is None:
         return None
     if loss is None:
@@ -119,34 +120,36 @@ def defect_before(q: float | None, loss: float | None) -> tuple[Cause, str] | No
 
 # ---- Privacy of rows ----
 #
-# A client whose rows are protected is told the parameters of its noise, and reports its costs.
+# A client whose rows are protected gets the parameters of its noise, and reports its costs.
 
 
-def row_privacy(env: EffectContext, effect: TrainClient) -> worker_pb2.RowPrivacy:
-    """Return what the noise of a client's round depends on; for a thread.
+def row_privacy(runs: LiveRuns, effect: TrainClient) -> worker_pb2.RowPrivacy:
+    """Return the parameters of the noise of a client's round; for a thread.
 
-    A site has a secret of its own, which protects its rows from the coordinator, too. Rows that any
-    worker may read are drawn from the coordinator's secret: another worker would else do a round
-    again with other noise. Raises SecretLostError, and InvalidInputError where there can be none.
+    A site has its secret to itself, which protects its rows from the coordinator, too. The noise on
+    rows that any worker may read comes from the coordinator's secret: another worker that repeats
+    the round must draw the same. Raises SecretLostError, and InvalidInputError where there can be
+    none.
     """
-    job, asked = env.job_of(effect.run_id, effect.party), effect.rows
+    job, asked = runs.job_of(effect.run_id, effect.party), effect.rows
     assert job.privacy is not None
     assert asked is not None
-    name = str(env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client).folder)
+    name = str(runs.spool_key(effect.run_id, effect.party, effect.round_num, effect.client).folder)
     told = worker_pb2.RowPrivacy(num_rounds=asked.num_rounds, name=name)
     if job.privacy.noise == "seeded":
         return told
     if job.data.worker_local is not None:
         told.fingerprint = asked.fingerprint
         return told
-    secret = env.secret.get(asked.fingerprint)
+    secret = runs.secret.get(asked.fingerprint)
     told.fingerprint = fingerprint_of(secret)
     told.secret = derived_key(secret, ["client", name, str(effect.client)])
     return told
 
 
 def spent_of(result: worker_pb2.ClientRoundResult) -> RowsSpent | None:
-    """Return what a client says that its rows have spent; a number that is none is no budget."""
+    """Return the privacy budget that a client says its rows have spent; an invalid number counts as
+    an infinite one."""
     if not result.HasField("spent"):
         return None
     told = result.spent
@@ -166,26 +169,26 @@ def spent_of(result: worker_pb2.ClientRoundResult) -> RowsSpent | None:
 #
 # These functions convert the states that clients keep to and from the messages of their workers.
 #
-# The states of clients with rows of their own lie at their workers, and only digests come here;
-# those of simulated clients lie in the store.
+# The states of clients with local rows stay at their workers, and only digests come here; those
+# of simulated clients are in the store.
 
 _MAX_REASON_CHARS: Final = 300
 
 
 def client_state_ref(state: KeptState | None) -> worker_pb2.ClientStateRef | None:
-    """Return a client's state as it is named in a plan; None where there is none."""
+    """Return the reference to a client's state for a plan; None if it has no state."""
     if state is None:
         return None
     return worker_pb2.ClientStateRef(round=state.round_num, digest=state.digest)
 
 
-def kept_rounds(env: EffectContext, effect: TrainClient) -> tuple[int, ...]:
-    """Return the rounds whose states the client still needs beside the one that it makes.
+def kept_rounds(runs: LiveRuns, effect: TrainClient) -> tuple[int, ...]:
+    """Return the rounds whose states the client still needs besides the one that it makes.
 
-    It is read when the plan is sent: an evaluation that is made meanwhile changes nothing that is
-    due.
+    The state is read when the plan is sent, because an evaluation made meanwhile changes no effect
+    that is due.
     """
-    run = env.state.runs.get(effect.run_id)
+    run = runs.state.runs.get(effect.run_id)
     value = None if run is None else run.value
     if not isinstance(value, FederatedRun) or value.client_states is None:
         return ()
@@ -193,9 +196,9 @@ def kept_rounds(env: EffectContext, effect: TrainClient) -> tuple[int, ...]:
 
 
 async def report_lost_state(
-    env: EffectContext, effect: TrainClient, result: worker_pb2.ClientRoundResult
+    runs: LiveRuns, effect: TrainClient, result: worker_pb2.ClientRoundResult
 ) -> None:
-    """Report that a client has begun anew because it no longer has what it had kept."""
+    """Report that a client has begun anew because its state is lost."""
     if effect.state is None or not result.state_lost:
         return
     fact = ClientStateLost(
@@ -204,14 +207,15 @@ async def report_lost_state(
         client=effect.client,
         reason=result.state_lost[:_MAX_REASON_CHARS],
     )
-    await env.report(effect.run_id, fact)
+    await runs.report(effect.run_id, fact)
 
 
 def state_defect(
-    env: EffectContext, effect: TrainClient, result: worker_pb2.ClientRoundResult
+    runs: LiveRuns, effect: TrainClient, result: worker_pb2.ClientRoundResult
 ) -> tuple[Cause, str] | None:
-    """Why an update cannot count whose client should keep something: its digest is no digest."""
-    job = env.job_of(effect.run_id, effect.party)
+    """Return why an update cannot count: the digest of its client's state is wrong, or there should
+    be no state."""
+    job = runs.job_of(effect.run_id, effect.party)
     is_there = spec_of(job).options.has_client_state and not has_simulated_states(job)
     try:
         given = check_digest(result.state_digest) if is_there else NO_DIGEST
@@ -225,11 +229,11 @@ def state_defect(
 async def kept_state(
     env: EffectContext, effect: TrainClient, at: WorkerSession, told: str
 ) -> Digest:
-    """Return the digest of what the client keeps; a simulated one's is brought into the store.
+    """Return the digest of the client's state; bring that of a simulated client into the store.
 
-    told: the digest of what lies at the worker.
+    told: the digest of the state at the worker.
     """
-    if not has_simulated_states(env.job_of(effect.run_id, effect.party)):
+    if not has_simulated_states(env.runs.job_of(effect.run_id, effect.party)):
         return Digest(told)
     digest, _ = await pull_outputs(env, at, effect.round_num)
     return digest
@@ -238,12 +242,11 @@ async def kept_state(
 # ---- Late updates ----
 #
 # The updates of clients whose round was closed without them are counted here. A defect of an
-# update is journaled as UpdateRejected. That an update came too late is not journaled, since
-# nothing follows from it.
+# update is journaled as UpdateRejected; lateness is not, since nothing follows from it.
 
 
 async def report_update(
-    env: EffectContext,
+    runs: LiveRuns,
     effect: TrainClient | CollectUpdate | SumRegion,
     fact: UpdateReceived | UpdateRejected,
     histories: Sequence[HistoryRow] = (),
@@ -252,18 +255,18 @@ async def report_update(
 
     histories: of the steps that the update was made by.
     """
-    if not await env.report(effect.run_id, fact, histories):
-        count_if_late(env, effect)
+    if not await runs.report(effect.run_id, fact, histories):
+        count_if_late(runs, effect)
 
 
-def count_if_late(env: EffectContext, effect: TrainClient | CollectUpdate | SumRegion) -> None:
-    """The effect has ended without its update; not counted where the client goes on elsewhere, and
-    where the run is over or only this process ends."""
-    run = env.state.runs.get(effect.run_id)
+def count_if_late(runs: LiveRuns, effect: TrainClient | CollectUpdate | SumRegion) -> None:
+    """Count an effect that has ended without its update, unless the client goes on elsewhere, the
+    run is over, or only this process ends."""
+    run = runs.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
         return
     update = UpdateRejected(
         party=effect.party, round_num=effect.round_num, client=effect.client, reason=""
     )
     if run.strategy.reject_reason(run.job, run.value, update):
-        env.refused[Cause.LATE] += 1
+        runs.refused[Cause.LATE] += 1

@@ -67,7 +67,7 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
             digest, size_bytes = await _divided(env, effect)
     except ContradictionError as error:
         reason = f"segment {effect.segment} cannot be committed: {error}"
-        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        await env.runs.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
         return
     failpoint("coordinator.commit.pulled")
     fact = SegmentCommitted(
@@ -80,7 +80,7 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
         streams=effect.streams,
         is_partial=effect.is_partial,
     )
-    await env.report(effect.run_id, fact)
+    await env.runs.report(effect.run_id, fact)
 
 
 async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, int]:
@@ -90,7 +90,9 @@ async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, i
     if written is not None:
         return written
     pulls = [partial(_part, env, holders, effect.segment) for holders in parts]
-    return await merged(env, pulls, partial(state_writer, env, effect.run_id))
+    return await merged(
+        env, pulls, partial(state_writer, env.runs, env.transfers.blobs, effect.run_id)
+    )
 
 
 def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
@@ -141,9 +143,9 @@ async def merged(
                 task.cancel()
             ended = await asyncio.gather(*pulls, return_exceptions=True)
             parts += [result for result in ended if isinstance(result, StatePart)]
-        begin = writer_of or partial(file_writer, env.blobs)
-        return await env.in_thread(
-            lambda: _write(env, parts, cancelled, begin, joins_rows=joins_rows)
+        begin = writer_of or partial(file_writer, env.transfers.blobs)
+        return await asyncio.to_thread(
+            lambda: _write(env.transfers.limits, parts, cancelled, begin, joins_rows=joins_rows)
         )
     finally:
         cancelled.set()
@@ -152,7 +154,7 @@ async def merged(
 
 
 async def _part(env: EffectContext, holders: Sequence[PartHolder], segment: int) -> StatePart:
-    async with env.pulls:
+    async with env.transfers.pulls:
         return await from_any(holders, lambda holder: pull_part(env, holder, segment))
 
 
@@ -161,14 +163,13 @@ def _session(effect: CommitSegment, member: Member) -> WorkerSession:
 
 
 def _write(
-    env: EffectContext,
+    limits: Limits,
     parts: list[StatePart],
     cancelled: threading.Event,
     writer_of: Callable[[Manifest], StateWriter],
     *,
     joins_rows: bool,
 ) -> tuple[Digest, int]:
-    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     manifest, sources = whole_of([part.manifest for part in parts], limits)
     writer = writer_of(joined_rows(manifest) if joins_rows else manifest)
     try:
@@ -199,28 +200,28 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
         digest, size_bytes = await merged(
             env,
             [partial(_common, env, effect), *pulls],
-            partial(state_writer, env, effect.run_id),
+            partial(state_writer, env.runs, env.transfers.blobs, effect.run_id),
         )
     except StratagemError as error:
         if not _is_lost(env, effect, error):
             raise
         lost = SoleCopiesLost(party=effect.party, segment=effect.segment, reason=str(error))
-        await env.report(effect.run_id, lost)
+        await env.runs.report(effect.run_id, lost)
         return
     failpoint("coordinator.upload.merged")
     uploaded = CommitUploaded(
         party=effect.party, segment=effect.segment, digest=digest, size_bytes=size_bytes
     )
-    await env.report(effect.run_id, uploaded)
+    await env.runs.report(effect.run_id, uploaded)
 
 
 def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) -> bool:
     """Return True when a worker that has not sent its file never will: it does not have it, is
     lost, or has left. If the run has ended, which cannot be resumed meanwhile, no other start of
     the worker is asked, and only a call that a present worker did not answer is repeated."""
-    holders = [(holder, env.state.workers.get(holder.worker_id)) for holder in effect.holders]
+    holders = [(holder, env.runs.state.workers.get(holder.worker_id)) for holder in effect.holders]
     are_gone = any(record is None or not record.is_alive for _, record in holders)
-    run = env.state.runs.get(effect.run_id)
+    run = env.runs.state.runs.get(effect.run_id)
     if run is None or run.ended is None:
         return isinstance(error, LOST) or (isinstance(error, UnavailableError) and are_gone)
     is_other = any(record is not None and record.member != holder for holder, record in holders)
@@ -231,10 +232,10 @@ async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:
     """Return the committed part, which all members have."""
 
     def copy() -> StatePart:
-        limits = Limits(max_total_bytes=env.settings.max_state_bytes)
-        scratch = env.blobs.scratch()
+        limits = env.transfers.limits
+        scratch = env.transfers.blobs.scratch()
         try:
-            with env.blobs.open(effect.base.digest) as blob:
+            with env.transfers.blobs.open(effect.base.digest) as blob:
                 manifest, start = header_of(blob, effect.base.digest, limits)
                 blob.seek(start)
                 while data := blob.read(PIECE_BYTES):
@@ -244,17 +245,17 @@ async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:
             raise
         return StatePart(manifest, scratch)
 
-    return await env.in_thread(copy)
+    return await asyncio.to_thread(copy)
 
 
 async def _sole_copy(
     env: EffectContext, effect: UploadCommit, holder: Member, digest: Digest
 ) -> StatePart:
     at = WorkerSession(holder, effect.run_id, effect.party, effect.membership)
-    async with env.pulls:
+    async with env.transfers.pulls:
         part = await pull_kept(env, at, effect.segment)
     try:
-        actual = await env.in_thread(lambda: _digest_of(part))
+        actual = await asyncio.to_thread(lambda: _digest_of(part))
         if actual != digest:
             text = f"the file of worker {holder.worker_id} has the digest {actual}, not {digest}"
             raise IntegrityError(text)

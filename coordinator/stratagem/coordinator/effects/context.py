@@ -1,16 +1,15 @@
-"""This module provides the context in which effects act: the loop for facts, the links to workers,
-the stores and the event feed.
+"""The context in which effects act: the runs that they report about, the calls to workers, and the
+transfers between workers and stores.
 
-Its helpers group facts into one transaction, remember the journaled errors, and let a worker read
-a state from an object store by signed requests.
+Its helpers remember the journaled errors, and let a worker read a state from an object store by
+signed requests.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import grpc.aio
@@ -36,7 +35,7 @@ from stratagem.common.rpc.tensor_transfer import push_frames
 from stratagem.common.strategy.strategies import MAX_CLIENTS
 from stratagem.common.tensors.files import header_of
 from stratagem.common.tensors.leaves import read_list
-from stratagem.common.tensors.manifest import Manifest, to_proto
+from stratagem.common.tensors.manifest import Limits, Manifest, to_proto
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect, TrainClient
 from stratagem.coordinator.core.facts import ROOT, ErrorRecord, Fact, Member
@@ -49,87 +48,17 @@ from stratagem.coordinator.observe.history import LiveHistory
 from stratagem.coordinator.observe.logs import RunLogs
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.troubles import StalledPlans
-from stratagem.coordinator.runtime.links import Links, SharedFrames, WorkerSession
+from stratagem.coordinator.runtime.links import Links, SharedFrames, WorkerLink, WorkerSession
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.runtime.supervisor import Chores, stop_if_cancelled
+from stratagem.coordinator.runtime.supervisor import Chores, Together, stop_if_cancelled
 from stratagem.coordinator.store.blobs import BlobStore
 from stratagem.coordinator.store.leaves import LeafBlobs
 from stratagem.coordinator.store.step_history import HistoryRow
 from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
 from stratagem.v1 import types_pb2, worker_pb2
 
-# ---- Shared transactions ----
-#
-# Facts about results that become durable at about the same time share a transaction.
-#
-# Updates that arrive at once are on the disk within milliseconds of each other. Reported one by
-# one, each would need a transaction of its own, with all that follows from it. A member that is
-# done therefore waits for those that were under way at that moment: no longer than its own work
-# took, and at most LONGEST_WAIT_S. This runs on the event loop and is independent of updates and
-# facts.
-
-LONGEST_WAIT_S: Final = 0.05
-"""Near the deadline of a round it decides whether an update counts, so it is short."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """Those who report together; nobody joins any more once the first of them is done."""
-
-    num_missing: int = 0
-    all_done: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Together:
-    """The groups that can be joined, by what their members have in common."""
-
-    def __init__(self) -> None:
-        self._open: dict[Hashable, _Group] = {}
-
-    @contextmanager
-    def member(self, key: Hashable) -> Iterator["Membership"]:
-        """Join for as long as the block lasts, or until `all_done` is waited for."""
-        membership = Membership(self._open, key)
-        try:
-            yield membership
-        finally:
-            membership.leave()
-
-
-class Membership:
-    """One who makes something durable, and then reports it."""
-
-    def __init__(self, open_groups: dict[Hashable, _Group], key: Hashable) -> None:
-        self._open, self._key = open_groups, key
-        self._loop = asyncio.get_running_loop()
-        self._since_s = self._loop.time()
-        self._group = open_groups.setdefault(key, _Group())
-        self._group.num_missing += 1
-        self._is_missing = True
-
-    async def all_done(self) -> None:
-        """Be done, and wait for the others of the group: they all go on in one turn of the event
-        loop. See the module for how long."""
-        self.leave()
-        patience_s = min(self._loop.time() - self._since_s, LONGEST_WAIT_S)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await self._group.all_done.wait()
-
-    def leave(self) -> None:
-        """Let nobody wait for this one any more."""
-        if not self._is_missing:
-            return
-        self._is_missing = False
-        if self._open.get(self._key) is self._group:
-            del self._open[self._key]
-        self._group.num_missing -= 1
-        if self._group.num_missing == 0:
-            self._group.all_done.set()
-
-
-# ---- Reported errors ----
+# ---- Journaled errors ----
 #
 # Each exception of a federated round is journaled once. The tracebacks of thousands of clients
 # that fail alike would fill the journal.
@@ -139,7 +68,7 @@ MAX_ERRORS: Final = 8
 
 
 @dataclass(slots=True)
-class Told:
+class JournaledErrors:
     """The journaled exceptions of the newest round of each party; lost with this process, which
     then journals them again."""
 
@@ -147,7 +76,7 @@ class Told:
         default_factory=dict
     )
 
-    def is_news(self, effect: TrainClient, error: ErrorRecord) -> bool:
+    def is_new(self, effect: TrainClient, error: ErrorRecord) -> bool:
         """Return True if the error is to be journaled; it counts as journaled then."""
         number, known = self._rounds.get((effect.run_id, effect.party), (0, set()))
         if number != effect.round_num:
@@ -165,59 +94,26 @@ class Told:
             del self._rounds[key]
 
 
-# ---- Context ----
+# ---- Runs ----
 
 log = structlog.get_logger()
-T = TypeVar("T")
-
-MAX_PULLS = 2
-"""Model-sized streams received at once: more would not be faster, and each takes buffers."""
-
-MAX_HEADERS = 64
-
-MAX_BROUGHT = 16
-"""States that a worker keeps of a run at most; which of them it has still it says when it asks."""
-
-PushKey = tuple[Member, RunId, Digest]
 
 
 @dataclass(frozen=True, slots=True)
-class PulledSnapshot:
-    """A snapshot of a session that has become a blob, under the name that the worker gave it."""
+class LiveRuns:
+    """The runs in the newest durable state, and everything that effects report about them."""
 
-    member: Member
-    name: str
-    digest: Digest
-
-
-@dataclass(slots=True)
-class EffectContext:
     loop: Loop
-    links: Links
-    blobs: BlobStore
-    spool: Spool
     feed: Feed
     history: LiveHistory
     logs: RunLogs
     profiles: Profiles
-    settings: Settings
-    chores: Chores
-    yield_slots: Callable[[Effect], None]
     secret: PrivacySecret
-    pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
-    brought: dict[tuple[Member, RunId], deque[Digest]] = field(default_factory=dict)
-    """The newest states that were brought to each member of each run, and may be there still."""
-    frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
-    job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
-    headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
+    """The source of the draws and the noise of private runs."""
+    chores: Chores
     refused: Counter[Cause] = field(default_factory=Counter)
     """Updates of federated clients that do not count, since the start."""
-    pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
-    snapshots: dict[tuple[RunId, Party], PulledSnapshot] = field(default_factory=dict)
-    """The newest one of each run and party."""
-    told: Told = field(default_factory=Told)
-    together: Together = field(default_factory=Together)
-    """Updates of a round that are being made durable."""
+    errors: JournaledErrors = field(default_factory=JournaledErrors)
     stalled: StalledPlans = field(default_factory=StalledPlans)
 
     @property
@@ -236,65 +132,34 @@ class EffectContext:
         run = self.state.runs[run_id]
         return run.strategy.party_job(run.job, run.value, party)
 
-    def job_json(self, run_id: RunId, party: Party) -> str:
-        """Return the party's job as text; a federated run asks for it once per client."""
-        job = self.job_of(run_id, party)
-        known = self.job_texts.get((run_id, party))
-        if known is None or known[0] is not job:
-            known = self.job_texts[run_id, party] = (job, job.canonical_json())
-        return known[1]
-
-    def request(
-        self, party: Party, at: WorkerSession, segment: int, **plan: Message
-    ) -> worker_pb2.ExecuteRequest:
-        """Return the request to execute a plan, such as build=BuildPlan(), for a party's job."""
-        return worker_pb2.ExecuteRequest(
-            fence=self.links.to(at.member, self.state).fence(at.membership),
-            session=at.ref,
-            segment=segment,
-            job_json=self.job_json(at.run_id, party),
-            numerics=self.numerics_of(at.run_id),
-            known_rows=self.rows_of(at.run_id, party),
-            submitted_by=self.state.runs[at.run_id].submitted_by.replace(" ", "/", 1),
-            **plan,  # type: ignore[arg-type]
-        )
+    def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
+        """Return the metrics that the party's job asks for."""
+        evaluation = self.job_of(run_id, party).evaluation
+        return list(evaluation.metrics) if evaluation else []
 
     def numerics_of(self, run_id: RunId) -> int:
         """Return the version of the numerics rules that decide the bits of a run; see
         common/numerics/rules.py."""
         return self.state.runs[run_id].numerics
 
-    def rows_of(self, run_id: RunId, party: Party) -> str:
-        """Return some rows of a party's data, as they were when its model was built, or that of the
-        party above it."""
-        known = self.state.runs[run_id].rows
-        while party not in known and party != ROOT:
-            party = Party(party.rpartition("/")[0])
-        return known.get(party, "")
-
     def spool_key(
         self, run_id: RunId, party: Party, round_num: int, client: int, attempt: int = 0
     ) -> SpoolKey:
-        """Return the key under which the update of a client is stored in the spool. attempt: of a
-        secure round; another one has other masks, so what is there of the one before is none."""
+        """Return the key of a client's update in the spool. attempt: of a secure round; each one
+        has other masks, so an update of an earlier attempt must not be found under this key."""
         client += attempt * MAX_CLIENTS
         run = self.state.runs.get(run_id)
         of_run = SpoolRun(run_id) if run is None else SpoolRun.of(run)
         return SpoolKey(of_run, party, round_num, client)
 
-    def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
-        """Return the metrics that the party's job asks for."""
-        evaluation = self.job_of(run_id, party).evaluation
-        return list(evaluation.metrics) if evaluation else []
-
     def draws_in_secret(self, run_id: RunId) -> bool:
-        """Return whether nobody may read who trains in the rounds of a run."""
+        """Return True if nobody may read who trains in the rounds of a run."""
         run = self.state.runs.get(run_id)
         return run is not None and draws_in_secret(run.job)
 
     def say(self, event: str, run_id: RunId, **ids: Any) -> None:
-        """Write into the coordinator's log what happens with one worker of a run; where its clients
-        are drawn in secret, at the level debug."""
+        """Write an event of one worker of a run into the coordinator's log; at the level debug if
+        the run's clients are drawn in secret."""
         say = log.debug if self.draws_in_secret(run_id) else log.info
         say(event, run_id=run_id, **ids)
 
@@ -312,10 +177,55 @@ class EffectContext:
             return False
         return True
 
+
+# ---- Calls to workers ----
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCalls:
+    """The links to workers, and the requests that go over them."""
+
+    runs: LiveRuns
+    links: Links
+    yield_slots: Callable[[Effect], None]
+    """Frees the slots of its worker that an effect occupies, before the effect has ended."""
+    job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
+
+    def link(self, member: Member) -> WorkerLink:
+        """Return the link to a worker, at its newest address."""
+        return self.links.to(member, self.runs.state)
+
+    def job_json(self, run_id: RunId, party: Party) -> str:
+        """Return the party's job as text; a federated run asks for it once per client."""
+        job = self.runs.job_of(run_id, party)
+        known = self.job_texts.get((run_id, party))
+        if known is None or known[0] is not job:
+            known = self.job_texts[run_id, party] = (job, job.canonical_json())
+        return known[1]
+
+    def submitter(self, run_id: RunId) -> str:
+        """Return who has submitted a run, as requests name them."""
+        return self.runs.state.runs[run_id].submitted_by.replace(" ", "/", 1)
+
+    def request(
+        self, party: Party, at: WorkerSession, segment: int, **plan: Message
+    ) -> worker_pb2.ExecuteRequest:
+        """Return the request to execute a plan, such as build=BuildPlan(), for a party's job."""
+        return worker_pb2.ExecuteRequest(
+            fence=self.link(at.member).fence(at.membership),
+            session=at.ref,
+            segment=segment,
+            job_json=self.job_json(at.run_id, party),
+            numerics=self.runs.numerics_of(at.run_id),
+            known_rows=self._rows_of(at.run_id, party),
+            submitted_by=self.submitter(at.run_id),
+            **plan,  # type: ignore[arg-type]
+        )
+
     async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
-        """Lose a member at whose address no process answers; had_begun: whether the
-        last plan that it was sent had begun."""
-        await self.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
+        """Lose a member at whose address no process answers; had_begun: the last plan that it was
+        sent had begun."""
+        await self.runs.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
 
     async def end_early(
         self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
@@ -323,13 +233,69 @@ class EffectContext:
         """Handle a plan that ended without result or error: its worker drains, or the plan was
         aborted."""
         reason = result.interrupted.reason
-        self.say("plan interrupted", run_id, worker_id=member.worker_id, reason=reason)
+        self.runs.say("plan interrupted", run_id, worker_id=member.worker_id, reason=reason)
         if reason == "drained":
-            await self.loop.submit(DrainWorker(member))
+            await self.runs.loop.submit(DrainWorker(member))
 
-    async def in_thread(self, call: Callable[[], T]) -> T:
-        """Run a blocking call on disk or numbers off the event loop."""
-        return await asyncio.to_thread(call)
+    def forget(self, run_id: RunId) -> None:
+        """Forget the jobs of a run that has ended."""
+        for run_party in [text for text in self.job_texts if text[0] == run_id]:
+            del self.job_texts[run_party]
+
+    def _rows_of(self, run_id: RunId, party: Party) -> str:
+        """Return some rows of a party's data, as they were when its model was built, or those of
+        the nearest party above it that has any."""
+        rows = self.runs.state.runs[run_id].rows
+        while party not in rows and party != ROOT:
+            party = Party(party.rpartition("/")[0])
+        return rows.get(party, "")
+
+
+# ---- Transfers ----
+
+MAX_PULLS = 2
+"""Model-sized streams received at once: more would not be faster, and each takes buffers."""
+
+MAX_HEADERS = 64
+
+MAX_BROUGHT = 16
+"""The most states that a worker keeps of a run; it says which of them it still has when it asks."""
+
+PushKey = tuple[Member, RunId, Digest]
+
+
+@dataclass(frozen=True, slots=True)
+class PulledSnapshot:
+    """A snapshot of a session that has become a blob, under the name that the worker gave it."""
+
+    member: Member
+    name: str
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """The stores, and the transfers of states and updates between them and workers."""
+
+    workers: WorkerCalls
+    blobs: BlobStore
+    spool: Spool
+    settings: Settings
+    pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
+    brought: dict[tuple[Member, RunId], deque[Digest]] = field(default_factory=dict)
+    """The newest states that were brought to each member of each run, and may be there still."""
+    frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
+    headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
+    pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
+    snapshots: dict[tuple[RunId, Party], PulledSnapshot] = field(default_factory=dict)
+    """The newest one of each run and party."""
+    together: Together = field(default_factory=Together)
+    """Updates of a round that are being made durable."""
+
+    @property
+    def limits(self) -> Limits:
+        """Return the limits of states and updates that come from workers."""
+        return Limits(max_total_bytes=self.settings.max_state_bytes)
 
     async def header(self, digest: Digest) -> tuple[Manifest, int]:
         """Return the manifest of a blob, which is checked against its digest, and where its data
@@ -352,27 +318,24 @@ class EffectContext:
 
     def forget(self, run_id: RunId) -> None:
         """Stop the transfers of a run that has ended to its workers, which forget the run now."""
-        self.told.forget(run_id)
         for key in [key for key in self.pushes if key[1] == run_id]:
             self.pushes[key].cancel()
-        for run_party in [text for text in self.job_texts if text[0] == run_id]:
-            del self.job_texts[run_party]
         for member_run in [pair for pair in self.brought if pair[1] == run_id]:
             del self.brought[member_run]
         for run_party in [pair for pair in self.snapshots if pair[0] == run_id]:
             del self.snapshots[run_party]
 
     def forget_member(self, member: Member) -> None:
-        """Forget what was brought to a start of a worker that is gone."""
+        """Forget the states that were brought to a process of a worker that is gone."""
         for member_run in [pair for pair in self.brought if pair[0] == member]:
             del self.brought[member_run]
 
     async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
-        """Bring a blob to a worker; asks for the same one share one transfer. Raises
-        UnavailableError where that is stopped: a group of tasks would take a cancellation for the
-        asker's own, and the worker would wait for ever."""
+        """Bring a blob to a worker; callers that ask for the same one share one transfer. Raises
+        UnavailableError if it is stopped: a group of tasks would take a cancellation for the
+        caller's, and the worker would wait for ever."""
         try:
-            # One asker that goes away must not take the blob from the others.
+            # One caller that goes away must not take the blob from the others.
             await asyncio.shield(self.start_push(member, run_id, digest))
         except asyncio.CancelledError:
             stop_if_cancelled()
@@ -395,7 +358,9 @@ class EffectContext:
         error = None if task.cancelled() else task.exception()
         if error is not None:  # no task may be left to see it
             worker_id = key[0].worker_id
-            self.say("blob not brought", key[1], worker_id=worker_id, reason=told(error))
+            self.workers.runs.say(
+                "blob not brought", key[1], worker_id=worker_id, reason=told(error)
+            )
 
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         if not await self._is_fetched(member, run_id, digest):
@@ -406,26 +371,27 @@ class EffectContext:
         brought.append(digest)
 
     async def _is_fetched(self, member: Member, run_id: RunId, digest: Digest) -> bool:
-        """Have a worker read a state from the object store by itself; False where it must be
-        sent."""
-        blobs, record = self.blobs, self.state.workers.get(member.worker_id)
+        """Have a worker read a state from the object store by itself; return False if the state
+        must be sent."""
+        blobs, runs = self.blobs, self.workers.runs
+        record = runs.state.workers.get(member.worker_id)
         if not isinstance(blobs, LeafBlobs) or blobs.signs is None or record is None:
             return False
         if not record.capability.takes_signed_requests:
             return False
         if not await asyncio.to_thread(blobs.is_in_leaves, digest):
             return False
-        link, stall_s = self.links.to(member, self.state), 4 * self.settings.stream_idle_timeout_s
+        link, stall_s = self.workers.link(member), 4 * self.settings.stream_idle_timeout_s
         try:
             await fetch(link.stub, link.fence(0), run_id, digest, blobs, stall_s)
         except StratagemError as error:
             worker_id, reason = member.worker_id, str(error)
-            self.say("a state is relayed", run_id, worker_id=worker_id, reason=reason)
+            runs.say("a state is relayed", run_id, worker_id=worker_id, reason=reason)
             return False
         return True
 
     async def _send(self, member: Member, run_id: RunId, digest: Digest) -> None:
-        link = self.links.to(member, self.state)
+        link = self.workers.link(member)
         manifest, _ = await self.header(digest)
         manifest = replace(manifest, digest=digest)
         header = worker_pb2.SetStateRequest(
@@ -448,6 +414,21 @@ class EffectContext:
         with self.blobs.open(digest) as file:
             manifest, start = header_of(file, digest)
             return replace(manifest, is_in_leaves=file.is_in_leaves), start
+
+
+@dataclass(frozen=True, slots=True)
+class EffectContext:
+    """The three parts that effects act with; a function takes those that it needs, or all."""
+
+    runs: LiveRuns
+    workers: WorkerCalls
+    transfers: Transfers
+
+    def forget(self, run_id: RunId) -> None:
+        """Forget a run that has ended, and stop its transfers."""
+        self.runs.errors.forget(run_id)
+        self.workers.forget(run_id)
+        self.transfers.forget(run_id)
 
 
 # ---- Signed reads ----

@@ -140,19 +140,19 @@ async def written_leaves(
         for order in orders:
             order.header.have.extend(have)
         failed = await _ask_all(env, orders, reported)
-        failed += await env.in_thread(lambda: _wrong(upload, reported))
+        failed += await asyncio.to_thread(lambda: _wrong(upload, reported))
         writers = [at for at in writers if at.member.worker_id not in failed]
     if not reported.is_complete:
         return None
     failpoint("coordinator.leaves.gathered")
     digests = [reported.digests[number] for number in range(reported.num_leaves)]
-    return await env.in_thread(lambda: upload.commit(reported.whole(), digests))
+    return await asyncio.to_thread(lambda: upload.commit(reported.whole(), digests))
 
 
 async def begun_upload(env: EffectContext, leaves: LeafBlobs, at: WorkerSession) -> DirectUpload:
     """Begin an upload, which ends at once when the caller is cancelled."""
-    states = kept_states(env, at.run_id)
-    begun = asyncio.ensure_future(env.in_thread(lambda: leaves.upload(states)))
+    states = kept_states(env.runs, at.run_id)
+    begun = asyncio.ensure_future(asyncio.to_thread(lambda: leaves.upload(states)))
     try:
         return await asyncio.shield(begun)
     except asyncio.CancelledError:
@@ -170,7 +170,7 @@ def order_of(
 ) -> LeafOrder:
     """Return an order about the snapshot of a segment that names no leaves yet."""
     header = worker_pb2.WriteLeavesHeader(
-        fence=env.links.to(at.member, env.state).fence(at.membership),
+        fence=env.workers.link(at.member).fence(at.membership),
         session=at.ref,
         snapshot=segment,
         store_id=store_id,
@@ -238,13 +238,13 @@ async def _call(
     numbers: Callable[[], Collection[int]],
 ) -> None:
     """Make a call to its end; numbers: of the leaves for which requests are signed."""
-    stall_s = NUM_IDLE_TIMEOUTS * env.settings.stream_idle_timeout_s
+    stall_s = NUM_IDLE_TIMEOUTS * env.transfers.settings.stream_idle_timeout_s
 
     def silent(stall_s: float) -> Exception:
         text = f"worker {member.worker_id} has written no leaf for {stall_s:g} s"
         return UnavailableError(text)
 
-    call: Any = env.links.to(member, env.state).stub.WriteLeaves()
+    call: Any = env.workers.link(member).stub.WriteLeaves()
     signing = LeafSigning(call, worker_pb2.WriteLeavesRequest, partial(_signed, env, header.upload))
     try:
         async with StallTimeout(stall_s, silent) as peer:
@@ -271,7 +271,7 @@ async def _call(
 
 def _signed(env: EffectContext, upload: str, leaves: Sequence[Digest]) -> Sequence[str]:
     """Return signed requests by which a member may write leaves of an upload."""
-    blobs = leaves_in(env)
+    blobs = leaves_in(env.transfers.blobs)
     if blobs is None or blobs.signs is None:
         raise InvalidInputError.at("message", "asks for signed requests, and there is a folder")
     return blobs.signs.signed_puts(leaves, upload)
@@ -310,14 +310,14 @@ async def written_by_members(
 
     Raises ContradictionError where members hold other tensors than others.
     """
-    leaves = leaves_in(env)
+    leaves = leaves_in(env.transfers.blobs)
     if leaves is None:
         return None
-    writers = [at for at in sessions if may_write_leaves(env, leaves, at.member)]
+    writers = [at for at in sessions if may_write_leaves(env.runs, leaves, at.member)]
     if not writers:
         return None
     with await begun_upload(env, leaves, sessions[0]) as upload:
-        reported = ReportedLeaves(Limits(max_total_bytes=env.settings.max_state_bytes))
+        reported = ReportedLeaves(env.transfers.limits)
         orders = partial(_shares, env, leaves.store_id, upload, segment)
         digest = await written_leaves(env, upload, writers, reported, orders)
     return None if digest is None else (digest, reported.whole())
@@ -365,10 +365,12 @@ async def written_by_owners(
     parts: the members that have each part. Raises ContradictionError where the parts make no
     whole.
     """
-    leaves = leaves_in(env)
+    leaves = leaves_in(env.transfers.blobs)
     if leaves is None:
         return None
-    able = [[it for it in part if may_write_leaves(env, leaves, it.at.member)] for part in parts]
+    able = [
+        [it for it in part if may_write_leaves(env.runs, leaves, it.at.member)] for part in parts
+    ]
     if not all(able):
         return None
     sessions = {it.at.member.worker_id: it.at for part in able for it in part}
@@ -381,10 +383,10 @@ async def written_by_owners(
         if len(present) < len(able):
             return None
         failpoint("coordinator.parts.described")
-        limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+        limits = env.transfers.limits
         manifests = [part.manifest for part in present]
-        whole = await env.in_thread(lambda: whole_of(manifests, limits))
-        pieced = await env.in_thread(lambda: dict(enumerate(pieced_leaves(*whole))))
+        whole = await asyncio.to_thread(lambda: whole_of(manifests, limits))
+        pieced = await asyncio.to_thread(lambda: dict(enumerate(pieced_leaves(*whole))))
         reported = ReportedLeaves.of(whole.manifest, limits)
         orders = partial(_orders, env, _Divided(order, present, pieced))
         writers = [at for who, at in sessions.items() if described[who]]
@@ -402,7 +404,7 @@ class DescribedPart(NamedTuple):
 
 async def _described(env: EffectContext, order: LeafOrder) -> list[DescribedPart]:
     """Return the parts that a member has; none where it does not answer."""
-    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    limits = env.transfers.limits
     parts: list[DescribedPart] = []
 
     def take(message: worker_pb2.WriteLeavesResponse) -> None:
@@ -481,4 +483,4 @@ def _holder(
         return worker_pb2.PartHolder(name=here[1])
     good = [source for who, source in part.sources.items() if who in writing]
     at, name = (good or list(part.sources.values()))[0]
-    return worker_pb2.PartHolder(address=env.links.to(at.member, env.state).address, name=name)
+    return worker_pb2.PartHolder(address=env.workers.link(at.member).address, name=name)

@@ -19,13 +19,14 @@ from stratagem.coordinator.core.effects import EvaluateState, RunSegment
 from stratagem.coordinator.core.facts import ROOT, ClientEvaluated, Evaluated, Member, PartyFailed
 from stratagem.coordinator.effects.client_reports import client_state_ref, log_error
 from stratagem.coordinator.effects.commit import merged
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns
 from stratagem.coordinator.effects.execute import OnProgress, PlanListener, finish, record_of
-from stratagem.coordinator.effects.party_updates import kept_states, summed
+from stratagem.coordinator.effects.party_updates import store_states, summed
 from stratagem.coordinator.effects.snapshot import PartHolder, pull_part, pull_part_outputs
-from stratagem.coordinator.observe.feed import SegmentProgress
+from stratagem.coordinator.observe.feed import Feed, SegmentProgress
 from stratagem.coordinator.runtime.links import WorkerSession, state_ref
 from stratagem.coordinator.runtime.supervisor import task_group
+from stratagem.coordinator.store.blobs import BlobStore
 from stratagem.coordinator.strategies.federated.rejections import reason_of
 from stratagem.coordinator.strategies.schedule import LOGGED, WEIGHT, added, means
 from stratagem.coordinator.updates.merge import ContradictionError, StatePart
@@ -36,8 +37,12 @@ from stratagem.v1 import types_pb2, worker_pb2
 
 async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
     """Evaluate and report Evaluated, or ClientEvaluated, or why the run fails."""
-    job, party, segment = env.job_of(effect.run_id, effect.party), effect.party, effect.base.segment
-    shown = _Shown(env, effect, job)
+    job, party, segment = (
+        env.runs.job_of(effect.run_id, effect.party),
+        effect.party,
+        effect.base.segment,
+    )
+    shown = _Shown(env.runs.feed, effect, job)
     async with task_group() as group:
         attending = [
             group.create_task(_evaluate(env, effect, rank, shown.by(rank)))
@@ -46,15 +51,15 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
     results = [task.result() for task in attending]
     finished = [result for result in results if result is not None]
     if len(finished) < len(results):
-        return  # what ended early has been reported
+        return  # an early end has been reported
     failpoint("coordinator.evaluation.gathered")
     parts = [part for result in finished for part in result.parts]
     if effect.client is not None:
         (result,) = finished
-        said = await _said(env, effect, effect.client, result)
-        await env.report(effect.run_id, said)
+        said = await _said(env.transfers.blobs, effect, effect.client, result)
+        await env.runs.report(effect.run_id, said)
         return
-    metrics, predictions = fold_parts(parts, env.metrics_of(effect.run_id, party)), Digest("")
+    metrics, predictions = fold_parts(parts, env.runs.metrics_of(effect.run_id, party)), Digest("")
     splits, kept_in = effect.splits, child_party(party, "evaluate")
     own = await own_metrics(env, effect, kept_in, segment, splits, finished)
     if own is None:
@@ -71,19 +76,19 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
             )
         except ContradictionError as error:
             reason = f"the outputs of the batches cannot be joined: {error}"
-            await env.report(effect.run_id, PartyFailed(party=party, reason=reason))
+            await env.runs.report(effect.run_id, PartyFailed(party=party, reason=reason))
             return
     metrics |= seen.logged
     fact = Evaluated(party=party, segment=segment, metrics=metrics, predictions=predictions)
-    await env.report(effect.run_id, fact)
+    await env.runs.report(effect.run_id, fact)
 
 
 async def _predictions(env: EffectContext, effect: EvaluateState, members: list[Member]) -> Digest:
-    """Return the outputs that the members have kept of their batches, as one blob with the rows in
-    order; "" for a split without rows."""
+    """Return the blob with the outputs of the members' batches, rows in order; "" for a split
+    without rows."""
 
     async def pull(member: Member) -> StatePart:
-        async with env.pulls:
+        async with env.transfers.pulls:
             return await pull_part(env, PartHolder(_session(effect, member)), effect.base.segment)
 
     if not members:
@@ -113,9 +118,9 @@ async def _evaluate(
         wants_sums=effect.client is not None,
     )
     at = _session(effect, member)
-    request = env.request(effect.party, at, effect.base.segment, evaluate=plan)
+    request = env.workers.request(effect.party, at, effect.base.segment, evaluate=plan)
     client = effect.client
-    failed = None if client is None else partial(_fail_client, env, effect, client)
+    failed = None if client is None else partial(_fail_client, env.runs, effect, client)
     result = await finish(
         env,
         effect,
@@ -129,9 +134,9 @@ async def _evaluate(
 
 
 async def _said(
-    env: EffectContext, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
+    blobs: BlobStore, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
 ) -> ClientEvaluated:
-    """Return what a client has said of its rows; the states of its metrics are stored by then."""
+    """Store the states of a client's metrics, and return its results on its rows."""
     own = result.own_metrics
     said = ClientEvaluated(
         party=effect.party,
@@ -142,18 +147,18 @@ async def _said(
         summed=summed(own.sums),
     )
     try:
-        return said.model_copy(update={"states": await kept_states(env, own.sums)})
+        return said.model_copy(update={"states": await store_states(blobs, own.sums)})
     except InvalidInputError as error:
         nothing = {"sums": {}, "own": {}, "summed": (), "reason": str(error)}
         return said.model_copy(update=nothing)
 
 
 async def _fail_client(
-    env: EffectContext, effect: EvaluateState, client: int, raised: types_pb2.UserError
+    runs: LiveRuns, effect: EvaluateState, client: int, raised: types_pb2.UserError
 ) -> None:
     """Report that a client cannot evaluate its rows, which leaves it out of this evaluation."""
     error = record_of(raised)
-    log_error(env, effect.run_id, client, error)
+    log_error(runs, effect.run_id, client, error)
     fact = ClientEvaluated(
         party=effect.party,
         segment=effect.base.segment,
@@ -161,14 +166,14 @@ async def _fail_client(
         sums={},
         reason=reason_of(error) or error.type,
     )
-    await env.report(effect.run_id, fact)
+    await runs.report(effect.run_id, fact)
 
 
 class _Shown:
-    """The batches and rows per second of all members together, for watchers."""
+    """The batches and rows per second of all members together, for those who watch."""
 
-    def __init__(self, env: EffectContext, effect: EvaluateState, job: JobSpec) -> None:
-        self._env, self._effect = env, effect
+    def __init__(self, feed: Feed, effect: EvaluateState, job: JobSpec) -> None:
+        self._feed, self._effect = feed, effect
         # Where something is trained, the progress of a run is that of its training.
         self._is_shown = effect.party == ROOT and job.only_evaluates
         self._latest: dict[int, worker_pb2.Progress] = {}
@@ -179,7 +184,7 @@ class _Shown:
         def show(progress: worker_pb2.Progress) -> None:
             self._latest[rank] = progress
             if self._is_shown:
-                self._env.feed.set_progress(self._effect.run_id, self._sum())
+                self._feed.set_progress(self._effect.run_id, self._sum())
 
         return show
 
@@ -230,10 +235,10 @@ async def own_metrics(
     splits: Sequence[str],
     results: Sequence[Result],
 ) -> Mapping[str, float] | None:
-    """Return the metrics by "<split>.<metric>"; empty where the job has none of the user's own.
+    """Return the user's metrics by "<split>.<metric>"; empty if the job has none.
 
     kept_in: the party whose sessions have evaluated. results: in order of the effect's members.
-    None when they could not be computed: that has been reported.
+    None if they could not be computed, which has been reported.
     """
     said = [result.own_metrics for result in results if result.HasField("own_metrics")]
     measured = [each for each in said if each.are_measured]
@@ -242,7 +247,7 @@ async def own_metrics(
 
     async def pull(member: Member) -> StatePart:
         at = WorkerSession(member, effect.run_id, kept_in, effect.membership)
-        async with env.pulls:
+        async with env.transfers.pulls:
             return await pull_part_outputs(env, at, segment)
 
     pairs = zip(effect.members, results, strict=True)
@@ -251,7 +256,7 @@ async def own_metrics(
         outputs, _ = await merged(env, pulls)
     except ContradictionError as error:
         reason = f"the outputs of the batches cannot be joined: {error}"
-        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        await env.runs.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
         return None
     failpoint("coordinator.outputs.gathered")
     member = effect.members[0]
@@ -259,7 +264,7 @@ async def own_metrics(
     at = WorkerSession(member, effect.run_id, measuring, effect.membership)
     lineage = lineage_of(effect)
     plan = worker_pb2.MeasurePlan(outputs=outputs, splits=splits, lineage=lineage)
-    request = env.request(effect.party, at, segment, measure=plan)
+    request = env.workers.request(effect.party, at, segment, measure=plan)
     result = await finish(env, effect, member, request, PlanListener())
     return None if result is None else dict(result.measure.metrics)
 
@@ -271,7 +276,7 @@ async def own_metrics(
 
 
 class Seen(NamedTuple):
-    """What on_evaluation has said: numbers by name of their series, and why the training ends."""
+    """The answer of on_evaluation: numbers by name of their series, and why the training ends."""
 
     logged: Mapping[str, float]
     stop_reason: str
@@ -286,10 +291,10 @@ async def shown_evaluation(
     results: Sequence[Result],
     metrics: Mapping[str, float],
 ) -> Seen | None:
-    """Show the metrics where the first member wants to see them; return what was said of them.
+    """Pass the metrics to the first member's on_evaluation, if it has one; return the answer.
 
-    shown_in: the party whose sessions have evaluated. at: segment and step of what was evaluated.
-    metrics: by "<split>.<metric>". None when the hook has failed: that has been reported.
+    shown_in: the party whose sessions have evaluated. at: segment and step of the evaluated state.
+    metrics: by "<split>.<metric>". None if the hook has failed, which has been reported.
     """
     if not (splits and results and results[0].wants_evaluation):
         return Seen({}, "")
@@ -302,7 +307,7 @@ async def shown_evaluation(
         lineage=lineage_of(effect),
     )
     session = WorkerSession(effect.members[0], effect.run_id, shown_in, effect.membership)
-    request = env.request(effect.party, session, segment, show=plan)
+    request = env.workers.request(effect.party, session, segment, show=plan)
     result = await finish(env, effect, effect.members[0], request, PlanListener())
     if result is None:
         return None
@@ -311,5 +316,5 @@ async def shown_evaluation(
 
 
 def lineage_of(effect: RunSegment | EvaluateState) -> int:
-    """Return the lineage of what was evaluated; stored states have none."""
+    """Return the lineage of the evaluated state; stored states have none."""
     return effect.lineage if isinstance(effect, RunSegment) else 0

@@ -5,6 +5,7 @@ address any more, the worker is lost. The messages between Accepted and the resu
 blobs, progress, log lines) are passed on.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -34,11 +35,11 @@ from stratagem.coordinator.core.effect_failures import STEADY_S
 from stratagem.coordinator.core.effects import EvaluateState, RunSegment
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.core.pending import blobs_of
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns
 from stratagem.coordinator.observe.logs import RunLogLine
 from stratagem.coordinator.runtime.links import WorkerLink
 from stratagem.coordinator.runtime.supervisor import stop_if_cancelled, task_group
-from stratagem.coordinator.store.blobs import StateWriter, file_writer
+from stratagem.coordinator.store.blobs import BlobStore, StateWriter, file_writer
 from stratagem.coordinator.store.leaves import LeafBlobs
 from stratagem.v1 import types_pb2, worker_pb2
 
@@ -60,7 +61,7 @@ LONGEST_CLOSED_S: Final = 8 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class PlanListener:
-    """What is told of a plan while it is executed."""
+    """The callbacks for the messages of a plan while it is executed."""
 
     progress: OnProgress | None = None
     history: OnHistory | None = None
@@ -78,18 +79,18 @@ async def attend(
     *,
     base: Digest | None = None,
 ) -> worker_pb2.ExecuteResult:
-    """The result of the plan; raises UnavailableError once the worker is lost, or where stream
+    """Return the result of the plan. Raises UnavailableError once the worker is lost, or if stream
     after stream breaks at once, as on a worker whose disk is full.
 
-    A worker that refuses the plan for what it says would refuse it again: that is a result, too.
-    base: a state that the plan is certain to need, brought without waiting for the wish.
+    A worker that refuses the plan's content would refuse it again, so that is a result, too.
+    base: a state that the plan is certain to need, brought before the worker asks.
     """
     had_begun, run_id = False, RunId(request.session.run_id)
-    plan = _Plan(request, is_secret=_is_secret(env, request))
+    plan = _Plan(request, is_secret=_is_secret(env.runs, request))
     backoff, num_broken = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S), 0
     while True:
         began_s = time.monotonic()
-        link = env.links.to(member, env.state)
+        link = env.workers.link(member)
         attended = _Attended(env, member, plan, listener, base)
         refusal: BaseException | None = None
         try:
@@ -105,15 +106,17 @@ async def attend(
             return _refused(member, refusal)
         had_begun |= attended.is_accepted
         if not await link.answers():
-            await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
+            await env.workers.lose(member, f"connection lost: {reason}", had_begun=had_begun)
             raise UnavailableError(reason)
         if time.monotonic() - began_s > STEADY_S:
             backoff.reset()
             num_broken = 0
         num_broken += 1
-        if num_broken >= MAX_BROKEN:  # the effect is tried again without end, and watchers told
+        if num_broken >= MAX_BROKEN:  # the effect is tried again without end, and watchers see it
             raise UnavailableError(reason)
-        env.say("stream broke, attaching again", run_id, worker_id=member.worker_id, reason=reason)
+        env.runs.say(
+            "stream broke, attaching again", run_id, worker_id=member.worker_id, reason=reason
+        )
         await backoff.pause()
 
 
@@ -127,32 +130,32 @@ async def finish(
     base: Digest | None = None,
     failed: Failed | None = None,
 ) -> worker_pb2.ExecuteResult | None:
-    """Return a member's result where it is of the plan's own kind; see `attend`.
+    """Return a member's result if it is of the plan's kind; see `attend`.
 
-    None when it ended otherwise: that is reported at once, because the other members wait for this
-    one inside their exchange. failed: reports an error, which otherwise fails the party.
+    Return None if the plan ended otherwise, which is reported at once, because the other members
+    wait for this one inside their exchange. failed: reports an error, which otherwise fails the
+    party.
     """
     result = await attend(env, member, request, listener, base=base)
     match result.WhichOneof("outcome"):
         case "error" if failed is not None:
             await failed(result.error)
         case "error":
-            await fail_party(env, effect.run_id, effect.party, result.error)
+            await fail_party(env.runs, effect.run_id, effect.party, result.error)
         case outcome if outcome == request.WhichOneof("plan"):
             return result
         case _:
-            await env.end_early(effect.run_id, member, result)
+            await env.workers.end_early(effect.run_id, member, result)
     return None
 
 
 @dataclass
 class _Plan:
-    """The plan that the worker was given, over all streams; its job is parsed when a request needs
-    it."""
+    """The worker's plan, over all streams; its job is parsed when a request needs it."""
 
     request: worker_pb2.ExecuteRequest
     is_secret: bool = False
-    """Nobody may read that the worker has it: it prints and records nothing then."""
+    """True if nobody may read that the worker has the plan: no output is recorded then."""
     num_profiles: int = 0
     """Recordings taken so far."""
 
@@ -186,12 +189,16 @@ class _Attended:
     is_accepted: bool = False
     is_stalled: bool = False
     under_way: dict[Digest, bool] = field(default_factory=dict)
-    """Blobs that the worker has asked for and that are not there yet: another request waits,
-    too. True: to be sent once more after that, as the worker may have dropped what was sent."""
+    """Blobs that the worker has asked for and that are on their way; another request for one of
+    them waits, too. True: send the blob once more, as the worker may have dropped it."""
 
     @property
     def request(self) -> worker_pb2.ExecuteRequest:
         return self.plan.request
+
+    @property
+    def run_id(self) -> RunId:
+        return RunId(self.request.session.run_id)
 
     async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
         try:
@@ -224,40 +231,39 @@ class _Attended:
         raise AssertionError("a stream without a result raises")
 
     async def _bring(self, base: Digest) -> None:
-        if await reads_by_itself(self.env, self.member, base):
+        if await reads_by_itself(self.env.runs, self.env.transfers.blobs, self.member, base):
             return
-        # It may be there before the plan that it is for: then the plan asks for it.
+        # It may arrive before its plan; the plan then asks for it.
         with suppress(NotFoundError):
-            await self.env.bring(self.member, RunId(self.request.session.run_id), base)
+            await self.env.transfers.bring(self.member, self.run_id, base)
 
     def _begins_push(self, digest: Digest, was_here: bool) -> bool:
-        """Return whether a request for a blob begins a transfer, of which there is one at a time.
+        """Return True if a request for a blob begins a transfer, of which there is one at a time.
 
-        Of the same blob there may be one that has ended at the worker already, where it was dropped
-        before this request: both streams bring their messages in any order.
+        An earlier transfer of the blob may have ended at the worker already and been dropped there
+        before this request: messages of different streams come in any order.
         """
         if digest in self.under_way:
             self.under_way[digest] |= was_here
             return False
-        run_id = RunId(self.request.session.run_id)
-        self.under_way[digest] = was_here and (self.member, run_id, digest) in self.env.pushes
+        key = (self.member, self.run_id, digest)
+        self.under_way[digest] = was_here and key in self.env.transfers.pushes
         return True
 
     async def _push(self, digest: Digest) -> None:
-        run_id, is_left = RunId(self.request.session.run_id), True
+        is_left = True
         while is_left:
             try:
-                await self.env.push(self.member, run_id, digest)
-            except NotFoundError:  # of one that was under way and came before the plan
-                await self.env.push(self.member, run_id, digest)
+                await self.env.transfers.push(self.member, self.run_id, digest)
+            except NotFoundError:  # a transfer under way came before the plan
+                await self.env.transfers.push(self.member, self.run_id, digest)
             is_left, self.under_way[digest] = self.under_way[digest], False
         del self.under_way[digest]
 
     async def _keep(self, profile: worker_pb2.Profile) -> None:
         session = self.request.session
         profile.party, profile.segment = session.party, self.request.segment
-        profiles, run_id = self.env.profiles, RunId(session.run_id)
-        await self.env.in_thread(lambda: profiles.add(run_id, profile))
+        await asyncio.to_thread(self.env.runs.profiles.add, self.run_id, profile)
 
     def _note(self, message: worker_pb2.ExecuteResponse) -> None:
         match message.WhichOneof("message"):
@@ -270,24 +276,26 @@ class _Attended:
             case "stall":
                 self._see_stall(message.stall)
             case "log" if not self.plan.is_secret:
-                self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
+                line = message.log
+                row = RunLogLine(line.time_s, line.worker_id, line.level, line.text)
+                self.env.runs.logs.add(self.run_id, row)
 
     def _see_stall(self, stall: worker_pb2.Stall) -> None:
-        """Show in the run's status that its worker stays at one thing, or no more."""
-        env, run_id, worker_id = self.env, RunId(self.request.session.run_id), self.member.worker_id
-        self.is_stalled = env.stalled.note(run_id, id(self), worker_id, stall)
-        is_secret = env.draws_in_secret(run_id)
-        env.feed.set_stall(run_id, env.stalled.sentence(run_id, is_secret=is_secret))
+        """Show in the run's status that its worker is stalled, or no longer is."""
+        runs, run_id = self.env.runs, self.run_id
+        self.is_stalled = runs.stalled.note(run_id, id(self), self.member.worker_id, stall)
+        is_secret = runs.draws_in_secret(run_id)
+        runs.feed.set_stall(run_id, runs.stalled.sentence(run_id, is_secret=is_secret))
 
 
-def _is_secret(env: EffectContext, request: worker_pb2.ExecuteRequest) -> bool:
+def _is_secret(runs: LiveRuns, request: worker_pb2.ExecuteRequest) -> bool:
     of_client = request.WhichOneof("plan") == "client_round"
-    return of_client and env.draws_in_secret(RunId(request.session.run_id))
+    return of_client and runs.draws_in_secret(RunId(request.session.run_id))
 
 
 def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
-    """Return the digests that a worker may have for a plan: its base state, what its client has
-    kept, and those its job names."""
+    """Return the digests that a worker may have for a plan: its base state, its client's state, and
+    those that its job names."""
     plan = getattr(request, request.WhichOneof("plan") or "build")
     named = {
         request.measure.outputs,
@@ -319,30 +327,26 @@ def _refused(
 
 
 async def fail_party(
-    env: EffectContext, run_id: RunId, party: Party, error: types_pb2.UserError
+    runs: LiveRuns, run_id: RunId, party: Party, error: types_pb2.UserError
 ) -> None:
     """Report that a party has failed for good: the user's code raised, or the job is wrong."""
     record = record_of(error)
     said = f"{record.type}: {record.message}" if record.traceback else record.message
     reason = f"{said} (worker {record.worker_id}, {record.activity})"
-    await env.report(run_id, PartyFailed(party=party, reason=reason, error=record))
+    await runs.report(run_id, PartyFailed(party=party, reason=reason, error=record))
 
 
 def record_of(error: types_pb2.UserError) -> ErrorRecord:
     """Return the error that a worker reports, as a value."""
     record = ErrorRecord.model_validate(error, from_attributes=True)
-    is_likely = 0 < record.opens_in_s <= LONGEST_CLOSED_S  # what a worker says is not checked else
+    is_likely = 0 < record.opens_in_s <= LONGEST_CLOSED_S  # nothing else checks this number
     return record if is_likely else record.model_copy(update={"opens_in_s": 0.0})
-
-
-def _line(line: worker_pb2.LogLine) -> RunLogLine:
-    return RunLogLine(line.time_s, line.worker_id, line.level, line.text)
 
 
 # ---- Sanitizing reports ----
 #
 # The messages of workers are sanitized: texts have a bounded length and no control characters,
-# the number of names is bounded, and a message that names its worker gets the sender's own name.
+# the number of names is bounded, and a message that names its worker gets the sender's name.
 #
 # Everything that a worker answers passes here before it becomes a fact, a line of a log or an
 # answer to a client. The rules apply to kinds of fields and not to messages, so a new field is
@@ -354,7 +358,7 @@ MAX_NAMES: Final = 256
 
 _SPEAKER: Final = "worker_id"
 _TRACEBACK: Final = "stratagem.v1.UserError.traceback"
-"""Of a long one the end stays: there it says what was raised."""
+"""A long traceback keeps its end, which names the exception."""
 _LONG: Final = {
     "stratagem.v1.LogLine.text": 8192,
     "stratagem.v1.BuildResult.rows": 8192,
@@ -367,7 +371,7 @@ log = structlog.get_logger()
 
 
 def let_in(message: Message, worker_id: str = "") -> None:
-    """Make a message of a worker fit to be kept and shown, in place.
+    """Sanitize a message of a worker in place.
 
     worker_id: the sender, whose name replaces any other in the message.
     """
@@ -491,16 +495,15 @@ def _is_by_name(descriptor: FieldDescriptor) -> bool:
 # States come into the store as one file each, or in leaves.
 
 
-def leaves_in(env: EffectContext) -> LeafBlobs | None:
-    """Return the store in which states become leaves; None where they are files."""
-    blobs = env.blobs
+def leaves_in(blobs: BlobStore) -> LeafBlobs | None:
+    """Return the store if states become leaves in it; None if they are files."""
     return blobs if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else None
 
 
-def kept_states(env: EffectContext, run_id: RunId) -> list[Digest]:
-    """Return the blobs of a run that are kept now, from which a new state of it may take leaves,
-    the newest commit first."""
-    run = env.state.runs.get(run_id)
+def kept_states(runs: LiveRuns, run_id: RunId) -> list[Digest]:
+    """Return the blobs of a run that are retained now, from which a new state may take leaves, the
+    newest commit first."""
+    run = runs.state.runs.get(run_id)
     if run is None:
         return []
     kept = blobs_of(run)
@@ -508,10 +511,10 @@ def kept_states(env: EffectContext, run_id: RunId) -> list[Digest]:
     return [*commits, *sorted(kept - {*commits})]
 
 
-def may_write_leaves(env: EffectContext, leaves: LeafBlobs, member: Member) -> bool:
-    """Return whether a worker may be asked for leaves: it has said that it sees the folder of
-    states, on a trusted network; or in an object store, that it takes signed requests."""
-    record = env.state.workers.get(member.worker_id)
+def may_write_leaves(runs: LiveRuns, leaves: LeafBlobs, member: Member) -> bool:
+    """Return True if a worker may be asked for leaves: it sees the folder of states, on a trusted
+    network; or, for an object store, it takes signed requests."""
+    record = runs.state.workers.get(member.worker_id)
     if record is None:
         return False
     if leaves.signs is not None:
@@ -519,19 +522,21 @@ def may_write_leaves(env: EffectContext, leaves: LeafBlobs, member: Member) -> b
     return record.capability.writes_states and record.capability.data_plane == "trusted"
 
 
-async def reads_by_itself(env: EffectContext, member: Member, digest: Digest) -> bool:
-    """Return whether a state is in leaves that a worker sees: it asks for it if it does not."""
-    blobs = env.blobs
+async def reads_by_itself(runs: LiveRuns, blobs: BlobStore, member: Member, digest: Digest) -> bool:
+    """Return True if a state is in leaves that a worker can read; a worker that cannot asks for
+    the state."""
     if not isinstance(blobs, LeafBlobs) or blobs.signs is not None:
         return False
-    if not may_write_leaves(env, blobs, member):
+    if not may_write_leaves(runs, blobs, member):
         return False
-    return await env.in_thread(lambda: blobs.is_in_leaves(digest))
+    return await asyncio.to_thread(blobs.is_in_leaves, digest)
 
 
-def state_writer(env: EffectContext, run_id: RunId, manifest: Manifest) -> StateWriter:
+def state_writer(
+    runs: LiveRuns, blobs: BlobStore, run_id: RunId, manifest: Manifest
+) -> StateWriter:
     """Return a writer for the data of a state of a run."""
-    leaves = leaves_in(env)
+    leaves = leaves_in(blobs)
     if leaves is None:
-        return file_writer(env.blobs, manifest)
-    return leaves.state_writer(manifest, kept_states(env, run_id))
+        return file_writer(blobs, manifest)
+    return leaves.state_writer(manifest, kept_states(runs, run_id))

@@ -38,7 +38,7 @@ from stratagem.common.tensors.stream import CHUNK_BYTES, ChunkWriter, fill_chunk
 from stratagem.coordinator.core.commands import ReportTrouble
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns
 from stratagem.coordinator.runtime.links import WorkerLink, session
 from stratagem.coordinator.updates.reading import codec_of, reply_to
 from stratagem.v1 import worker_pb2
@@ -55,10 +55,9 @@ async def serve_steps(env: EffectContext, effect: RunSegment, members: Sequence[
     """Sum step after step of these members until the segment's last."""
     step = -1
     while step < effect.to_step:
-        links = [env.links.to(member, env.state) for member in members]
-        limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+        links = [env.workers.link(member) for member in members]
         try:
-            step = await _Step(env, effect, links, limits).serve()
+            step = await _Step(env.runs, effect, links, env.transfers.limits).serve()
         except StratagemError as error:
             log.debug("step is asked for again", run_id=effect.run_id, reason=str(error))
             await asyncio.sleep(RETRY_S)
@@ -96,7 +95,11 @@ class _Inflow:
         self.coded = tuple(TensorLayout(t.name, tuple(t.shape)) for t in first.header.coded)
         self.step = first.header.step
         self.parts = [_part(spec.name, spec.dtype, spec.size_bytes) for spec in manifest.tensors]
-        self._writer = ChunkWriter(manifest.total_bytes, self._take, purpose=Purpose.GRADIENTS)
+        self._writer = ChunkWriter(
+            manifest.total_bytes,
+            lambda _offset, data: self._buffer.extend(data),
+            purpose=Purpose.GRADIENTS,
+        )
 
     async def read(self, num_bytes: int) -> bytes:
         """Return the next num_bytes of the stream."""
@@ -110,10 +113,6 @@ class _Inflow:
         del self._buffer[:num_bytes]
         return data
 
-    def _take(self, offset: int, data: bytes) -> None:
-        del offset
-        self._buffer += data
-
 
 def _part(name: str, dtype: str, size_bytes: int) -> _Part:
     bucket, _, node = name.partition("/")
@@ -125,13 +124,13 @@ class _Step:
     """One step: streams in, sums out, one commit."""
 
     def __init__(
-        self, env: EffectContext, effect: RunSegment, links: Sequence[WorkerLink], limits: Limits
+        self, runs: LiveRuns, effect: RunSegment, links: Sequence[WorkerLink], limits: Limits
     ) -> None:
-        self._env = env
+        self._runs = runs
         self._effect = effect
         self._links = links
         self._limits = limits
-        self._codec = codec_of(env.job_of(effect.run_id, effect.party))
+        self._codec = codec_of(runs.job_of(effect.run_id, effect.party))
 
     async def serve(self) -> int:
         """Serve the next step; return its number, or to_step when the members have come apart."""
@@ -149,8 +148,10 @@ class _Step:
             await asyncio.gather(*(inflow.open(self._limits, self._codec) for inflow in inflows))
             steps = {inflow.step for inflow in inflows}
             if len(steps) > 1:
-                await self._report_apart(steps)
-                return self._effect.to_step
+                effect, reason = self._effect, f"members are at different steps: {sorted(steps)}"
+                trouble = ReportTrouble(effect.run_id, effect.party, effect.membership, reason)
+                await self._runs.loop.submit(trouble)
+                return effect.to_step
             await self._sum(inflows)
             return inflows[0].step
         except grpc.aio.AioRpcError as error:
@@ -161,21 +162,13 @@ class _Step:
             for get in gets:
                 get.cancel()
 
-    async def _report_apart(self, steps: set[int]) -> None:
-        reason = f"members are at different steps: {sorted(steps)}"
-        await self._env.loop.submit(
-            ReportTrouble(self._effect.run_id, self._effect.party, self._effect.membership, reason)
-        )
-
     async def _sum(self, inflows: list[_Inflow]) -> None:
         step = inflows[0].step
         if any(inflow.coded for inflow in inflows):
             messages, layout = await _messages(inflows)
-            job = self._env.job_of(self._effect.run_id, self._effect.party)
-            numerics = self._env.numerics_of(self._effect.run_id)
-            reply = await self._env.in_thread(
-                lambda: reply_to(job, layout, messages, step, numerics)
-            )
+            job = self._runs.job_of(self._effect.run_id, self._effect.party)
+            numerics = self._runs.numerics_of(self._effect.run_id)
+            reply = await asyncio.to_thread(reply_to, job, layout, messages, step, numerics)
             manifest, windows = reply.manifest, reply.windows()
         else:
             buckets = _buckets(inflows)
@@ -221,14 +214,14 @@ class _Outflow:
         await self._send(message)
 
     async def commit(self) -> None:
-        """Have all members apply what they hold, and wait until they have."""
+        """Have all members apply the sums that they hold, and wait until they have."""
         await self._send(worker_pb2.ApplyGradientsRequest(commit=True))
         for call in self._calls:
             await call.done_writing()
         await asyncio.gather(*self._calls)
 
     def cancel(self) -> None:
-        """End the streams; what was staged and not committed is dropped by the members."""
+        """End the streams; members drop sums that are not committed."""
         for call in self._calls:
             call.cancel()
 
@@ -333,7 +326,7 @@ def fold_chunks(members: Iterable[Mapping[Node, FloatArray]], num_live: int) -> 
                 raise ValueError(f"two members hold {node}")
             partials[node] = chunk
     _check(partials, num_live)
-    made: set[int] = set()  # ids of arrays of our own, which may be overwritten
+    made: set[int] = set()  # ids of arrays made here, which may be overwritten
 
     def add(left: FloatArray, right: FloatArray) -> FloatArray:
         for out in (left, right):

@@ -5,10 +5,12 @@ CollectUpdate handles silos, SumRegion handles regions, and MergeMetrics handles
 clients report as states.
 """
 
+import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -22,15 +24,16 @@ from stratagem.coordinator.core.effects import CollectUpdate, MergeMetrics, SumR
 from stratagem.coordinator.core.facts import Accepted, MetricsMerged, UpdateReceived
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.effects.client_reports import defect, reject, report_update
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns, Transfers
 from stratagem.coordinator.effects.execute import attend, record_of
 from stratagem.coordinator.effects.snapshot import stored_bytes
 from stratagem.coordinator.runtime.links import WorkerSession
+from stratagem.coordinator.store.blobs import BlobStore
 from stratagem.coordinator.store.shared_blobs import read_pieces
 from stratagem.coordinator.strategies.federated.rejections import reason_of
 from stratagem.coordinator.updates.floats import Raw
 from stratagem.coordinator.updates.reading import open_state
-from stratagem.coordinator.updates.spool import SpoolKey
+from stratagem.coordinator.updates.spool import Spool, SpoolKey
 from stratagem.coordinator.updates.upload import SpoolEntry, UpdateRejectedError
 from stratagem.coordinator.updates.weighing import sums_manifest, write_sum
 from stratagem.v1 import worker_pb2 as pb
@@ -41,29 +44,30 @@ from stratagem.v1 import worker_pb2 as pb
 # checked as those of any client. The state of the client's optimizer is left out.
 
 
-async def collect_update(env: EffectContext, effect: CollectUpdate) -> None:
+async def collect_update(runs: LiveRuns, transfers: Transfers, effect: CollectUpdate) -> None:
     """Copy, check, and report UpdateReceived or UpdateRejected."""
     if wrong := defect(effect.loss, effect.num_steps, dict(effect.metrics)):
-        await reject(env, effect, *wrong)
+        await reject(runs, effect, *wrong)
         return
-    entry = await spooled(env, effect, lambda key: _collect(env, effect, key))
+    entry = await spooled(runs, transfers.spool, effect, partial(_collect, transfers, effect))
     if entry is not None:
         failpoint("coordinator.silo.collected")
-        await report_spooled(env, effect, entry, dict(effect.traffic))
+        await report_spooled(runs, effect, entry, dict(effect.traffic))
 
 
-def _collect(env: EffectContext, effect: CollectUpdate, key: SpoolKey) -> SpoolEntry:
+def _collect(transfers: Transfers, effect: CollectUpdate, key: SpoolKey) -> SpoolEntry:
     """Copy the update into the spool."""
     with ExitStack() as files:
-        expected, base = open_state(files, env.blobs, effect.base.digest)
+        expected, base = open_state(files, transfers.blobs, effect.base.digest)
         manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
-        file = files.enter_context(env.blobs.open(effect.digest))
+        file = files.enter_context(transfers.blobs.open(effect.digest))
         given, data_start = header_of(file, effect.digest)
 
         def before(spec: TensorSpec, offset: int, num_bytes: int) -> Raw:
             return base.read_raw("uint8", spec.offset + offset, num_bytes)
 
-        with closing(env.spool.open(key, manifest, source=effect.digest, before=before)) as writer:
+        upload = transfers.spool.open(key, manifest, source=effect.digest, before=before)
+        with closing(upload) as writer:
             for spec, stored in _pairs(manifest, given):
                 begin = data_start + stored.offset
                 skipped = max(0, writer.offset - spec.offset)
@@ -74,7 +78,7 @@ def _collect(env: EffectContext, effect: CollectUpdate, key: SpoolKey) -> SpoolE
 
 
 def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSpec]]:
-    """Each stored tensor that is wanted, with where it stands in what is given."""
+    """Return each wanted stored tensor with the place of its data in the given file."""
     by_name = {spec.name: spec for spec in given.tensors}
     pairs = []
     for spec in wanted.stored():
@@ -93,25 +97,28 @@ def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSp
 
 
 async def spooled(
-    env: EffectContext, effect: CollectUpdate | SumRegion, make: Callable[[SpoolKey], SpoolEntry]
+    runs: LiveRuns,
+    spool: Spool,
+    effect: CollectUpdate | SumRegion,
+    make: Callable[[SpoolKey], SpoolEntry],
 ) -> SpoolEntry | None:
-    """Return the update that `make` writes into the spool, in a thread; one that a crash left
-    there complete is taken as it is. None: it may not be accepted, which has been reported."""
-    key = env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
+    """Return the update that `make` writes into the spool, in a thread, or the complete one that a
+    crash has left there; None if it may not be accepted, which has been reported."""
+    key = runs.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
 
     def found_or_made() -> SpoolEntry:
-        found, _ = env.spool.look(key)
+        found, _ = spool.look(key)
         return make(key) if found is None else found
 
     try:
-        return await env.in_thread(found_or_made)
+        return await asyncio.to_thread(found_or_made)
     except UpdateRejectedError as error:
-        await reject(env, effect, error.cause, error.reason)
+        await reject(runs, effect, error.cause, error.reason)
         return None
 
 
 async def report_spooled(
-    env: EffectContext,
+    runs: LiveRuns,
     effect: CollectUpdate | SumRegion,
     entry: SpoolEntry,
     traffic: Mapping[str, int],
@@ -129,13 +136,13 @@ async def report_spooled(
         metrics=dict(effect.metrics),
         num_steps=effect.num_steps,
     )
-    await report_update(env, effect, received)
+    await report_update(runs, effect, received)
 
 
-def accepted_entry(env: EffectContext, key: SpoolKey, digest: Digest) -> SpoolEntry:
+def accepted_entry(spool: Spool, key: SpoolKey, digest: Digest) -> SpoolEntry:
     """Return an update that the journal has accepted. Raises IntegrityError if the spool does not
     have it."""
-    entry = env.spool.entry(key, digest)
+    entry = spool.entry(key, digest)
     if entry is None or entry.digest != digest:
         where = f"{key.party}, " if key.party else ""
         where += f"round {key.round_num}, client {key.client}"
@@ -148,26 +155,31 @@ def accepted_entry(env: EffectContext, key: SpoolKey, digest: Digest) -> SpoolEn
 # The sums over the clients of a region become its update of the round.
 
 
-async def sum_region(env: EffectContext, effect: SumRegion) -> None:
+async def sum_region(runs: LiveRuns, transfers: Transfers, effect: SumRegion) -> None:
     """Add up in a thread, and report UpdateReceived; UpdateRejected where the sums are not
     finite."""
     cancelled = threading.Event()
     try:
-        entry = await spooled(env, effect, lambda key: _summed(env, effect, key, cancelled))
+        make = partial(_summed, runs, transfers, effect, cancelled)
+        entry = await spooled(runs, transfers.spool, effect, make)
     finally:
         cancelled.set()
     if entry is not None:
         failpoint("coordinator.region.summed")
-        await report_spooled(env, effect, entry, traffic={})
+        await report_spooled(runs, effect, entry, traffic={})
 
 
 def _summed(
-    env: EffectContext, effect: SumRegion, key: SpoolKey, cancelled: threading.Event
+    runs: LiveRuns,
+    transfers: Transfers,
+    effect: SumRegion,
+    cancelled: threading.Event,
+    key: SpoolKey,
 ) -> SpoolEntry:
     """Write the sums into the spool."""
-    entries = [_entry(env, effect, accepted) for accepted in effect.accepted]
+    entries = [_entry(runs, transfers.spool, effect, accepted) for accepted in effect.accepted]
     with ExitStack() as files:
-        model, base = open_state(files, env.blobs, effect.base.digest)
+        model, base = open_state(files, transfers.blobs, effect.base.digest)
         wanted, by_name = sums_manifest(model), {spec.name: spec for spec in model.tensors}
 
         def before(spec: TensorSpec, offset: int, num_bytes: int) -> Raw:
@@ -176,7 +188,7 @@ def _summed(
             return base.read(own.dtype, own.offset + offset // 8 * item_bytes, num)
 
         source = " ".join(accepted.digest for accepted in effect.accepted)
-        with closing(env.spool.open(key, wanted, source=source, before=before)) as writer:
+        with closing(transfers.spool.open(key, wanted, source=source, before=before)) as writer:
             written = 0
 
             def write(data: memoryview) -> None:
@@ -189,10 +201,10 @@ def _summed(
             return writer.commit(wanted, sum(each.num_samples for each in effect.accepted))
 
 
-def _entry(env: EffectContext, effect: SumRegion, accepted: Accepted) -> SpoolEntry:
+def _entry(runs: LiveRuns, spool: Spool, effect: SumRegion, accepted: Accepted) -> SpoolEntry:
     """Return the update of a client of the region."""
-    key = env.spool_key(effect.run_id, effect.inside, effect.round_inside, accepted.client)
-    return accepted_entry(env, key, accepted.digest)
+    key = runs.spool_key(effect.run_id, effect.inside, effect.round_inside, accepted.client)
+    return accepted_entry(spool, key, accepted.digest)
 
 
 # ---- Sums of metric states ----
@@ -208,21 +220,21 @@ States: TypeAlias = Mapping[tuple[str, str], np.ndarray]
 
 
 class UnlikeStatesError(Exception):
-    """The states of a client are not of the kind of those of the first one."""
+    """The states of a client differ in kind from those of the first one."""
 
 
 class SumsSoFar:
-    """The sums over the clients that were added, in that order."""
+    """The sums over the clients added so far."""
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str], np.ndarray] = {}
         self._first: int | None = None
 
     def add(self, client: int, own: States) -> None:
-        """Add what a client has said.
+        """Add the states of a client.
 
-        Raises UnlikeStatesError, with the client and the state that does not fit; the totals then
-        are none of anything.
+        Raises UnlikeStatesError, with the client and the state that does not fit; the totals are
+        then of no use.
         """
         if self._first is None:
             self._first = client
@@ -241,8 +253,8 @@ class SumsSoFar:
 
 
 def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite sums are what a loop has, too
-        summed = np.asarray(total + more)  # of single numbers numpy makes no array
+    with np.errstate(over="ignore", invalid="ignore"):  # a loop has infinite sums, too
+        summed = np.asarray(total + more)  # numpy makes no array of single numbers
     if summed.dtype == np.int64 and np.any(
         ((total < 0) == (more < 0)) & ((summed < 0) != (total < 0))
     ):
@@ -259,7 +271,7 @@ def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray)
 # has evaluated, once they are valid states.
 
 MAX_NUMBERS: Final = 65_536
-"""In the states of one client, as workers send them."""
+"""The most numbers in the states of one client, as workers send them."""
 MAX_DIMENSIONS: Final = 16
 PARTY: Final = "measure"
 _MAX_REASON_CHARS: Final = 300
@@ -268,16 +280,16 @@ _MAX_KIND_CHARS: Final = 80
 
 async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
     """Report MetricsMerged, with the metrics or the reason why there are none."""
-    sums, unlike = await env.in_thread(lambda: _sums(env, effect))
+    sums, unlike = await asyncio.to_thread(_sums, env.transfers.blobs, effect)
     if not sums:
         reason = "; ".join(unlike.values())
-        await _report(env, effect, pb.OwnMetrics(), reason=reason, worker_id="")
+        await _report(env.runs, effect, pb.OwnMetrics(), reason=reason, worker_id="")
         return
     failpoint("coordinator.sums.merged")
     splits = sorted({name.partition(".")[0] for name in effect.metrics})
     plan = pb.MeasureSumsPlan(sums=sums, splits=splits, num_clients=len(effect.states))
     at = WorkerSession(effect.member, effect.run_id, child_party(effect.party, PARTY), 0)
-    request = env.request(effect.party, at, effect.segment, measure_sums=plan)
+    request = env.workers.request(effect.party, at, effect.segment, measure_sums=plan)
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "measure_sums":
@@ -286,34 +298,34 @@ async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
                 for metric, kind in sorted(result.measure_sums.unmerged.items())
                 if metric in effect.metrics
             }
-            await _report(env, effect, result.measure_sums, unmerged=unlike | failed)
+            await _report(env.runs, effect, result.measure_sums, unmerged=unlike | failed)
         case "error":
             raised = record_of(result.error)
             reason = f"{effect.member.worker_id}: {reason_of(raised) or raised.type}"
-            await _report(env, effect, pb.OwnMetrics(), reason=reason)
+            await _report(env.runs, effect, pb.OwnMetrics(), reason=reason)
         case _:
-            await env.end_early(effect.run_id, effect.member, result)
+            await env.workers.end_early(effect.run_id, effect.member, result)
 
 
-async def kept_states(env: EffectContext, sums: Sequence[pb.MetricState]) -> Digest:
-    """Return the blob with the states of a client, "" of one without.
+async def store_states(blobs: BlobStore, sums: Sequence[pb.MetricState]) -> Digest:
+    """Store the states of a client, and return the name of the blob; "" if there are none.
 
-    Raises InvalidInputError for what cannot be added up.
+    Raises InvalidInputError for states that cannot be added up.
     """
     if not sums:
         return NO_DIGEST
     _decoded(sums)
     data = pb.OwnMetrics(sums=sums).SerializeToString(deterministic=True)
-    return await stored_bytes(env, data)
+    return await stored_bytes(blobs, data)
 
 
 def summed(sums: Sequence[pb.MetricState]) -> tuple[str, ...]:
-    """Return the metrics that these are states of."""
+    """Return the metrics that these states belong to."""
     return tuple(sorted({state.metric for state in sums}))
 
 
 async def _report(
-    env: EffectContext,
+    runs: LiveRuns,
     effect: MergeMetrics,
     found: pb.OwnMetrics,
     reason: str = "",
@@ -330,11 +342,11 @@ async def _report(
         reason=reason[:_MAX_REASON_CHARS],
         unmerged=unmerged or {},
     )
-    await env.report(effect.run_id, fact)
+    await runs.report(effect.run_id, fact)
 
 
 def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
-    """Return the values of metrics that were asked for: a worker may say anything."""
+    """Return the values of the requested metrics alone: a worker may send any others."""
     return {
         name: value
         for name, value in sorted(found.metrics.items())
@@ -342,14 +354,14 @@ def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
     }
 
 
-def _sums(env: EffectContext, effect: MergeMetrics) -> tuple[list[pb.MetricState], dict[str, str]]:
-    """Return the sums over clients, one client after the other, and why those of some metrics do
-    not go together; for a thread."""
+def _sums(blobs: BlobStore, effect: MergeMetrics) -> tuple[list[pb.MetricState], dict[str, str]]:
+    """Return the sums over clients, added in order, and by metric why its states cannot be added;
+    for a thread."""
     metrics = sorted(effect.metrics)
     sums = {metric: SumsSoFar() for metric in metrics}
     unlike: dict[str, str] = {}
     for client, digest in effect.states:
-        of_metric = _by_metric(env, digest)
+        of_metric = _by_metric(blobs, digest)
         for metric in [metric for metric in metrics if metric not in unlike]:
             try:
                 sums[metric].add(client, of_metric.get(metric, {}))
@@ -364,9 +376,9 @@ def _sums(env: EffectContext, effect: MergeMetrics) -> tuple[list[pb.MetricState
     return found, {metric: unlike[metric] for metric in sorted(unlike)}
 
 
-def _by_metric(env: EffectContext, digest: Digest) -> dict[str, dict[tuple[str, str], np.ndarray]]:
+def _by_metric(blobs: BlobStore, digest: Digest) -> dict[str, dict[tuple[str, str], np.ndarray]]:
     """Return the states of a client, by metric; its blob is read once for all of them."""
-    with env.blobs.open(digest) as file:
+    with blobs.open(digest) as file:
         said = _decoded(pb.OwnMetrics.FromString(file.read()).sums)
     found: dict[str, dict[tuple[str, str], np.ndarray]] = {}
     for key, values in said.items():

@@ -4,6 +4,7 @@ cost.
 The fold of such a round takes its secret, its noise and the next clipping norm from here.
 """
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from stratagem.common.tensors.files import parse_header
 from stratagem.common.tensors.manifest import WITHIN_NORM, Manifest, dtype_named
 from stratagem.coordinator.core.effects import AccountRound, AggregateRound
 from stratagem.coordinator.core.facts import RoundAccounted, RunFailed
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import LiveRuns
 from stratagem.coordinator.strategies.federated.run import spec_of
 from stratagem.coordinator.updates.floats import Raw, Wide, widen
 from stratagem.coordinator.updates.reading import Source, StateReader
@@ -74,7 +75,7 @@ def noised_share(
 class TensorNoise:
     """The noise of a round on the elements of a model, found by their place in its data.
 
-    Frozen parameters have none: no client changes them, whatever its rows are.
+    Frozen parameters have no noise: no client changes them, whatever its rows are.
     """
 
     def __init__(self, secret: bytes, round_name: str, manifest: Manifest) -> None:
@@ -114,7 +115,7 @@ _WINDOW_ELEMENTS: Final = 1 << 18
 
 
 class PrivateMean:
-    """The combination of a fold that makes sums of changes the next state."""
+    """The combination of a fold that turns sums of changes into the next state."""
 
     def __init__(self, noise: TensorNoise, of_round: RoundAccounted, base: StateReader) -> None:
         self._noise, self._base = noise, base
@@ -134,7 +135,7 @@ class PrivateMean:
         noise = self._noise.read(dtype, offset, out.size)
         out += self._sigma * noise
         out[:] = rounded_to_grid(out, self._sigma)
-        out[np.isnan(noise)] = 0.0  # whatever clients send of what is frozen
+        out[np.isnan(noise)] = 0.0  # whatever clients send for frozen parameters
         out /= self._num_expected
         raw[:] = self._base.read_raw(dtype, offset, raw.size)
         widen(dtype, raw, change)
@@ -151,49 +152,49 @@ class PrivateMean:
 # ---- AccountRound ----
 
 
-async def account_round(env: EffectContext, effect: AccountRound) -> None:
+async def account_round(runs: LiveRuns, effect: AccountRound) -> None:
     """Report RoundAccounted, or the end of a run that cannot be accounted."""
     try:
-        fact: RoundAccounted | RunFailed = await env.in_thread(lambda: _accounted(env, effect))
+        fact: RoundAccounted | RunFailed = await asyncio.to_thread(_accounted, runs, effect)
     except (SecretLostError, InvalidInputError) as error:
         fact = RunFailed(reason=f"round {effect.round_num}: {error}")
     except ModuleNotFoundError:
         fact = RunFailed(reason=f"privacy: this coordinator {accountant.NEEDED}")
     failpoint("coordinator.privacy.accounted")
-    await env.report(effect.run_id, fact)
-    rounds = spec_of(env.job_of(effect.run_id, effect.party)).rounds
+    await runs.report(effect.run_id, fact)
+    rounds = spec_of(runs.job_of(effect.run_id, effect.party)).rounds
     if isinstance(fact, RoundAccounted) and effect.round_num < rounds:
-        env.chores.do(_ahead(env, effect, fact), f"account round {effect.round_num + 1}")
+        runs.chores.do(_ahead(effect, fact), f"account round {effect.round_num + 1}")
 
 
-async def _ahead(env: EffectContext, effect: AccountRound, fact: RoundAccounted) -> None:
-    """Compute what the round after this one will have cost, while this one trains: the accountant
-    remembers it, and nothing is decided here."""
+async def _ahead(effect: AccountRound, fact: RoundAccounted) -> None:
+    """Compute the cost after the next round while this one trains: the accountant remembers it, and
+    nothing is decided here."""
     costs = (effect.num_spent + 2, fact.noise_multiplier, fact.sampling_rate, fact.delta)
-    await env.in_thread(lambda: accountant.epsilon_after(*costs))
+    await asyncio.to_thread(accountant.epsilon_after, *costs)
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateRound:
-    """The noise of the fold of one round: what it is derived from, and how much there is."""
+    """The noise of the fold of one round: its source and its amount."""
 
     secret: bytes
     name: str
-    """That of the round's folder in the spool, which no other round has."""
+    """The name of the round's folder in the spool, which no other round has."""
     accounted: RoundAccounted
 
     @classmethod
-    def of(cls, env: EffectContext, effect: AggregateRound, accounted: RoundAccounted) -> Self:
+    def of(cls, runs: LiveRuns, effect: AggregateRound, accounted: RoundAccounted) -> Self:
         """Return the noise of a fold. Raises SecretLostError."""
-        secret, name = _secret(env, effect, accounted.fingerprint)
+        secret, name = _secret(runs, effect, accounted.fingerprint)
         return cls(secret, name, accounted)
 
     def mean(self, manifest: Manifest, base: StateReader) -> PrivateMean:
-        """Return what makes the sum of the changes to this base the next state."""
+        """Return the combination that adds the mean change to this base."""
         return PrivateMean(TensorNoise(self.secret, self.name, manifest), self.accounted, base)
 
     def next_norm(self, job: JobSpec, entries: Sequence[SpoolEntry]) -> float:
-        """Return the clipping norm of the next round, from what the clients have said of theirs."""
+        """Return the clipping norm of the next round, from the clients' answers about this one."""
         norm, noise = self.accounted.clip_norm, self.accounted.answer_noise
         adaptive = job.privacy and job.privacy.clip.adaptive
         if not adaptive:
@@ -204,19 +205,19 @@ class PrivateRound:
 
 
 def _is_within(entry: SpoolEntry) -> bool:
-    """Return what a client has said with its update: that its change was not clipped."""
+    """Return True if a client says with its update that its change was not clipped."""
     with entry.path.open("rb") as file:
         manifest, _ = parse_header(file, Digest(entry.path.name))
     return manifest.metadata.get(WITHIN_NORM) == "1"
 
 
-def _accounted(env: EffectContext, effect: AccountRound) -> RoundAccounted:
+def _accounted(runs: LiveRuns, effect: AccountRound) -> RoundAccounted:
     """Return the account of the next round; for a thread. Raises SecretLostError, and
     InvalidInputError for a job whose target or adaptive clipping is out of reach."""
-    job = env.job_of(effect.run_id, effect.party)
+    job = runs.job_of(effect.run_id, effect.party)
     spec, strategy = job.privacy, spec_of(job)
     assert spec is not None
-    secret, name = _secret(env, effect, effect.fingerprint)
+    secret, name = _secret(runs, effect, effect.fingerprint)
     rate, delta = spec.sampling_rate(strategy), spec.target.delta
     noise = effect.noise_multiplier or _calibrated(spec, rate, strategy.rounds)
     num_expected = rate * len(effect.candidates)
@@ -254,12 +255,12 @@ def _shares(spec: PrivacySpec, noise: float, num_expected: float) -> tuple[float
 
 
 def _secret(
-    env: EffectContext, effect: AccountRound | AggregateRound, fingerprint: str
+    runs: LiveRuns, effect: AccountRound | AggregateRound, fingerprint: str
 ) -> tuple[bytes, str]:
-    """Return what the draws and the noise of a round are derived from: a secret, and the name of
-    the round. Raises SecretLostError."""
-    job = env.job_of(effect.run_id, effect.party)
+    """Return the secret and the name of a round, from which its draws and its noise are derived.
+    Raises SecretLostError."""
+    job = runs.job_of(effect.run_id, effect.party)
     if job.privacy is not None and job.privacy.noise == "seeded":
         return seeded_secret(job.seed), str(effect.round_num)
-    key = env.spool_key(effect.run_id, effect.party, effect.round_num, 0)
-    return env.secret.get(fingerprint), str(key.folder)
+    key = runs.spool_key(effect.run_id, effect.party, effect.round_num, 0)
+    return runs.secret.get(fingerprint), str(key.folder)

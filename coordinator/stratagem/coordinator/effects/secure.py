@@ -16,7 +16,7 @@ import grpc.aio
 import numpy as np
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError, told
-from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
+from stratagem.common.base.ids import Digest, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.status_codes import from_rpc_error
@@ -49,8 +49,9 @@ from stratagem.coordinator.core.facts import (
     SharesRouted,
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, WorkerCalls
 from stratagem.coordinator.effects.snapshot import stored_bytes
+from stratagem.coordinator.store.blobs import BlobStore
 from stratagem.coordinator.strategies.federated.ledgers import MAX_ATTEMPTS, cures
 from stratagem.coordinator.strategies.federated.run import spec_of
 from stratagem.coordinator.updates.floats import Raw, Wide, widen
@@ -77,16 +78,16 @@ Step = Callable[[int], pb.SecureRoundRequest]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What has become of a step, by client."""
+    """The outcome of a step, by client."""
 
     given: dict[int, pb.SecureRoundResponse] = field(default_factory=dict)
     refused: dict[int, LeftOut] = field(default_factory=dict)
     away: dict[int, str] = field(default_factory=dict)
-    """Why there is no answer now."""
+    """The reason why a client has not answered yet."""
 
     def left_out(self, may_leave_out: bool, num_needed: int) -> tuple[LeftOut, ...]:
-        """Return the clients that the round goes on without. Raises UnavailableError where it does
-        not go on: some are away, and none may be left out, or too few would remain."""
+        """Return the clients that the round goes on without. Raises UnavailableError if some are
+        away and none may be left out, or too few would remain."""
         if self.away and not (may_leave_out and len(self.given) >= num_needed):
             client, reason = min(self.away.items())
             more = f" and {len(self.away) - 1} more" if len(self.away) > 1 else ""
@@ -100,16 +101,16 @@ class Answers:
 
 
 async def ask(
-    env: EffectContext,
+    workers: WorkerCalls,
     effect: PostKeys | RouteShares | AggregateRound,
     party: SecureParty,
     clients: Sequence[int],
     step: Step,
     check: Callable[[int, pb.SecureRoundResponse], None],
 ) -> Answers:
-    """Return the answers of these clients. check: raises InvalidInputError for an answer that is
-    none to the step; its client is left out."""
-    answers, workers = Answers(), dict(party.workers)
+    """Return the answers of these clients. check: raises InvalidInputError for an answer that does
+    not fit the step; its client is left out."""
+    answers, worker_ids = Answers(), dict(party.workers)
     room = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def one(client: int) -> None:
@@ -119,7 +120,7 @@ async def ask(
                 request.run_id, request.party = effect.run_id, effect.party
                 request.round_num, request.attempt = effect.round_num, party.attempt
                 request.client = client
-                answer = await _asked(env, workers[client], request)
+                answer = await _asked(workers, worker_ids[client], request)
                 if not answer.HasField("refused"):
                     check(client, answer)
             except InvalidInputError as error:
@@ -140,13 +141,13 @@ async def ask(
 
 
 async def _asked(
-    env: EffectContext, worker_id: WorkerId, request: pb.SecureRoundRequest
+    workers: WorkerCalls, worker_id: WorkerId, request: pb.SecureRoundRequest
 ) -> pb.SecureRoundResponse:
     """Return the worker's answer. Raises UnavailableError while it is away."""
-    worker = env.state.workers.get(worker_id)
+    worker = workers.runs.state.workers.get(worker_id)
     if worker is None or not worker.is_usable:
         raise UnavailableError(f"worker {worker_id} is not here")
-    link = env.links.to(worker.member, env.state)
+    link = workers.link(worker.member)
     request.fence.CopyFrom(link.fence(0))
     try:
         answer: pb.SecureRoundResponse = await link.stub.SecureRound(request, timeout=TIMEOUT_S)
@@ -166,24 +167,16 @@ def by_client(shares: Sequence[pb.SealedShare]) -> Mapping[int, bytes]:
 
 # ---- PostKeys and RouteShares ----
 #
-# These effects gather the keys of a secure round and the shares of its secrets. What they gather
-# becomes a blob before the fact names it.
+# These effects gather the keys of a secure round and the shares of its secrets, in blobs that are
+# durable before a fact names them.
 
 
-async def exchange(env: EffectContext, effect: PostKeys | RouteShares) -> None:
-    """Perform one of the two, and report what has come."""
-    if isinstance(effect, PostKeys):
-        await _post_keys(env, effect)
-    else:
-        await _route_shares(env, effect)
-
-
-async def _post_keys(env: EffectContext, effect: PostKeys) -> None:
+async def post_keys(env: EffectContext, effect: PostKeys) -> None:
     """Have all clients post keys, and report KeysPosted with those that have."""
     clients = [client for client, _ in effect.clients.workers]
     step = pb.PostKeys(
-        job_json=env.job_json(effect.run_id, effect.party),
-        submitted_by=env.state.runs[effect.run_id].submitted_by.replace(" ", "/", 1),
+        job_json=env.workers.job_json(effect.run_id, effect.party),
+        submitted_by=env.workers.submitter(effect.run_id),
     )
 
     def check(client: int, answer: pb.SecureRoundResponse) -> None:
@@ -194,11 +187,13 @@ async def _post_keys(env: EffectContext, effect: PostKeys) -> None:
     def request(_client: int) -> pb.SecureRoundRequest:
         return pb.SecureRoundRequest(post_keys=step)
 
-    answers = await ask(env, effect, effect.clients, clients, request, check)
-    left_out = answers.left_out(effect.may_leave_out, _num_needed(env, effect, len(clients)))
+    answers = await ask(env.workers, effect, effect.clients, clients, request, check)
+    spec = secure_spec(env.runs.job_of(effect.run_id, effect.party))
+    num_needed = max(MIN_CLIENTS, shares_needed(spec.threshold, len(clients)))
+    left_out = answers.left_out(effect.may_leave_out, num_needed)
     keys = [answer.keys for _, answer in sorted(answers.given.items())]
     data = pb.KeyDirectory(keys=keys).SerializeToString(deterministic=True)
-    directory = await stored_bytes(env, data)
+    directory = await stored_bytes(env.transfers.blobs, data)
     failpoint("coordinator.secure.keys_gathered")
     fact = KeysPosted(
         party=effect.party,
@@ -209,15 +204,16 @@ async def _post_keys(env: EffectContext, effect: PostKeys) -> None:
         directory=directory,
         ring_seed=secrets.token_hex(RING_SEED_BYTES),
     )
-    await env.report(effect.run_id, fact)
+    await env.runs.report(effect.run_id, fact)
 
 
-async def _route_shares(env: EffectContext, effect: RouteShares) -> None:
+async def route_shares(env: EffectContext, effect: RouteShares) -> None:
     """Have all clients that have posted keys share their secrets, and report SharesRouted."""
-    party, spec = effect.clients, secure_spec(env, effect)
+    party, blobs = effect.clients, env.transfers.blobs
+    spec = secure_spec(env.runs.job_of(effect.run_id, effect.party))
     seed = bytes.fromhex(party.ring_seed)
     around = neighbours(party.members, spec.degree, seed)
-    keys = await env.in_thread(lambda: directory_of(env, party.directory))
+    keys = await asyncio.to_thread(directory_of, blobs, party.directory)
 
     def request(client: int) -> pb.SecureRoundRequest:
         own = [keys[other] for other in around[client]]
@@ -232,11 +228,10 @@ async def _route_shares(env: EffectContext, effect: RouteShares) -> None:
             raise InvalidInputError("the answer is no share for each neighbour")
 
     clients = [client for client, _ in party.workers]
-    answers = await ask(env, effect, party, clients, request, check)
+    answers = await ask(env.workers, effect, party, clients, request, check)
     num_needed = shares_needed(spec.threshold, len(party.members))
     left_out = answers.left_out(effect.may_leave_out, num_needed)
-    data = _routed(answers)
-    shares = await stored_bytes(env, data)
+    shares = await stored_bytes(blobs, _routed(answers))
     failpoint("coordinator.secure.shares_gathered")
     fact = SharesRouted(
         party=effect.party,
@@ -246,39 +241,32 @@ async def _route_shares(env: EffectContext, effect: RouteShares) -> None:
         left_out=left_out,
         shares=shares,
     )
-    await env.report(effect.run_id, fact)
+    await env.runs.report(effect.run_id, fact)
 
 
-def secure_spec(
-    env: EffectContext, effect: PostKeys | RouteShares | AggregateRound
-) -> SecureAggregation:
-    """Return the section of the effect's job."""
-    spec = spec_of(env.job_of(effect.run_id, effect.party)).options.secure_aggregation
-    assert spec is not None, "the effect is of a job with it"
+def secure_spec(job: JobSpec) -> SecureAggregation:
+    """Return the section of a job whose updates are masked."""
+    spec = spec_of(job).options.secure_aggregation
+    assert spec is not None, "its updates are masked"
     return spec
 
 
-def directory_of(env: EffectContext, digest: Digest) -> Mapping[int, pb.PostedKeys]:
+def directory_of(blobs: BlobStore, digest: Digest) -> Mapping[int, pb.PostedKeys]:
     """Return the posted keys by client; for a thread."""
-    with env.blobs.open(digest) as file:
+    with blobs.open(digest) as file:
         directory = pb.KeyDirectory.FromString(file.read())
     return {keys.client: keys for keys in directory.keys}
 
 
-def shares_for_each(env: EffectContext, digest: Digest) -> dict[int, dict[int, bytes]]:
+def shares_for_each(blobs: BlobStore, digest: Digest) -> dict[int, dict[int, bytes]]:
     """Return the sealed shares by the client that they are for, then by sender; for a thread."""
-    with env.blobs.open(digest) as file:
+    with blobs.open(digest) as file:
         routed = pb.RoutedShares.FromString(file.read())
     received: dict[int, dict[int, bytes]] = {}
     for sender in routed.senders:
         for share in sender.shares:
             received.setdefault(share.client, {})[sender.client] = share.sealed
     return received
-
-
-def _num_needed(env: EffectContext, effect: PostKeys, num_clients: int) -> int:
-    spec = secure_spec(env, effect)
-    return max(MIN_CLIENTS, shares_needed(spec.threshold, num_clients))
 
 
 def _routed(answers: Answers) -> bytes:
@@ -294,28 +282,20 @@ def _routed(answers: Answers) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OpenedMasks:
-    """The masks that are left in the sum of a round's updates."""
+    """The masks that remain in the sum of a round's updates."""
 
     num_members: int
     keys: tuple[tuple[bytes, bool], ...] = field(repr=False)
     """The key of each mask, and whether the client had subtracted it."""
 
     def rule(self, job: JobSpec) -> Quantisation:
-        """Return how changes are whole numbers in the round."""
-        return _rule(job, self.num_members)
+        """Return the rule that turns changes into whole numbers in the round."""
+        return secure_spec(job).quantisation(self.num_members)
 
 
-def masked_manifest(
-    env: EffectContext, run_id: RunId, party: Party, model: Manifest, num_members: int
-) -> Manifest:
-    """Return what the manifest of every masked update of a round is."""
-    return MaskedLayout(model).manifest(_rule(env.job_of(run_id, party), num_members))
-
-
-def _rule(job: JobSpec, num_members: int) -> Quantisation:
-    spec = spec_of(job).options.secure_aggregation
-    assert spec is not None, "its updates are masked"
-    return spec.quantisation(num_members)
+def masked_manifest(job: JobSpec, model: Manifest, num_members: int) -> Manifest:
+    """Return the manifest that every masked update of a round has."""
+    return MaskedLayout(model).manifest(secure_spec(job).quantisation(num_members))
 
 
 # ---- Unmasking ----
@@ -333,33 +313,34 @@ Around = Mapping[int, Sequence[int]]
 async def opened_masks(
     env: EffectContext, effect: AggregateRound
 ) -> OpenedMasks | RoundRestarted | RunFailed:
-    """Return the masks that are left in the sum; or the fact that follows where they cannot be
-    opened. Raises UnavailableError while too few are here, and may come back."""
-    party, spec = effect.secure, secure_spec(env, effect)
+    """Return the masks that remain in the sum, or the fact that follows if they cannot be opened.
+    Raises UnavailableError while too few clients are here, and others may come back."""
+    party, blobs = effect.secure, env.transfers.blobs
+    spec = secure_spec(env.runs.job_of(effect.run_id, effect.party))
     assert party is not None
     around = neighbours(party.members, spec.degree, bytes.fromhex(party.ring_seed))
     survivors = [client for client, _ in party.workers]
-    signed = await _signed(env, effect, party, survivors)
+    signed = await _signed(env.workers, effect, party, survivors)
     failpoint("coordinator.secure.signed")
     opening = _Opening(party, around, spec.threshold, survivors)
     if failed := opening.check(signed, effect, "sign whose updates are in the sum"):
         return failed
-    sealed = await env.in_thread(lambda: shares_for_each(env, party.shares))
-    opened = await _opened(env, effect, opening, signed, sealed)
+    sealed = await asyncio.to_thread(shares_for_each, blobs, party.shares)
+    opened = await _opened(env.workers, effect, opening, signed, sealed)
     if failed := opening.check(opened, effect, "open their shares"):
         return failed
     failpoint("coordinator.secure.opened")
-    keys = await env.in_thread(lambda: directory_of(env, party.directory))
+    keys = await asyncio.to_thread(directory_of, blobs, party.directory)
     of_round = SecureRound(effect.run_id, effect.party, effect.round_num, party.attempt)
     try:
-        masks = await env.in_thread(lambda: opening.masks(of_round, opened, keys))
+        masks = await asyncio.to_thread(opening.masks, of_round, opened, keys)
     except (ValueError, InvalidInputError) as error:
         return RunFailed(reason=f"round {effect.round_num} cannot be unmasked: {error}")
     return OpenedMasks(len(party.members), masks)
 
 
 class _Opening:
-    """Who holds shares of whom in one round, and how many are needed."""
+    """The holders of each client's shares in one round, and how many of them are needed."""
 
     def __init__(
         self, party: SecureParty, around: Around, threshold: float, survivors: Sequence[int]
@@ -373,8 +354,8 @@ class _Opening:
     def check(
         self, answers: Answers, effect: AggregateRound, what: str
     ) -> RoundRestarted | RunFailed | None:
-        """Return what follows where too few have answered for good; None where enough have. Raises
-        UnavailableError where those that are away may still answer."""
+        """Return the fact that follows if too few answered for good; None if enough did. Raises
+        UnavailableError if those that are away may still answer."""
         lacking = self._lacking(answers.given.keys())
         if lacking is None:
             return None
@@ -393,8 +374,8 @@ class _Opening:
         opened: Answers,
         keys: Mapping[int, pb.PostedKeys],
     ) -> tuple[tuple[bytes, bool], ...]:
-        """Return the masks left in the sum; for a thread. Raises ValueError or InvalidInputError
-        for shares that are of no such secret."""
+        """Return the masks that remain in the sum; for a thread. Raises ValueError or
+        InvalidInputError for shares of another secret."""
         held: dict[int, dict[int, bytes]] = {client: {} for client in self.party.routed}
         alive = set(self.survivors)
         for holder, answer in opened.given.items():
@@ -415,8 +396,8 @@ class _Opening:
         return tuple(found)
 
     def _lacking(self, present: AbstractSet[int]) -> tuple[int, int] | None:
-        """Return how many holders of a secret have answered, and how many it takes, of a client
-        for which they are too few."""
+        """Return, for a client with too few, how many holders of its secret have answered and how
+        many are needed; None if there are enough for all."""
         for client in self.party.routed:
             holders = {*self.around[client], client}
             if len(holders & set(present)) < self.needed(client):
@@ -436,7 +417,7 @@ def _after(
 
 
 async def _signed(
-    env: EffectContext, effect: AggregateRound, party: SecureParty, survivors: Sequence[int]
+    workers: WorkerCalls, effect: AggregateRound, party: SecureParty, survivors: Sequence[int]
 ) -> Answers:
     step = pb.SignSurvivors(survivors=survivors)
 
@@ -445,14 +426,14 @@ async def _signed(
             raise InvalidInputError("the answer is no signature")
 
     return await ask(
-        *(env, effect, party, survivors),
+        *(workers, effect, party, survivors),
         lambda _client: pb.SecureRoundRequest(sign_survivors=step),
         check,
     )
 
 
 async def _opened(
-    env: EffectContext,
+    workers: WorkerCalls,
     effect: AggregateRound,
     opening: _Opening,
     signed: Answers,
@@ -483,7 +464,7 @@ async def _opened(
             raise InvalidInputError("the answer is no share of each neighbour")
 
     clients = sorted(signed.given)
-    return await ask(env, effect, opening.party, clients, request, check)
+    return await ask(workers, effect, opening.party, clients, request, check)
 
 
 # ---- Mean ----
@@ -500,7 +481,7 @@ async def _opened(
 _WINDOW_ELEMENTS: Final = 1 << 18
 
 MaskKeys = Sequence[tuple[bytes, bool]]
-"""The key of each mask that is left in the sum, and whether it was subtracted there."""
+"""The key of each mask that remains in the sum, and whether it was subtracted there."""
 
 
 class SumError(StratagemError):
@@ -508,7 +489,7 @@ class SumError(StratagemError):
 
 
 class SecureMean:
-    """The combination of a fold that makes the sum of masked changes the next state."""
+    """The combination of a fold that turns the sum of masked changes into the next state."""
 
     def __init__(
         self,
@@ -518,7 +499,7 @@ class SecureMean:
         model: Manifest,
         base: StateReader,
     ) -> None:
-        """Raises SumError where the sum of the weights shows that masks are left in it."""
+        """Read the sum of the weights. Raises SumError if it shows that masks remain in it."""
         self._updates = [CheckedData(entry) for entry in entries]
         self._masks, self._rule, self._base = masks, rule, base
         self._layout = MaskedLayout(model)

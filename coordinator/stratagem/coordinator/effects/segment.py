@@ -30,11 +30,11 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
     SoleCopiesLost,
 )
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns, WorkerCalls
 from stratagem.coordinator.effects.evaluate import fold_parts, own_metrics, shown_evaluation
 from stratagem.coordinator.effects.execute import PlanListener, attend, fail_party, finish
 from stratagem.coordinator.effects.parameter_server import serve_steps
-from stratagem.coordinator.observe.feed import SegmentProgress
+from stratagem.coordinator.observe.feed import Feed, SegmentProgress
 from stratagem.coordinator.observe.history import (
     HistoryParts,
     PackedRows,
@@ -51,7 +51,7 @@ from stratagem.v1 import types_pb2, worker_pb2
 # ---- RunSegment ----
 
 MAX_STREAMS_CHARS: Final = 1 << 16
-"""Of the marks of a segment, which are journaled."""
+"""The most characters in the marks of a segment, which are journaled."""
 EXCHANGE = {
     ExchangeMethod.ALL_REDUCE: worker_pb2.EXCHANGE_METHOD_ALL_REDUCE,
     ExchangeMethod.PARAMETER_SERVER: worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER,
@@ -67,10 +67,16 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
         if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
             sets = effect.parts if effect.ranks else (effect.members,)
             servers = [group.create_task(serve_steps(env, effect, each)) for each in sets]
-        request_of = _requests(env, effect)
+        request_of = _requests(env.workers, effect)
         attending = [
             group.create_task(
-                _train(env, effect, rank, request_of(rank), ShownProgress(env, effect, latest))
+                _train(
+                    env,
+                    effect,
+                    rank,
+                    request_of(rank),
+                    ShownProgress(env.runs.feed, effect, latest),
+                )
             )
             for rank in range(len(effect.members))
         ]
@@ -90,32 +96,35 @@ async def _train(
     shown: "ShownProgress",
 ) -> worker_pb2.TrainResult | None:
     listener = PlanListener(
-        lambda progress: shown.show(rank, progress), lambda part: take_in(env, effect, rank, part)
+        lambda progress: shown.show(rank, progress),
+        lambda part: take_in(env.runs, effect, rank, part),
     )
 
     async def failed(error: types_pb2.UserError) -> None:
         is_awaited = effect.kept or effect.is_mirrored
         if not is_awaited or error.type != SoleCopyLostError.__name__:
-            await fail_party(env, effect.run_id, effect.party, error)
+            await fail_party(env.runs, effect.run_id, effect.party, error)
             return
         segment, reason = effect.base.segment, f"{error.message} (worker {error.worker_id})"
         at = None if effect.kept else effect.membership
         lost = SoleCopiesLost(party=effect.party, segment=segment, reason=reason, membership=at)
-        await env.report(effect.run_id, lost)
+        await env.runs.report(effect.run_id, lost)
 
     result = await finish(env, effect, effect.members[rank], request, listener, failed=failed)
     return None if result is None else result.train
 
 
-def _requests(env: EffectContext, effect: RunSegment) -> Callable[[int], worker_pb2.ExecuteRequest]:
-    """Return the function that makes the request for a rank; of thousands each names all, which are
-    looked up once."""
-    view = worker_pb2.View(members=_members(env, effect))
-    return lambda rank: _request(env, effect, rank, view)
+def _requests(
+    workers: WorkerCalls, effect: RunSegment
+) -> Callable[[int], worker_pb2.ExecuteRequest]:
+    """Return the function that makes the request for a rank. Each request names all members, of
+    whom there may be thousands, so they are looked up once."""
+    view = worker_pb2.View(members=_members(workers, effect))
+    return lambda rank: _request(workers, effect, rank, view)
 
 
 def _request(
-    env: EffectContext, effect: RunSegment, rank: int, of_all: worker_pb2.View
+    workers: WorkerCalls, effect: RunSegment, rank: int, of_all: worker_pb2.View
 ) -> worker_pb2.ExecuteRequest:
     view = worker_pb2.View(rank=rank)
     view.MergeFrom(of_all)
@@ -129,23 +138,23 @@ def _request(
         lineage=effect.lineage,
         ranks=effect.ranks,
         num_lr_reductions=effect.num_lr_reductions,
-        history_stride=stride_for(env, effect),
+        history_stride=stride_for(workers.runs, effect),
         history_from_step=effect.rounds_before * effect.num_steps,
         kept=effect.kept[rank] if effect.kept else "",
         keeps=effect.keeps,
     )
     at = WorkerSession(effect.members[rank], effect.run_id, effect.party, effect.membership)
-    return env.request(effect.party, at, effect.segment, train=plan)
+    return workers.request(effect.party, at, effect.segment, train=plan)
 
 
-def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
+def _members(workers: WorkerCalls, effect: RunSegment) -> list[worker_pb2.Member]:
     per_replica = len(set(effect.ranks)) or 1
     shards = assign_shards(effect.num_shards, len(effect.members) // per_replica)
     return [
         worker_pb2.Member(
             worker_id=member.worker_id,
             incarnation=member.incarnation,
-            address=env.links.to(member, env.state).address,
+            address=workers.link(member).address,
             first_shard=owned.start,
             num_shards=len(owned),
         )
@@ -156,16 +165,16 @@ def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
 
 @dataclass(frozen=True, slots=True)
 class ShownProgress:
-    """What is shown of a segment while it is trained. latest: the members' progress, by rank."""
+    """The progress of a segment that is being trained. latest: the members' progress, by rank."""
 
-    env: EffectContext
+    feed: Feed
     effect: RunSegment
     latest: dict[int, worker_pb2.Progress]
 
     def show(self, rank: int, progress: worker_pb2.Progress) -> None:
-        """Take in what a member says, and show what the first one does."""
+        """Take in a member's progress, and show that of the first one."""
         self.latest[rank] = progress
-        if rank or self.effect.party != ROOT:  # the steps of parties below are no run's
+        if rank or self.effect.party != ROOT:  # parties below do not count steps of the run
             return
         latest = SegmentProgress(
             progress.step,
@@ -178,11 +187,11 @@ class ShownProgress:
             progress.lr,
             self._bubble(),
         )
-        self.env.feed.set_progress(self.effect.run_id, latest)
+        self.feed.set_progress(self.effect.run_id, latest)
 
     def _bubble(self) -> float | None:
-        """The share of the latest steps in which the ranks of a pipeline did not compute; None
-        until all of them have said how long they did."""
+        """Return the share of the latest steps in which the ranks of a pipeline did not compute;
+        None until all of them have reported their times."""
         ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
         known = [self.latest[rank] for rank in ranks if rank in self.latest]
         longest_s = max((each.span_s for each in known), default=0.0)
@@ -198,7 +207,7 @@ def of_training(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float]:
-    """The steps left out since the run began, where the workers count them."""
+    """Return the metrics with the steps skipped since the run began, if the workers count them."""
     if SKIPPED_STEPS not in metrics:
         return metrics
     return {**metrics, SKIPPED_STEPS: num_before + metrics[SKIPPED_STEPS]}
@@ -210,7 +219,7 @@ async def _report(
     differing = _differing(effect, results)
     if differing:
         reason = f"the replicas differ after segment {effect.segment}: {differing}"
-        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        await env.runs.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
         return
     evaluated = await _evaluated(env, effect, results)
     if evaluated is None:
@@ -236,39 +245,39 @@ async def _report(
         streams=_streams(results),
         kept=tuple(Digest(result.kept) for result in results) if effect.keeps else (),
     )
-    histories = await finished_history(env, effect, _requests(env, effect), results)
-    await env.report(effect.run_id, fact, histories)
+    histories = await finished_history(env, effect, _requests(env.workers, effect), results)
+    await env.runs.report(effect.run_id, fact, histories)
 
 
 async def _evaluated(
     env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
 ) -> tuple[dict[str, float], str] | None:
-    """Return the metrics of the evaluation, and why the user's code ends the training with it; None
-    when they could not be had: that has been reported."""
+    """Return the metrics of the evaluation, and why the user's code ends the training, if it does;
+    None if there are no metrics, which has been reported."""
     party, segment, splits = effect.party, effect.segment, effect.evaluate
     own = await own_metrics(env, effect, party, segment, splits, results)
     if own is None:
         return None
     parts = (part for result in results for part in result.parts)
-    metrics = {**fold_parts(parts, env.metrics_of(effect.run_id, party)), **own}
+    metrics = {**fold_parts(parts, env.runs.metrics_of(effect.run_id, party)), **own}
     at = (segment, results[0].step)
     seen = await shown_evaluation(env, effect, party, at, splits, results, metrics)
     return None if seen is None else ({**metrics, **seen.logged}, seen.stop_reason)
 
 
 def _streams(results: list[worker_pb2.TrainResult]) -> str:
-    """Return the marks of all members' streams as JSON; none where they are too long to be kept,
-    and so streams are read again from further back."""
+    """Return the marks of all members' streams as JSON; "" if they are too long to be journaled, in
+    which case streams are read again from further back."""
     marks = {number: text for result in results for number, text in result.streams.items()}
     text = dump_json({str(number): marks[number] for number in sorted(marks)}) if marks else ""
     return text if len(text) <= MAX_STREAMS_CHARS else ""
 
 
 def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
-    """Name the states of members that should hold the same one and do not; "" when all is well."""
+    """Name the members whose states differ though they should not; "" if all agree."""
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
     is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
-    # Apart from state of its own, which the fingerprints do not cover, each replica holds the same.
+    # All replicas hold the same, apart from private state, which fingerprints do not cover.
     for part in (effect.members,) if is_replicated else effect.parts:
         if len({by_member[member] for member in part}) > 1:
             return ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)
@@ -279,33 +288,30 @@ def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str
 #
 # The step history of a segment is taken in during training and is complete when the segment ends.
 #
-# The first member sends the values that all members share. Each member sends what only it knows,
-# about its nodes or stages and about itself. Parts that were too large to be kept are missing at
-# the end, and are requested by attaching once more.
+# The first member sends the values that all members share. Each member sends the values that it
+# alone has, about its nodes or stages and about itself. Parts that were too large to be kept are
+# missing at the end, and are requested by attaching once more.
 
 log = structlog.get_logger()
 
 
-def stride_for(env: EffectContext, effect: RunSegment) -> int:
-    """Return how many steps a row stands for; 0 where nothing is recorded: the job says so, or
-    nothing is trained."""
-    recording = env.job_of(effect.run_id, effect.party).recording
+def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
+    """Return how many steps a row stands for; 0 if the job records or trains nothing."""
+    recording = runs.job_of(effect.run_id, effect.party).recording
     is_off = recording is not None and not recording.steps
     num_steps = effect.num_rounds * effect.num_steps
     return 0 if is_off or not num_steps else stride_of(num_steps)
 
 
 def number_of(effect: RunSegment) -> int:
-    """Return the number of a segment in its party's history: that of a client counts rounds."""
+    """Return the number of a segment in its party's history; for a client it counts rounds."""
     return effect.rounds_before + effect.segment
 
 
-def take_in(
-    env: EffectContext, effect: RunSegment, rank: int, part: worker_pb2.HistoryPart
-) -> None:
+def take_in(runs: LiveRuns, effect: RunSegment, rank: int, part: worker_pb2.HistoryPart) -> None:
     """Keep a part that a member has sent."""
-    begun = SegmentTail(number_of(effect), stride_for(env, effect), effect.membership)
-    env.history.add(TailKey(effect.run_id, effect.party, rank), begun, part)
+    begun = SegmentTail(number_of(effect), stride_for(runs, effect), effect.membership)
+    runs.history.add(TailKey(effect.run_id, effect.party, rank), begun, part)
 
 
 async def finished_history(
@@ -314,12 +320,12 @@ async def finished_history(
     request: Callable[[int], worker_pb2.ExecuteRequest],
     results: Sequence[worker_pb2.TrainResult],
 ) -> list[HistoryRow]:
-    """Return the history of a segment that has ended: a row of the party, and one of each part of
-    it that has any. What is not as a member says is left out.
+    """Return the history of a segment that has ended: a row of the party, and one of each part that
+    has a history. Parts that differ from a member's description are left out.
 
     request: by rank, to attach with once more. results: by rank.
     """
-    stride = stride_for(env, effect)
+    stride = stride_for(env.runs, effect)
     if not stride:
         return []
     parts: list[PackedRows] = []
@@ -329,7 +335,7 @@ async def finished_history(
         parts += await parts_of(env, key, number_of(effect), member, request(rank), result)
     step = effect.rounds_before * effect.num_steps + results[0].step
     trained = TrainedSteps(effect.run_id, effect.party, number_of(effect), stride, step)
-    return await rows_of(env, trained, parts)
+    return await rows_of(trained, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +351,7 @@ class TrainedSteps:
 
     @property
     def ids(self) -> dict[str, object]:
-        """What the log says of it."""
+        """Return the names by which the log tells the steps."""
         return {"run_id": self.run_id, "party": self.party, "segment": self.segment}
 
 
@@ -357,10 +363,10 @@ async def parts_of(
     request: worker_pb2.ExecuteRequest,
     result: worker_pb2.TrainResult | worker_pb2.ClientRoundResult,
 ) -> list[PackedRows]:
-    """Return all that a member has recorded of a segment; nothing where that is not to be had."""
+    """Return all parts that a member has recorded of a segment; [] if they cannot be had."""
     if not result.num_history_parts:
         return []
-    tail = env.history.tail(key)
+    tail = env.runs.history.tail(key)
     parts = tail.sent if tail is not None and tail.segment == segment else HistoryParts()
     if not parts.are_all(result):
         parts = HistoryParts()
@@ -372,12 +378,10 @@ async def parts_of(
     return []
 
 
-async def rows_of(
-    env: EffectContext, trained: TrainedSteps, parts: Sequence[PackedRows]
-) -> list[HistoryRow]:
-    """Return what is stored of steps; nothing where what was sent of them cannot be read."""
+async def rows_of(trained: TrainedSteps, parts: Sequence[PackedRows]) -> list[HistoryRow]:
+    """Return the stored rows of steps; [] if the parts that were sent cannot be read."""
     try:
-        return await env.in_thread(lambda: _rows(trained, parts))
+        return await asyncio.to_thread(_rows, trained, parts)
     except InvalidInputError as error:
         reason = str(error)
         log.error("the step history of a segment cannot be read", reason=reason, **trained.ids)
@@ -418,13 +422,13 @@ async def release(env: EffectContext, effect: Release) -> None:
     env.forget(effect.run_id)
     await asyncio.gather(*(_close(env, effect, member) for member in effect.members))
     failpoint("coordinator.run.released")
-    await env.report(effect.run_id, RunReleased())
+    await env.runs.report(effect.run_id, RunReleased())
 
 
 async def _close(env: EffectContext, effect: Release, member: Member) -> None:
     try:
-        await env.links.to(member, env.state).close_session(effect.run_id)
+        await env.workers.link(member).close_session(effect.run_id)
     except StratagemError as error:
         # Its sessions end with its process, or when it next asks about the run.
         worker_id = member.worker_id
-        env.say("not released", effect.run_id, worker_id=worker_id, why=str(error))
+        env.runs.say("not released", effect.run_id, worker_id=worker_id, why=str(error))

@@ -1,5 +1,6 @@
 """Pull snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +22,10 @@ from stratagem.common.rpc.tensor_transfer import SizeOf, all_of_it, pull
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.common.tensors.same_bytes import SameBytes, check_same, num_changed_bytes
 from stratagem.common.tensors.stream import Sink
-from stratagem.coordinator.effects.context import EffectContext, PulledSnapshot
+from stratagem.coordinator.effects.context import EffectContext, PulledSnapshot, Transfers
 from stratagem.coordinator.effects.execute import state_writer
 from stratagem.coordinator.runtime.links import SnapshotCalls, WorkerSession
-from stratagem.coordinator.store.blobs import StateWriter
+from stratagem.coordinator.store.blobs import BlobStore, StateWriter
 from stratagem.coordinator.store.files import BlobFile
 from stratagem.coordinator.updates.floats import Offload
 from stratagem.coordinator.updates.merge import StatePart
@@ -164,8 +165,8 @@ async def pull_snapshot(
 
     Bytes that an earlier snapshot of this session has, and that are here, are not sent again.
     """
-    link = env.links.to(at.member, env.state)
-    base = await base_of(env, at)
+    link = env.workers.link(at.member)
+    base = await base_of(env.transfers, at)
     if base is not None:
         with base.file:
             try:
@@ -179,17 +180,17 @@ async def pull_outputs(
     env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
     """Pull the outputs that a member keeps beside its snapshot; they are durable in the store."""
-    return await _pulled(env, at, env.links.to(at.member, env.state).outputs(at, segment))
+    return await _pulled(env, at, env.workers.link(at.member).outputs(at, segment))
 
 
-async def base_of(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
+async def base_of(transfers: Transfers, at: WorkerSession) -> BaseBlob | None:
     """Open the snapshot that this member gave before; None where there is none that can be read."""
-    pulled = env.snapshots.get((at.run_id, Party(at.party)))
+    pulled = transfers.snapshots.get((at.run_id, Party(at.party)))
     if pulled is None or pulled.member != at.member:
         return None
     try:
-        manifest, data_start = await env.header(pulled.digest)
-        file = await env.in_thread(lambda: env.blobs.open(pulled.digest))
+        manifest, data_start = await transfers.header(pulled.digest)
+        file = await asyncio.to_thread(lambda: transfers.blobs.open(pulled.digest))
     except (OSError, StratagemError) as error:
         log.info("no base for a snapshot", run_id=at.run_id, reason=str(error))
         return None
@@ -199,38 +200,40 @@ async def base_of(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
 async def _pulled(
     env: EffectContext, at: WorkerSession, ask: Ask, base: BaseBlob | None = None
 ) -> tuple[Digest, Manifest]:
-    intake = SnapshotIntake(partial(state_writer, env, at.run_id), base)
+    intake = SnapshotIntake(partial(state_writer, env.runs, env.transfers.blobs, at.run_id), base)
     try:
-        manifest = await _pull(env, ask, intake.accept, intake.size_of)
-        digest = await env.in_thread(intake.commit)
+        manifest = await _pull(env.transfers.limits, ask, intake.accept, intake.size_of)
+        digest = await asyncio.to_thread(intake.commit)
     finally:
         intake.abort()
     if intake.name:
-        env.snapshots[at.run_id, Party(at.party)] = PulledSnapshot(at.member, intake.name, digest)
+        env.transfers.snapshots[at.run_id, Party(at.party)] = PulledSnapshot(
+            at.member, intake.name, digest
+        )
     return digest, manifest
 
 
 async def pull_part(env: EffectContext, holder: PartHolder, segment: int) -> StatePart:
     """Pull a part of the state at the end of a segment, into a scratch file of the caller's."""
-    link = env.links.to(holder.at.member, env.state)
+    link = env.workers.link(holder.at.member)
     ask = link.snapshot(holder.at, segment, of_mirror=holder.of_mirror)
-    return await _scratched(env, ask)
+    return await _scratched(env.transfers, ask)
 
 
 async def pull_part_outputs(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
     """Pull a member's outputs for the user's own metrics, into a scratch file of the caller."""
-    return await _scratched(env, env.links.to(at.member, env.state).outputs(at, segment))
+    return await _scratched(env.transfers, env.workers.link(at.member).outputs(at, segment))
 
 
 async def pull_kept(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
     """Pull the file of the tensors that a member alone had at the end of a segment."""
-    return await _scratched(env, env.links.to(at.member, env.state).kept(at, segment))
+    return await _scratched(env.transfers, env.workers.link(at.member).kept(at, segment))
 
 
-async def _scratched(env: EffectContext, ask: Ask) -> StatePart:
-    scratch = env.blobs.scratch()
+async def _scratched(transfers: Transfers, ask: Ask) -> StatePart:
+    scratch = transfers.blobs.scratch()
     try:
-        manifest = await _pull(env, ask, lambda _: scratch.write)
+        manifest = await _pull(transfers.limits, ask, lambda _: scratch.write)
     except BaseException:
         scratch.close()
         raise
@@ -238,7 +241,7 @@ async def _scratched(env: EffectContext, ask: Ask) -> StatePart:
 
 
 async def _pull(
-    env: EffectContext,
+    limits: Limits,
     ask: Ask,
     begin: Callable[[Manifest], Callable[[bytes], None]],
     size_of: SizeOf = all_of_it,
@@ -255,7 +258,7 @@ async def _pull(
         manifest = await pull(
             ask,
             accept,
-            limits=Limits(max_total_bytes=env.settings.max_state_bytes),
+            limits=limits,
             purpose=Purpose.STATE,
             keep_up=offload.keep_up,
             near=ask.near(offload.take) if isinstance(ask, SnapshotCalls) else None,
@@ -273,13 +276,13 @@ async def _pull(
 # A fact may name bytes that are no state of a model; these are stored as a blob, too.
 
 
-async def stored_bytes(env: EffectContext, data: bytes) -> Digest:
+async def stored_bytes(blobs: BlobStore, data: bytes) -> Digest:
     """Return the name of the blob with these bytes, once it is durable."""
-    return await env.in_thread(lambda: _stored(env, data))
+    return await asyncio.to_thread(_stored, blobs, data)
 
 
-def _stored(env: EffectContext, data: bytes) -> Digest:
-    writer = env.blobs.writer(len(data))
+def _stored(blobs: BlobStore, data: bytes) -> Digest:
+    writer = blobs.writer(len(data))
     try:
         writer.write(data)
         return writer.commit()

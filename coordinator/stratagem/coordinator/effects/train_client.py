@@ -43,7 +43,7 @@ from stratagem.coordinator.effects.client_reports import (
     spent_of,
     state_defect,
 )
-from stratagem.coordinator.effects.context import EffectContext
+from stratagem.coordinator.effects.context import EffectContext, LiveRuns, WorkerCalls
 from stratagem.coordinator.effects.execute import PlanListener, attend, record_of
 from stratagem.coordinator.effects.secure import masked_manifest
 from stratagem.coordinator.effects.segment import TrainedSteps, of_training, parts_of, rows_of
@@ -68,19 +68,19 @@ MAX_STRIDE = 1 << 52
 
 
 def party_of(effect: TrainClient) -> Party:
-    """Return the party that a client is: its session, and its history, have the name."""
-    again = f"-{effect.attempt}" if effect.attempt else ""  # it masks another update
+    """Return the party of a client, which names its session and its history."""
+    again = f"-{effect.attempt}" if effect.attempt else ""  # each attempt has other masks
     return child_party(effect.party, f"client{effect.client}{again}")
 
 
 class RecordedRound:
-    """What a client has recorded in a round. Runs on the event loop."""
+    """The step history of a client in a round. Runs on the event loop."""
 
     def __init__(
         self, env: EffectContext, effect: TrainClient, request: worker_pb2.ExecuteRequest
     ) -> None:
         self._env, self._effect, self._request = env, effect, request
-        recording = env.job_of(effect.run_id, effect.party).recording
+        recording = env.runs.job_of(effect.run_id, effect.party).recording
         self._is_on = recording is not None and recording.client_steps
         self._key = TailKey(effect.run_id, party_of(effect), 0)
         self._stride = 0
@@ -88,19 +88,19 @@ class RecordedRound:
 
     @property
     def listener(self) -> PlanListener:
-        """What takes in the parts of the history."""
+        """Return the listener that takes in the parts of the history."""
         return PlanListener(history=self._take_in if self._is_on else None)
 
     def _take_in(self, part: worker_pb2.HistoryPart) -> None:
         stride = int(part.stride)
         if part.party or not 0 < stride <= MAX_STRIDE or stride & (stride - 1):
-            return  # no part of ours: the others are not whole without it
+            return  # it is damaged, and the others are not whole without it
         self._stride, self._from_step = stride, int(part.from_step)
         begun = SegmentTail(self._effect.round_num, stride, self._effect.membership)
-        self._env.history.add(self._key, begun, part)
+        self._env.runs.history.add(self._key, begun, part)
 
     async def rows(self, result: worker_pb2.ClientRoundResult) -> list[HistoryRow]:
-        """Return what is stored of the steps of an update."""
+        """Return the stored rows of the steps of an update."""
         effect = self._effect
         if not self._stride:
             return []
@@ -110,12 +110,12 @@ class RecordedRound:
         to_step = self._from_step + int(result.num_steps)
         of_round = (effect.round_num, self._stride, to_step)
         trained = TrainedSteps(effect.run_id, self._key.party, *of_round)
-        return await rows_of(self._env, trained, parts)
+        return await rows_of(trained, parts)
 
     def end(self) -> None:
-        """Forget what has been taken in: it is stored, or of a part of a round that is over."""
+        """Forget the parts taken in: they are stored, or the client's part of the round is over."""
         if self._stride:
-            self._env.history.end(self._key.run_id, self._key.party)
+            self._env.runs.history.end(self._key.run_id, self._key.party)
 
 
 # ---- TrainClient ----
@@ -124,6 +124,7 @@ class RecordedRound:
 async def train_client(env: EffectContext, effect: TrainClient) -> None:
     """Train, pull, and report UpdateReceived or UpdateRejected."""
     client, num_clients = effect.share or (effect.client, effect.num_clients)
+    mask = worker_pb2.SecureMask(attempt=effect.attempt, routed=effect.routed)
     plan = worker_pb2.ClientRoundPlan(
         base=state_ref(effect.base),
         client=client,
@@ -132,57 +133,53 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         num_lr_reductions=effect.num_lr_reductions,
         clip_norm=effect.clip_norm,
         state=client_state_ref(effect.state),
-        kept_rounds=kept_rounds(env, effect),
-        secure_mask=_secure_mask(effect),
-        place=env.links.to(effect.member, env.state).place,
+        kept_rounds=kept_rounds(env.runs, effect),
+        secure_mask=mask if effect.routed else None,
+        place=env.workers.link(effect.member).place,
     )
     if effect.rows is not None:
         try:
-            plan.rows.CopyFrom(await env.in_thread(lambda: row_privacy(env, effect)))
+            plan.rows.CopyFrom(await asyncio.to_thread(row_privacy, env.runs, effect))
         except (SecretLostError, InvalidInputError) as error:
             reason = f"round {effect.round_num}: {error}"
-            await env.report(effect.run_id, RunFailed(reason=reason))
+            await env.runs.report(effect.run_id, RunFailed(reason=reason))
             return
-    request = env.request(effect.party, _session(effect), effect.round_num, client_round=plan)
-    looked, steps = _look(env, effect), RecordedRound(env, effect, request)
+    at = _session(effect)
+    request = env.workers.request(effect.party, at, effect.round_num, client_round=plan)
+    looked = _look(env.runs, env.transfers.spool, effect)
+    steps = RecordedRound(env, effect, request)
     try:
         result = await _trained(env, effect, request, steps)
         match result.WhichOneof("outcome"):
             case "error":
-                _close(env, effect)
-                await reject_for_error(env, effect, record_of(result.error))
+                _close(env.runs, env.workers, effect)
+                await reject_for_error(env.runs, effect, record_of(result.error))
             case "client_round":
-                env.yield_slots(effect)
+                env.workers.yield_slots(effect)
                 done = result.client_round
-                if wrong := _defect(env, effect, done):
-                    _close(env, effect)
-                    await reject(env, effect, *wrong)
+                if wrong := _defect(env.runs, effect, done):
+                    _close(env.runs, env.workers, effect)
+                    await reject(env.runs, effect, *wrong)
                 else:
-                    await report_lost_state(env, effect, done)
+                    await report_lost_state(env.runs, effect, done)
                     await _collect(env, effect, done, looked, steps)
             case _:
-                await env.end_early(effect.run_id, effect.member, result)
+                await env.workers.end_early(effect.run_id, effect.member, result)
     finally:
         steps.end()
 
 
 def _defect(
-    env: EffectContext, effect: TrainClient, done: worker_pb2.ClientRoundResult
+    runs: LiveRuns, effect: TrainClient, done: worker_pb2.ClientRoundResult
 ) -> tuple[Cause, str] | None:
-    """Return why the update cannot count."""
-    q = spec_of(env.job_of(effect.run_id, effect.party)).options.q
+    """Return why the update cannot count; None if it can."""
+    q = spec_of(runs.job_of(effect.run_id, effect.party)).options.q
     wrong = defect(done.loss, done.num_steps, of_training(done.metrics))
-    return wrong or defect_before(q, _loss_before(done)) or state_defect(env, effect, done)
+    return wrong or defect_before(q, _loss_before(done)) or state_defect(runs, effect, done)
 
 
 def _loss_before(done: worker_pb2.ClientRoundResult) -> float | None:
     return done.loss_before if done.HasField("loss_before") else None
-
-
-def _secure_mask(effect: TrainClient) -> worker_pb2.SecureMask | None:
-    if not effect.routed:
-        return None
-    return worker_pb2.SecureMask(attempt=effect.attempt, routed=effect.routed)
 
 
 async def _trained(
@@ -191,42 +188,43 @@ async def _trained(
     request: worker_pb2.ExecuteRequest,
     steps: RecordedRound,
 ) -> worker_pb2.ExecuteResult:
-    """Return what has become of the client's training."""
+    """Return the result of the client's training."""
     base = effect.base.digest
     try:
         return await attend(env, effect.member, request, steps.listener, base=base)
     except asyncio.CancelledError:
-        if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
-            count_if_late(env, effect)
-            _abort(env, effect)
+        if not env.runs.is_due(effect):
+            # The round has closed without the client, or the client has moved elsewhere.
+            count_if_late(env.runs, effect)
+            _abort(env.runs, env.workers, effect)
         raise
 
 
-def _abort(env: EffectContext, effect: TrainClient) -> None:
+def _abort(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
     """Have the worker end the client's training, and close the update that it offers."""
 
     async def abort() -> None:
-        await env.links.to(effect.member, env.state).abort(_session(effect))
+        await workers.link(effect.member).abort(_session(effect))
 
-    env.chores.do(abort(), "abort the training of a client")
+    runs.chores.do(abort(), "abort the training of a client")
 
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
-"""The update, where a crash has left it in the spool complete; and the offset to request it
+"""The complete update that a crash has left in the spool, if any, and the offset to request it
 from."""
 
 
-def _look(env: EffectContext, effect: TrainClient) -> Looked:
+def _look(runs: LiveRuns, spool: Spool, effect: TrainClient) -> Looked:
     """Look into the spool, and make the round's folder, while the client trains."""
-    key, source = _key(env, effect), effect.member.incarnation
-    looked: Looked = asyncio.ensure_future(env.in_thread(lambda: env.spool.look(key, source)))
+    key, source = _key(runs, effect), effect.member.incarnation
+    looked: Looked = asyncio.ensure_future(asyncio.to_thread(spool.look, key, source))
     looked.add_done_callback(lambda done: done.cancelled() or done.exception())  # may not be asked
     return looked
 
 
-def _key(env: EffectContext, effect: TrainClient) -> SpoolKey:
+def _key(runs: LiveRuns, effect: TrainClient) -> SpoolKey:
     of_round = effect.run_id, effect.party, effect.round_num
-    return env.spool_key(*of_round, effect.client, effect.attempt)
+    return runs.spool_key(*of_round, effect.client, effect.attempt)
 
 
 async def _collect(
@@ -237,24 +235,24 @@ async def _collect(
     steps: RecordedRound,
 ) -> None:
     try:
-        async with env.pulls:
+        async with env.transfers.pulls:
             of_round = effect.run_id, effect.party, effect.round_num
-            with env.together.member(of_round) as writing:
+            with env.transfers.together.member(of_round) as writing:
                 entry = await _pull(env, effect, result, looked)
                 kept = await kept_state(env, effect, _session(effect), result.state_digest)
         await writing.all_done()
         histories = await steps.rows(result)
     except asyncio.CancelledError:
-        count_if_late(env, effect)
-        if not env.is_due(effect):
-            _abort(env, effect)
+        count_if_late(env.runs, effect)
+        if not env.runs.is_due(effect):
+            _abort(env.runs, env.workers, effect)
         raise
     except UpdateRejectedError as error:
-        _close(env, effect)
-        await reject(env, effect, error.cause, error.reason)
+        _close(env.runs, env.workers, effect)
+        await reject(env.runs, effect, error.cause, error.reason)
         return
     failpoint("coordinator.round.pulled")
-    _close(env, effect)
+    _close(env.runs, env.workers, effect)
     received = UpdateReceived(
         party=effect.party,
         round_num=effect.round_num,
@@ -274,16 +272,14 @@ async def _collect(
         client_state=kept,
         attempt=effect.attempt,
     )
-    await report_update(env, effect, received, histories)
+    await report_update(env.runs, effect, received, histories)
 
 
-def _close(env: EffectContext, effect: TrainClient) -> None:
+def _close(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
     """Close the client's session: the worker would keep one update of every client that it
     plays."""
-    link = env.links.to(effect.member, env.state)
-    env.chores.do(
-        link.close_session(effect.run_id, _session(effect).ref), "close the session of a client"
-    )
+    closing = workers.link(effect.member).close_session(effect.run_id, _session(effect).ref)
+    runs.chores.do(closing, "close the session of a client")
 
 
 async def _pull(
@@ -292,14 +288,16 @@ async def _pull(
     result: worker_pb2.ClientRoundResult,
     looked: Looked,
 ) -> SpoolEntry:
-    """Return the update in the spool; one that a crash left there complete is taken as it is."""
+    """Pull the update into the spool, unless a crash has left the complete one there; return it."""
     done, offset = await looked
     if done is not None:
         return done
-    expected, _ = await env.header(effect.base.digest)
+    expected, _ = await env.transfers.header(effect.base.digest)
     if effect.routed:
-        expected = masked_manifest(env, effect.run_id, effect.party, expected, effect.num_members)
-    with closing(decoding_of(env, effect, expected, [effect.base.digest])) as decoding:
+        job = env.runs.job_of(effect.run_id, effect.party)
+        expected = masked_manifest(job, expected, effect.num_members)
+    blobs, bases = env.transfers.blobs, [effect.base.digest]
+    with closing(decoding_of(env.runs, blobs, effect, expected, bases)) as decoding:
         return await _pull_to_spool(env, effect, result, decoding, offset)
 
 
@@ -309,8 +307,8 @@ def _session(effect: TrainClient) -> WorkerSession:
 
 @contextmanager
 def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
-    """Refuses an update whose manifest, the first thing that comes, breaks a rule or a limit: it
-    would do so again. manifests: those that have come."""
+    """Reject an update whose manifest, which comes first, breaks a rule or a limit: it would do so
+    again. manifests: those that have come."""
     try:
         yield
     except (InvalidInputError, LimitError) as error:
@@ -327,15 +325,16 @@ async def _pull_to_spool(
     decoding: UpdateDecoding,
     offset: int,
 ) -> SpoolEntry:
-    link = env.links.to(effect.member, env.state)
+    link = env.workers.link(effect.member)
     manifests: list[Manifest] = []
     writers: list[SpoolWriter] = []
+    spool, limits = env.transfers.spool, env.transfers.limits
 
     def writer() -> SpoolWriter:  # opened in the thread that writes
         if not writers:
             source = effect.member.incarnation
-            key, manifest = _key(env, effect), manifests[0]
-            writers.append(env.spool.open(key, manifest, source=source, before=decoding.known))
+            key, manifest = _key(env.runs, effect), manifests[0]
+            writers.append(spool.open(key, manifest, source=source, before=decoding.known))
         return writers[0]
 
     def commit(writer: SpoolWriter) -> SpoolEntry:
@@ -348,7 +347,6 @@ async def _pull_to_spool(
         decoding.check_size(manifest)
         return offload.write
 
-    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     codecs = ("", codec_of(decoding.job))
     try:
         with _announced(offset, manifests):
@@ -370,15 +368,15 @@ async def _pull_to_spool(
                     near=calls.near(offload.take),
                 )
         await offload.finish()
-        key = _key(env, effect)
-        return await env.in_thread(
-            lambda: commit_update(writer(), decoding, env.spool, key, commit)
+        key = _key(env.runs, effect)
+        return await asyncio.to_thread(
+            lambda: commit_update(writer(), decoding, spool, key, commit)
         )
     finally:
         await offload.close()
         for opened in writers:
-            if opened.is_open:  # the update is not whole, and what is here is made durable
-                await env.in_thread(opened.close)
+            if opened.is_open:  # the update is not whole; make durable the bytes that are here
+                await asyncio.to_thread(opened.close)
 
 
 # ---- Updates offered in files ----
@@ -396,11 +394,11 @@ class OfferedUpdate(NamedTuple):
 def offered_update(
     link: WorkerLink, result: worker_pb2.ClientRoundResult, limits: Limits, codecs: Collection[str]
 ) -> OfferedUpdate | None:
-    """Return the update that is offered; None where there is none, or it cannot be read here.
+    """Return the offered update; None if there is none, or it cannot be read here.
 
     Raises InvalidInputError and LimitError for a manifest that breaks a rule or a limit.
     """
-    file = offered(result) if link.place else None  # beyond this machine nothing was asked for
+    file = offered(result) if link.place else None  # no other machine was asked for files
     if file is None:
         return None
     try:
@@ -432,7 +430,7 @@ def commit_update(
 ) -> SpoolEntry:
     """Commit the update `key`, the only one of its `decoding`. Blocks.
 
-    Raises UpdateRejectedError, after which nothing of it is left.
+    Raises UpdateRejectedError, after which nothing of it remains.
     """
     if not arrived.upload.manifest.codec or decoding.has_windows:
         return commit(arrived)
@@ -440,7 +438,7 @@ def commit_update(
     try:
         layout = decoding.layout(arrived.upload.manifest)
         begin, size = layout.payload.offset, layout.payload.size_bytes
-        with np.errstate(all="ignore"):  # what is not finite is rejected by the spool
+        with np.errstate(all="ignore"):  # the spool rejects numbers that are not finite
             payload_key = update_key(decoding.job, key.round_num, key.client)
             decoded = layout.codec.decode(data[begin : begin + size], payload_key)
     except UpdateRejectedError:

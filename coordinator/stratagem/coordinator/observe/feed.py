@@ -1,10 +1,10 @@
-"""The feed gives the watchers of a run its events by index, its latest progress, and a wake-up for
-both.
+"""The feed, which gives the watchers of a run its events by index, its latest progress, and a
+wake-up for both.
 
 It runs on the event loop and depends on neither gRPC nor the journal. Events are the journaled
 facts, so a watcher can leave and come back by index; progress is a latest value without an index.
-Only the newest events of runs that have not ended are in memory; all others are read on demand. Of
-a run at rest only its present watchers are in memory.
+Only the newest events of runs that have not ended are in memory; all others are read on demand. A
+run at rest has only its present watchers in memory.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class FeedEvent:
     phase: RunPhase
     leader_s: float = 0.0
     payload: str = ""
-    """The fact as JSON, where it was read from the journal; empty where it was not."""
+    """The fact as JSON, if it was read from the journal; else empty."""
 
     @property
     def kind(self) -> str:
@@ -73,47 +73,47 @@ class SegmentProgress:
     training_phase: str = ""
     """Name of the current phase of phase training."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Values of that step, by metric."""
+    """The values of that step, by metric."""
     lr: float = 0.0
-    """Learning rate of that step's update; 0 where it is not known."""
+    """The learning rate of that step's update; 0: not known."""
     bubble: float | None = None
-    """Of a pipeline: the share of its latest steps in which its ranks did not compute."""
+    """The share of a pipeline's latest steps in which its ranks did not compute."""
     reason: str = ""
-    """Why a run without workers waits, why its work keeps failing, or which worker stays at one
-    thing; no other field is set then but step."""
+    """The reason why a run waits for workers, why its work keeps failing, or which worker is
+    stalled; then no other field is set except step."""
 
 
 MAX_EVENTS: Final = 1024
-"""Events of a run in memory; up to twice as many until they are cut."""
+"""The events of a run in memory; twice as many are cut to these."""
 
 PAGE_EVENTS: Final = 100
-"""Events that are read for a watcher at once. One that does not read keeps them, about 2 KB
-each."""
+"""The events that are read for a watcher at once. A watcher that does not read keeps them, about
+2 KB each."""
 PAGE_BYTES: Final = 2**18
-"""Of the payloads that are read at once, if those that follow are like those before."""
+"""The bytes of payloads that are read at once, if the sizes stay alike."""
 
 History = Callable[[RunId, EventSpan, int], Awaitable[Sequence[FeedEvent]]]
-"""Returns the first events of a span, so many at most; none when there are none, or the run is
-gone."""
+"""A function that returns the first events of a span, at most a given number; none if there are
+none, or the run is gone."""
 
 
 @dataclass(slots=True)
 class _Run:
     events: list[FeedEvent] = field(default_factory=list)
-    """The newest ones; none once the run has ended."""
+    """The newest events; none once the run has ended."""
     num_events: int = 0
     last_wall_s: float = 0.0
     progress: SegmentProgress | None = None
     trouble: str = ""
     """The effect that keeps failing since the newest event, and the reason."""
     stall: str = ""
-    """Which worker stays at one thing."""
+    """The sentence about a stalled worker."""
     is_closed: bool = False
     changed: asyncio.Event | None = None
-    """Set at the next change; made by the watcher that waits for it."""
+    """An event for the next change, made by the watcher that waits for it."""
 
-    def said(self, reason: str) -> SegmentProgress:
-        """Return the progress that says a reason; the steps that are made stay so."""
+    def with_reason(self, reason: str) -> SegmentProgress:
+        """Return a progress with a reason, which keeps the number of steps."""
         return SegmentProgress(step=self.progress.step if self.progress else 0, reason=reason)
 
 
@@ -122,7 +122,7 @@ class Feed:
         self._history = history
         self._runs: dict[RunId, _Run] = {}
         self.listeners: list[Callable[[RunId], None]] = []
-        """Called with every run of which there is something new, or that is dropped."""
+        """The functions called with every run that has news, or is dropped."""
 
     def add_event(self, run_id: RunId, event: FeedEvent, *, is_last: bool) -> None:
         """Append an event; indices are consecutive. is_last: the run has ended with it."""
@@ -148,28 +148,27 @@ class Feed:
             self._wake(run_id, run)
 
     def set_trouble(self, run_id: RunId, reason: str, *, is_news: bool) -> None:
-        """Set what keeps failing, until the next event; watchers see it until there is progress.
-        is_news: they are told, who would else read the same sentence with other numbers."""
+        """Set the reason of repeated failures, until the next event; watchers see it until there is
+        progress. is_news: False if the sentence only has other numbers, of which nobody is told."""
         if run_id in self._runs:
             run = self._runs[run_id]
             run.trouble = reason
             if is_news:
-                self.set_progress(run_id, run.said(reason))
+                self.set_progress(run_id, run.with_reason(reason))
 
     def set_stall(self, run_id: RunId, reason: str) -> None:
-        """Set which worker stays at one thing; "" where none does any more. Watchers see it until
-        there is progress."""
+        """Set the sentence about a stalled worker; "": there is none any more. Watchers see it
+        until there is progress."""
         run = self._runs.get(run_id)
         if run is None or run.stall == reason:
             return
         before, run.stall = run.stall, reason
         shown = run.progress.reason if run.progress is not None else ""
         if reason or (before and shown == before):
-            self.set_progress(run_id, run.said(reason))
+            self.set_progress(run_id, run.with_reason(reason))
 
     def trouble(self, run_id: RunId) -> str:
-        """Return what keeps failing, and why, or which worker stays at one thing; "" where all is
-        well."""
+        """Return the sentence about repeated failures or a stalled worker; "" if all is well."""
         run = self._runs.get(run_id)
         return (run.trouble or run.stall) if run else ""
 
@@ -179,12 +178,12 @@ class Feed:
         return run.progress if run else None
 
     def last_wall_s(self, run_id: RunId) -> float:
-        """Return when the newest event happened; 0 before the first."""
+        """Return the time of the newest event; 0 before the first."""
         run = self._runs.get(run_id)
         return run.last_wall_s if run else 0.0
 
     def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
-        """Return the newest fact of a run that is wanted, of those in memory."""
+        """Return the newest wanted fact of a run among those in memory."""
         run = self._runs.get(run_id)
         events = reversed(run.events) if run else ()
         return next((event.fact for event in events if is_wanted(event.fact)), None)
@@ -199,7 +198,7 @@ class Feed:
     async def past(
         self, run_id: RunId, span: EventSpan, max_events: int = PAGE_EVENTS
     ) -> AsyncIterator[Sequence[FeedEvent]]:
-        """Yield the events of a span that have happened; max_events: that are read at once."""
+        """Yield the past events of a span; max_events: the most that are read at once."""
         num_events = min(max_events, PAGE_EVENTS)
         while page := await self._history(run_id, span, num_events):
             yield page
@@ -211,8 +210,8 @@ class Feed:
     async def watch(
         self, run_id: RunId, span: EventSpan, num_events: int
     ) -> AsyncIterator[FeedEvent | SegmentProgress]:
-        """Yield events of a span without an end, and progress between them, until the run has
-        ended; num_events: how many there are by now."""
+        """Yield events of an open span, and progress between them, until the run has ended;
+        num_events: the number of events by now."""
         run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
         index = span.from_index
         shown: SegmentProgress | None = None
@@ -254,20 +253,20 @@ class Feed:
 # all followers, and at most twice a second.
 
 PAUSE_S: Final = 0.5
-"""Seconds between two looks at what has changed."""
+"""Seconds between two looks at the changes."""
 
 Brief = TypeVar("Brief")
 
 
 @dataclass(slots=True, eq=False)
 class Follower(Generic[Brief]):
-    """One who follows all runs, and what has not been taken yet: the newest brief of each run."""
+    """A follower of all runs, with the newest brief of each run that it has not taken yet."""
 
     waiting: dict[RunId, Brief | None] = field(default_factory=dict)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def news(self) -> Mapping[RunId, Brief | None]:
-        """Wait for changed runs; None: that one is gone."""
+        """Wait for changed runs, and return their briefs; None: the run is gone."""
         await self.has_news.wait()
         self.has_news.clear()
         news, self.waiting = self.waiting, {}
@@ -275,22 +274,22 @@ class Follower(Generic[Brief]):
 
 
 class RunBriefs(Generic[Brief]):
-    """The followers of all runs, and the runs that have changed since they were told."""
+    """The followers of all runs, and the runs that have changed since the last briefs."""
 
     def __init__(
         self,
         brief_of: Callable[[RunId], Awaitable[Brief | None]],
         do: Callable[[Coroutine[Any, Any, None], str], None],
     ) -> None:
-        """brief_of: makes the brief of a run, None when it is gone; do: starts a chore under a
-        name."""
+        """Set up without followers; brief_of: returns the brief of a run, None if it is gone; do:
+        starts a chore under a name."""
         self._brief_of, self._do = brief_of, do
         self._followers: list[Follower[Brief]] = []
         self._changed: dict[RunId, None] = {}
         self._is_telling = False
 
     def note(self, run_id: RunId) -> None:
-        """Take in that there is something new of a run."""
+        """Take in that a run has changed."""
         if not self._followers:
             return
         self._changed[run_id] = None
@@ -300,7 +299,7 @@ class RunBriefs(Generic[Brief]):
 
     @contextmanager
     def follower(self) -> Iterator[Follower[Brief]]:
-        """Follow all runs, from now on."""
+        """Follow all runs from now on."""
         follower = Follower[Brief]()
         self._followers.append(follower)
         try:
@@ -309,7 +308,7 @@ class RunBriefs(Generic[Brief]):
             self._followers.remove(follower)
 
     async def _tell(self) -> None:
-        """Tell all followers what has changed, until nothing has for one pause."""
+        """Send all followers the changed briefs, until nothing has changed for one pause."""
         try:
             while self._changed and self._followers:
                 changed, self._changed = self._changed, {}
@@ -335,12 +334,12 @@ _BEFORE_TRAINING: Final = ("BUILDING", "WAITING")
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """What is said of the time of a run."""
+    """The times in a run's progress."""
 
     epoch: float
     elapsed_s: float
     eta_s: float | None
-    """None: nobody can say."""
+    """The remaining seconds; None: unknown."""
     may_end_early: bool
 
 
@@ -357,7 +356,7 @@ class Paces:
     def look(
         self, world: World, run: RunRecord, shown: SegmentProgress | None, *, anew: bool = False
     ) -> None:
-        """Take in what a run has done by now; shortly after the last look only with `anew`."""
+        """Take in the progress of a run; shortly after the last look only with `anew`."""
         now_s, looked_s = self._monotonic(), self._looked_s.get(run.run_id)
         if not anew and looked_s is not None and now_s - looked_s < LOOK_PAUSE_S:
             return
@@ -367,7 +366,7 @@ class Paces:
         trains = status.phase is RunPhase.RUNNING and status.strategy_phase not in _BEFORE_TRAINING
         pace = self._paces.get(run.run_id, Pace())
         done = step + status.counts.part_done
-        self._paces[run.run_id] = pace.seen(now_s, done, trains=trains)
+        self._paces[run.run_id] = pace.updated(now_s, done, trains=trains)
 
     def forget(self, run_id: RunId) -> None:
         """Drop a run that has ended."""
@@ -375,7 +374,7 @@ class Paces:
         self._looked_s.pop(run_id, None)
 
     def time_of(self, run: RunRecord, status: Status, step: int) -> RunTime:
-        """Return what is said of the time of a run that has done so many steps."""
+        """Return the times of a run that has done so many steps."""
         pace, counts = self._paces.get(run.run_id), status.counts
         may_say = pace is not None and counts.is_even and status.phase is RunPhase.RUNNING
         evaluation = run.job.evaluation
@@ -394,17 +393,16 @@ class Paces:
 
 
 def with_refused(reason: str, refused: str) -> str:
-    """Return why a run waits for workers, with the sentence about those that were refused."""
+    """Return why a run waits for workers, with the sentence about refused ones."""
     return f"{reason}; {refused}" if reason and refused else reason
 
 
 def say_what_is_missing(
     feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId], refused: str = ""
 ) -> None:
-    """Publish as progress the sentence about missing workers of these runs (all runs, where the
-    cluster changed) when it is another one; clear it once there are workers, but for what keeps
-    failing or stays at one thing, which is not over then. refused: the sentence
-    about workers that were refused."""
+    """Publish as progress the sentence about missing workers of these runs (all runs, if the
+    cluster has changed) when it has changed; clear it once there are workers, unless work keeps
+    failing or is stalled. refused: the sentence about refused workers."""
     looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
     for run_id in looked_at:
         run, shown = state.runs[run_id], feed.progress(run_id)
@@ -419,8 +417,8 @@ def say_what_is_missing(
 
 
 def say_what_fails(feed: Feed, state: CoordinatorState, effect: Effect, tries: FailedTries) -> None:
-    """Publish, until the next fact of the run, which effect keeps failing and why, how often it was
-    tried, and when it is tried next."""
+    """Publish, until the next fact of the run, the effect that keeps failing, the reason, the
+    number of tries, and the time of the next one."""
     kind, run = type(effect).__name__, state.runs.get(effect.run_id)
     of_all = f" of {MAX_TRIES}" if tries.retry is TryAgain.LIMITED else ""
     count = (
@@ -448,8 +446,8 @@ def _moment(wall_s: float) -> str:
 
 
 def publish_counts(feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId]) -> None:
-    """Publish that the counts of these runs are other ones, where they have no steps of their
-    own; the numbers themselves are taken from the state."""
+    """Publish that the counts of these runs have changed, if they count no steps; the numbers are
+    read from the state."""
     for run_id in changed & state.runs.keys():
         status = shown_status_of(state.runs[run_id], world)
         if status.phase is RunPhase.RUNNING and status.counts.unit != RunCounts().unit:

@@ -1,7 +1,7 @@
 """The step history of segments in flight: what their members have sent so far, in memory.
 
-Bounded: where a member has sent more than fits, its rows are merged for those who look, and what a
-segment's end needs is asked for again. Runs on the event loop. Nothing here outlives the process.
+The memory is bounded: if a member has sent more than fits, its rows are merged for display, and the
+end of the segment requests them again. All this runs on the event loop, and ends with the process.
 """
 
 import hashlib
@@ -20,25 +20,24 @@ from stratagem.v1 import worker_pb2
 log = structlog.get_logger()
 
 MAX_TAIL_BYTES: Final = 256 * 1024
-"""Of one member of a party."""
+"""The most bytes of one member of a party."""
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""Of all parties of all runs."""
+"""The most bytes of all parties of all runs."""
 
 
 class PackedRows(NamedTuple):
-    """Rows as they were sent, and whose they are."""
+    """Rows as they were sent, with the part that they belong to."""
 
     party: str
-    """A part of the party that trains, such as "node/3"; "" is all of it."""
+    """A part of the party that trains, such as "node/3"; "": the whole party."""
     rows: bytes
     from_step: int = 0
-    """Steps that had been applied when their recording began."""
+    """The steps that had been applied when their recording began."""
 
 
 @dataclass(slots=True)
 class HistoryParts:
-    """The parts of a segment's history, as one member has sent them; `is_whole` while none is
-    missing."""
+    """The parts of a segment's history from one member; `is_whole` while none is missing."""
 
     parts: list[PackedRows] = field(default_factory=list)
     is_whole: bool = True
@@ -53,7 +52,7 @@ class HistoryParts:
             self.parts.append(PackedRows(part.party, part.rows, part.from_step))
 
     def are_all(self, result: worker_pb2.TrainResult | worker_pb2.ClientRoundResult) -> bool:
-        """Return whether these are the parts that a result speaks of."""
+        """Return True if these are all parts that a result announces."""
         if not self.is_whole or len(self.parts) != result.num_history_parts:
             return False
         whole = b"".join(part.rows for part in self.parts)
@@ -61,8 +60,8 @@ class HistoryParts:
 
 
 def merged(parts: Sequence[PackedRows], stride: int) -> dict[str, dict[Series, Columns]]:
-    """Unpack parts whose steps follow each other and merge them: rows by whose they are, in order
-    of name. Raises InvalidInputError."""
+    """Unpack parts with consecutive steps and merge them; return the rows by part, in order of
+    name. Raises InvalidInputError."""
     pieces: dict[tuple[str, Series], list[Columns]] = {}
     for part in parts:
         for series, columns in unpack(part.rows).items():
@@ -75,22 +74,22 @@ def merged(parts: Sequence[PackedRows], stride: int) -> dict[str, dict[Series, C
 
 @dataclass(slots=True)
 class SegmentTail:
-    """The history of the segment that a party trains now, as one member has sent it."""
+    """The history of the segment that a party trains now, from one member."""
 
     segment: int
     stride: int
-    """Of its rows, as they are shown; that of the parts, or a multiple."""
+    """The stride of its rows for display: that of the parts, or a multiple."""
     membership: int = 0
-    """Under which it was sent: what an older one has sent may be another member's now."""
+    """The membership of the sender; the rows of an older one may belong to another member now."""
     sent: HistoryParts = field(default_factory=HistoryParts)
 
     @property
     def num_bytes(self) -> int:
-        """The size of what is kept."""
+        """Return the size of the kept parts."""
         return sum(len(part.rows) for part in self.sent.parts)
 
     def shorten(self) -> None:
-        """Keep half as many rows; nothing where what was sent cannot be read."""
+        """Keep half as many rows; none if the parts cannot be read."""
         self.stride *= 2
         try:
             rows = merged(self.sent.parts, self.stride)
@@ -110,7 +109,7 @@ class TailKey(NamedTuple):
 
 
 class SentRows(NamedTuple):
-    """What one member has sent of a party in a segment that has not ended."""
+    """The rows of a party from one member, in a segment that has not ended."""
 
     segment: int
     stride: int
@@ -118,7 +117,8 @@ class SentRows(NamedTuple):
 
 
 def rows_in_flight(sent: Sequence[SentRows]) -> dict[Series, Columns]:
-    """Return the rows by series, each as the first of these has it. Raises InvalidInputError."""
+    """Return the rows by series, each from the first sender that has it. Raises
+    InvalidInputError."""
     found: dict[Series, Columns] = {}
     for each in sent:
         for rows in merged(each.parts, each.stride).values():
@@ -136,8 +136,8 @@ class LiveHistory:
         self._num_bytes: dict[TailKey, int] = {}
 
     def add(self, key: TailKey, begun: SegmentTail, part: worker_pb2.HistoryPart) -> None:
-        """Add a part that a member has sent. begun: its segment without parts, where this is its
-        first one."""
+        """Add a part that a member has sent. begun: its segment without parts, for the first
+        one."""
         tail = self._tails.get(key)
         if part.number == 0 or tail is None or tail.segment != begun.segment:
             tail = self._tails[key] = begun
@@ -153,11 +153,11 @@ class LiveHistory:
         self._num_bytes[key] = self._tails[key].num_bytes
 
     def tail(self, key: TailKey) -> SegmentTail | None:
-        """Return what a member has sent."""
+        """Return the tail of a member."""
         return self._tails.get(key)
 
     def parties(self, run_id: RunId) -> list[Party]:
-        """Return the parties of a run that have rows in flight, and the parts of them that have."""
+        """Return the parties of a run, and their parts, that have rows in flight."""
         return sorted(
             {
                 _whose(key, part.party)
@@ -168,8 +168,8 @@ class LiveHistory:
         )
 
     def sent(self, run_id: RunId, party: Party) -> list[SentRows]:
-        """Return what is there of a party, or of a part of one: of the newest membership first, as
-        a node may have gone from one member to another."""
+        """Return the rows of a party, or of a part of one, those of the newest membership first,
+        because a node may have moved from one member to another."""
         of_run = [(key, tail) for key, tail in self._tails.items() if key.run_id == run_id]
         of_run.sort(key=lambda item: (-item[1].segment, -item[1].membership, item[0].rank))
         found = [

@@ -1,7 +1,7 @@
-"""RunLogs keeps one file of JSON lines per run, which only the `logs` command needs.
+"""The logs of runs, one file of JSON lines per run, for the `logs` command alone.
 
-The coordinator's own lines are the sentences of its facts; the workers' lines are the output and
-log records of user code there. A crash may lose lines, but never facts.
+The coordinator's lines are the sentences of its facts; the workers' lines are the output and log
+records of user code. A crash may lose lines, but never facts.
 """
 
 import asyncio
@@ -22,17 +22,16 @@ from stratagem.coordinator.core.facts import Member
 
 MAX_LINE_CHARS = 8192
 MAX_FILE_BYTES = 64 * 2**20
-"""Size of a log beyond which later lines are dropped, which the log says once."""
+"""The size of a log beyond which lines are dropped, as the log says once."""
 READ_BYTES = 2**18
-"""Bytes that are read for one follower at once; longer than every line."""
+"""The bytes that are read for one follower at once, more than any line has."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class RunLogLine:
-    """One line of a run's log; worker_id is "" for the coordinator's own lines; time_s counts from
-    1970."""
+    """One line of a run's log; worker_id: "" for the coordinator's lines; time_s: since 1970."""
 
     time_s: float
     worker_id: str
@@ -73,13 +72,12 @@ class RunLogs:
         file.flush()
 
     def close_run(self, run_id: RunId) -> None:
-        """Close the log of a run that has ended: followers end when they have read what there
-        is."""
+        """Close the log of a run that has ended: followers end once they have read all lines."""
         self._drop_file(run_id)
         self._wake(run_id)
 
     def _drop_file(self, run_id: RunId) -> None:
-        """Close the file; what it could not write then is lost."""
+        """Close the file; lines that it cannot write are lost."""
         file = self._files.pop(run_id, None)
         if file is not None:
             with suppress(OSError):
@@ -111,7 +109,7 @@ class RunLogs:
         """Yield the lines so far with their numbers; with follow, later ones too, until the run is
         over.
 
-        from_line: the number of the first one, from 0; a negative one counts from the end.
+        from_line: the number of the first line, from 0; a negative one counts from the end.
         """
         position = number = 0
         if from_line < 0:
@@ -138,7 +136,7 @@ class RunLogs:
         return 0
 
     def _skip(self, run_id: RunId, num_lines: int) -> tuple[int, int]:
-        """Return a position in the log that is not behind so many lines, and how many are before
+        """Return a position in the log after at most so many lines, and the number of lines before
         it."""
         position = number = 0
         with suppress(FileNotFoundError), self._path(run_id).open("rb") as file:
@@ -171,8 +169,8 @@ class RunLogs:
 
 
 def _line(raw: bytes) -> RunLogLine | None:
-    """Parse a line; None for one cut off by a crash or a full disk, and for one joined to its
-    end."""
+    """Parse a line; return None for one cut off by a crash or a full disk, or joined to such a
+    one."""
     try:
         return RunLogLine(**json.loads(raw))
     except (ValueError, TypeError):
@@ -187,8 +185,8 @@ _NAMES = (("party", "party"), ("segment", "segment"), ("round", "round_num"))
 
 
 def ids_of(run_id: RunId, thing: object) -> dict[str, Any]:
-    """Return run_id, party, segment or round, worker_id, member of a population: those that
-    it has."""
+    """Return those of run_id, party, segment or round, worker_id and population member that an
+    effect or fact has."""
     ids: dict[str, Any] = {} if run_id == CLUSTER else {"run_id": run_id}
     for key, name in _NAMES:
         value = getattr(thing, name, None)

@@ -1,5 +1,4 @@
-"""Profiles keeps the workers' recordings of training steps, one file for each worker and segment
-of a run.
+"""The workers' recordings of training steps, one file for each worker and segment of a run.
 
 The recordings are joined into one trace in the Trace Event Format, which Chrome and Perfetto show:
 a process for each worker, all in the coordinator's time. Nothing else needs them. They survive
@@ -39,7 +38,7 @@ from stratagem.v1 import worker_pb2
 # A file is one line of JSON, the head, followed by the events as they came.
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
-"""Limit of the unpacked size; our workers record 20,000 events, of about 100 bytes each."""
+"""The limit of the unpacked size; our workers record 20,000 events of about 100 bytes."""
 MAX_ROWS: Final = 32_768
 MAX_ROW_CHARS: Final = 4096
 MAX_NAME_CHARS: Final = 256
@@ -48,16 +47,16 @@ _NEXT: Final = re.compile(r"\s*,\s*")
 _END: Final = re.compile(r"\s*\]\s*\}\s*")
 
 Row = tuple[str, str, float, float, int | str]
-"""Name, category, begin and duration in microseconds, thread."""
+"""The name, category, begin and duration in microseconds, and thread of an event."""
 
 
 class UnreadableError(Exception):
-    """A recording is not of the form that workers of this project send."""
+    """A recording does not have the form that workers of this project send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One recording with its origin; `events` is compressed, and empty where only the head was
+    """One recording with its origin; `events` is compressed, and empty if only the head was
     read."""
 
     worker_id: str
@@ -67,12 +66,12 @@ class Recording:
     clock_error_s: float | None
     base_ns: int
     num_bytes: int
-    """Size of the events, unpacked."""
+    """The unpacked size of the events."""
     events: bytes = b""
 
     @classmethod
     def of(cls, profile: worker_pb2.Profile) -> Self:
-        """Return the recording of a message, checked to be readable. Raises UnreadableError."""
+        """Return the readable recording in a message. Raises UnreadableError."""
         text = _unpacked(profile.events_gzip)
         base_ns = int(_head_of(text)[1])
         for _ in _rows(text):
@@ -104,10 +103,10 @@ class Recording:
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Return True if a file has the form that is written here."""
+        """Return True if a file has the form of a recording."""
         try:
             Recording.head_in(path)
-        except (OSError, ValueError, TypeError):  # deleted meanwhile; or a power cut has damaged it
+        except (OSError, ValueError, TypeError):  # deleted meanwhile, or damaged by a power cut
             return False
         return True
 
@@ -190,7 +189,7 @@ def _row(value: Any, number: int) -> Row:
 log = structlog.get_logger(__name__)
 
 MAX_RUN_BYTES: Final = 256 * 2**20
-"""Limit of a run's recordings, unpacked; later ones are dropped."""
+"""The limit of a run's unpacked recordings; later ones are dropped."""
 PIECE_BYTES: Final = 2**20
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -204,8 +203,8 @@ class Profiles:
     def add(self, run_id: RunId, profile: worker_pb2.Profile) -> None:
         """Keep a recording; one of the same worker, party and segment replaces an earlier one.
 
-        One that cannot be read, which no worker of ours sends, is dropped, and so is one that the
-        disk does not take: the run continues without it.
+        A recording that cannot be read, which no worker of ours sends, is dropped, and so is one
+        that the disk does not take: the run continues without it.
         """
         try:
             self._add(run_id, Recording.of(profile))
@@ -233,10 +232,10 @@ class Profiles:
         return [RunId(path.name) for path in self._root.glob("*")]
 
     def trace(self, run_id: RunId) -> Iterator[bytes]:
-        """Yield all recordings of a run as one JSON text, piece by piece: one recording is in
+        """Yield all recordings of a run as one JSON text, piece by piece, with one recording in
         memory at a time.
 
-        Raises NotFoundError when nothing was recorded.
+        Raises NotFoundError if nothing was recorded.
         """
         kept = _kept(self._root / run_id)
         heads = [Recording.head_in(path) for path in kept]
@@ -249,8 +248,7 @@ class Profiles:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """Return the recordings in a folder; a file that is damaged, or of another version, is
-    not one."""
+    """Return the recordings in a folder, without damaged files and those of other versions."""
     paths = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
     return [path for path in paths if Recording.is_one(path)]
 
@@ -285,7 +283,7 @@ def _text(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[s
 
 
 def _pieces(texts: Iterator[str]) -> Iterator[bytes]:
-    """Join texts into pieces that are each worth a message."""
+    """Join texts into pieces of the size of a message."""
     waiting, num_bytes = [], 0
     for text in texts:
         raw = text.encode()

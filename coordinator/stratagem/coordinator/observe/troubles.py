@@ -25,16 +25,16 @@ from stratagem.v1 import worker_pb2
 
 MAX_REFUSED: Final = 64
 FORGET_S: Final = 180.0
-"""Longer than any worker waits before it asks again."""
+"""The time after which a refusal is forgotten; workers ask again sooner."""
 MAX_NAME_CHARS: Final = 80
 MAX_REASON_CHARS: Final = 400
 MAX_TOLD: Final = 3
-"""Refused workers that the reason of a waiting run names."""
+"""The most refused workers that the reason of a waiting run names."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedRegistration:
-    """The last refusal of a worker that is not registered under this name."""
+    """The last refusal of a worker of this name, which is not registered."""
 
     worker_id: str
     address: str
@@ -45,7 +45,8 @@ class RefusedRegistration:
 
 
 class Refusals:
-    """The refused workers by name; `on_change` is called when what they say has changed."""
+    """The refused workers by name; `on_change` is called when the sentence about them has
+    changed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -79,7 +80,7 @@ class Refusals:
             self.on_change()
 
     def forget_old(self) -> None:
-        """Forget those that have not asked for long."""
+        """Forget the workers that have not asked for long."""
         since_s = self._clock() - FORGET_S
         old = [name for name, each in self._refused.items() if each.asked_s <= since_s]
         for name in old:
@@ -88,7 +89,7 @@ class Refusals:
             self.on_change()
 
     def messages(self) -> list[pb.RefusedWorker]:
-        """Return all of them by name, as messages."""
+        """Return the refused workers as messages, in order of name."""
         now_s = self._clock()
         return [
             pb.RefusedWorker(
@@ -102,7 +103,8 @@ class Refusals:
         ]
 
     def sentence(self) -> str:
-        """Return who asked and was refused, for the reason of a run that waits; "" for nobody."""
+        """Return the sentence about refused workers for the reason of a waiting run; "" for
+        none."""
         told = self._sorted()
         parts = [
             f"{each.worker_id}{each.address and f' at {each.address}'} asked and was refused: "
@@ -117,7 +119,7 @@ class Refusals:
         return [self._refused[name] for name in sorted(self._refused)]
 
     def _keep_room(self) -> None:
-        """Forget one of the caller with the most entries, that which asked longest ago."""
+        """Forget the oldest entry of the caller with the most entries."""
         if len(self._refused) <= MAX_REFUSED:
             return
         [(owner, _)] = Counter(each.owner for each in self._refused.values()).most_common(1)
@@ -131,13 +133,13 @@ def _clipped(text: str, max_chars: int) -> str:
 
 # ---- Stalled plans ----
 #
-# Workers report what their torch threads are doing. While one worker is at work of its own, the
-# others wait for it, and that one is named.
+# Workers report the activity of their torch threads. While one worker works alone, the others wait
+# for it, and that one is named.
 
 
 @dataclass(frozen=True, slots=True)
 class StalledPlan:
-    """A plan that does not come on; see Stall in worker.proto."""
+    """A plan that makes no progress; see Stall in worker.proto."""
 
     worker_id: str
     seconds: float
@@ -148,13 +150,13 @@ class StalledPlan:
 
 @dataclass(slots=True)
 class StalledPlans:
-    """The plans that do not come on now, by run."""
+    """The plans that make no progress now, by run."""
 
     _of_run: dict[RunId, dict[Hashable, StalledPlan]] = field(default_factory=dict)
 
     def note(self, run_id: RunId, plan: Hashable, worker_id: str, stall: worker_pb2.Stall) -> bool:
-        """Take in what a worker reports of a plan; without seconds it comes on, or has ended.
-        Return whether it does not."""
+        """Take in a worker's report about a plan; without seconds it makes progress, or has ended.
+        Return True if it is stalled."""
         plans = self._of_run.setdefault(run_id, {})
         plans.pop(plan, None)
         is_stalled = 0 < stall.seconds < float("inf")
@@ -166,8 +168,8 @@ class StalledPlans:
         return is_stalled
 
     def sentence(self, run_id: RunId, *, is_secret: bool = False) -> str:
-        """Return the sentence about a run, "" where all plans come on. is_secret: nobody may read
-        who has a plan of it."""
+        """Return the sentence about a run; "" if no plan is stalled. is_secret: nobody may read
+        which workers have plans."""
         plans = self._of_run.get(run_id, {}).values()
         if plans and is_secret:
             longest_s = max(plan.seconds for plan in plans)
@@ -176,7 +178,7 @@ class StalledPlans:
 
 
 def sentence_of(plans: Collection[StalledPlan]) -> str:
-    """Return the sentence about plans of a run that do not come on, of which there are some."""
+    """Return the sentence about the stalled plans of a run, of which there is at least one."""
     own = [plan for plan in plans if not plan.awaits] or plans
     first, num_more = max(own, key=lambda plan: plan.seconds), len(own) - 1
     told = f"{first.worker_id} has been at {first.activity} for over {_span(first.seconds)}"

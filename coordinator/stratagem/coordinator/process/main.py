@@ -1,4 +1,4 @@
-"""Starts a coordinator process: `python -m stratagem.coordinator`."""
+"""Start a coordinator process: `python -m stratagem.coordinator`."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ FROM_WORKERS = (
     *("RegisterWorker", "Heartbeat", "HeartbeatStream", "Leave"),
     *("Rendezvous", "Suspect", "Relay"),
 )
-"""Calls that keep workers alive: no limit on the number of calls applies to them."""
+"""The calls that keep workers alive, to which no limit on the number of calls applies."""
 EXIT_FENCED = 3
 
 log = structlog.get_logger()
@@ -115,13 +115,13 @@ async def _serve_calls(
 
 
 def _dialled(bound: str) -> str:
-    """Return the HOST:PORT at which others reach what is bound at this address."""
+    """Return the HOST:PORT at which others reach a listener on this address."""
     host, port = split_address(bound)
     return f"{dialled_host(host)}:{port}"
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:
-    """Wait for a signal, or for the app to end by itself, which is always an error."""
+    """Wait for a signal, or for the app to end on its own, which is always an error."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

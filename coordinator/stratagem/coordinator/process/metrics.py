@@ -1,10 +1,10 @@
-"""The Prometheus metrics of a coordinator: their definitions, and where the values come from.
+"""The Prometheus metrics of a coordinator: their definitions, and the sources of their values.
 
-A scrape takes references to what the event loop owns and evaluates them in another thread: the
-state is a frozen value. Served from before the lead is taken, so that a waiting coordinator can be
-observed. No run, worker or client has a series of its own: their number has no bound. Counters are
-exposed as 0 from the first scrape on, with every value of their labels: a series that appeared with
-its first event would show no increase.
+A scrape takes references to values of the event loop and evaluates them in another thread: the
+state is a frozen value. Metrics are served before the lead is taken, so that a waiting coordinator
+can be observed. No run, worker or client has a separate series, because their number has no bound.
+Counters are exposed as 0 from the first scrape on, with every value of their labels: a series that
+appeared with its first event would show no increase.
 """
 
 import os
@@ -199,10 +199,10 @@ class CoordinatorMonitor:
         self.process = ProcessStats(settings, CallStats(methods_of(service)))
         self._settings, self._now = settings, now
         self._not_running: Mapping[RunId, float] = {}
-        """Per run that is not running: the time at which that was first found."""
+        """The time at which each run that is not running was first seen so."""
 
     def served(self, host: str) -> AbstractAsyncContextManager[str]:
-        """Serve the metrics on `--metrics-port`, where it is set."""
+        """Serve the metrics on `--metrics-port`, if it is set."""
         return metrics_served(
             self.sample,
             self.process.lag,
@@ -214,8 +214,8 @@ class CoordinatorMonitor:
         )
 
     def sample(self) -> Callable[[], Readings]:
-        """Take what only the event loop may read, and return the function that makes all readings.
-        Call it on the event loop."""
+        """Take the values that only the event loop may read, and return a function that makes all
+        readings. Call it on the event loop."""
         app = self.app
         held = list(_waiting() if app is None else _held(app))
         return lambda: self._readings(app, held)
@@ -223,7 +223,7 @@ class CoordinatorMonitor:
     def _readings(
         self, app: App | None, held: list[tuple[Metric, Values]]
     ) -> Iterator[tuple[Metric, Values]]:
-        """Yield all readings; may run in any thread."""
+        """Yield all readings, in any thread."""
         yield from held
         if app is not None:
             phases = _phases(app.loop.state)
@@ -248,7 +248,7 @@ class CoordinatorMonitor:
 
     def _disk(self) -> Values:
         folder = self._settings.data_dir.absolute()
-        while not folder.exists() and folder != folder.parent:  # made when the lead is taken
+        while not folder.exists() and folder != folder.parent:  # it is made when the lead is taken
             folder = folder.parent
         try:
             disk = os.statvfs(folder)
@@ -267,12 +267,12 @@ def _held(app: App) -> Iterator[tuple[Metric, Values]]:
     yield COMMANDS, one(loop.num_waiting)
     running, waiting = supervisor.by_kind()
     yield EFFECTS, _labelled(running, "running") | _labelled(waiting, "waiting")
-    yield PUSHES, one(len(app.env.pushes))
+    yield PUSHES, one(len(app.env.transfers.pushes))
     yield HEARTBEAT_AGE, one(app.leases.longest_silence_s())
     yield HEARTBEAT_INTERVAL, one(app.leases.pace.interval_s)
     yield HEARTBEAT_STREAMS, one(app.heartbeats.num_open)
     yield from _relayed(app.relay.counts(), app.relay.num_bytes)
-    yield from _counted(Counter(loop.facts), supervisor.num_failures, app.env.refused)
+    yield from _counted(Counter(loop.facts), supervisor.num_failures, app.env.runs.refused)
 
 
 def _waiting() -> Iterator[tuple[Metric, Values]]:

@@ -1,8 +1,8 @@
-"""Makes the data of a coordinator of a backup: `python -m stratagem.coordinator.process.restore`.
+"""Restore the data of a coordinator from a backup: `python -m
+stratagem.coordinator.process.restore`.
 
-Every blob is read, has its digest taken, and is durable before the journal that names it is
-written, in one transaction. So a restore that was interrupted has left no journal, and can be done
-again.
+Every blob is read, hashed and durable before the journal that names it is written, in one
+transaction. An interrupted restore has therefore left no journal, and can be repeated.
 """
 
 import json
@@ -34,7 +34,7 @@ from stratagem.coordinator.store.snapshot import TERMS_AHEAD, Known
 
 
 class RestoreSettings(Settings):
-    """What a coordinator is started with, and the folder of the backup."""
+    """The settings of a coordinator, and the folder of the backup."""
 
     model_config = SettingsConfigDict(cli_prog_name="stratagem restore")
 
@@ -42,7 +42,7 @@ class RestoreSettings(Settings):
 
 
 def main() -> None:
-    """Restore, and say what was restored."""
+    """Restore, and print a summary."""
     try:
         settings = RestoreSettings()  # type: ignore[call-arg]
     except ValidationError as error:
@@ -59,8 +59,8 @@ def main() -> None:
 
 
 def restore(settings: RestoreSettings) -> tuple[int, int]:
-    """Write what a backup has to where the settings say, and return the term of the journal and the
-    number of blobs. Raises ConflictError where there is a journal with events."""
+    """Write the backup to the places in the settings, and return the term of the journal and the
+    number of blobs. Raises ConflictError if there is a journal with events."""
     folder, data_dir = settings.folder, settings.data_dir
     digests = _digests(folder / "backup.json")
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,8 +106,7 @@ def _digests(path: Path) -> list[Digest]:
 
 
 def _is_stored(blobs: BlobStore, digest: Digest) -> bool:
-    """Return whether a blob is stored, which is read, and checked, then; one that is damaged is
-    written again."""
+    """Return True if a blob is stored and undamaged, after reading it."""
     if not blobs.exists(digest):
         return False
     try:
@@ -123,7 +122,7 @@ def _is_stored(blobs: BlobStore, digest: Digest) -> bool:
 
 
 def _put(blobs: BlobStore, digest: Digest, path: Path) -> bool:
-    """Store a blob of the backup; False where its bytes have another digest."""
+    """Store a blob of the backup; return False if its bytes have another digest."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -140,7 +139,7 @@ def _put(blobs: BlobStore, digest: Digest, path: Path) -> bool:
 
 
 def _put_leaves(blobs: LeafBlobs, digest: Digest, path: Path) -> None:
-    """Store a state of the backup, which was in leaves, in leaves again."""
+    """Store a state that was in leaves in leaves again."""
     damaged = IntegrityError(f"{path} is damaged: its bytes have another digest")
     try:
         manifest, start = read_header(path, blobs.limits)

@@ -1,8 +1,8 @@
-"""Admits calls only while this coordinator leads; refuses all of them before and after.
+"""Admit calls only while this coordinator leads, and refuse all of them before and after.
 
 A server starts with its gate shut: each call is refused with the reason, and with the leader's
-address as far as the lease names it. Health reports the same: "" is SERVING while the gate is open;
-LIVE is SERVING from the start, for probes that ask only whether the process is well.
+address if the lease names it. Health reports the same: "" is SERVING while the gate is open; LIVE
+is SERVING from the start, for probes of the process alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LeaderGate(grpc.GenericRpcHandler):
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def say(self, reason: str) -> None:
-        """Set the reason that refusals give: what this coordinator does now."""
+        """Set the reason that refusals give, such as the present work of this coordinator."""
         self._reason, self._leader = reason, None
 
     def note_leader(self, seen: Lease) -> None:
@@ -89,7 +89,7 @@ class LeaderGate(grpc.GenericRpcHandler):
 
 
 class _Refusing:
-    """Raises the refusal from every method of the service."""
+    """A servicer that raises the refusal from every method."""
 
     def __init__(self, entrance: LeaderGate) -> None:
         async def refuse(_request: object, _context: object) -> object:
@@ -113,7 +113,7 @@ class _Collector:
         (self.handler,) = handlers
 
     def add_registered_method_handlers(self, _service: str, _handlers: object) -> None:
-        """Ignore these: the generic handler has them, too."""
+        """Ignore the handlers, which the generic handler has, too."""
 
 
 def _handlers_of(servicer: Any) -> grpc.GenericRpcHandler:

@@ -1,5 +1,5 @@
-"""Leases keeps the leases of the workers, which heartbeats renew and one timer expires; they are
-never journaled.
+"""The leases of the workers, which heartbeats renew and one timer expires; they are never
+journaled.
 
 Only the loss that an expired lease leads to is a fact. When a coordinator takes over, every worker
 that is alive according to the journal gets a full ttl. Nothing expires while no coordinator leads,
@@ -27,20 +27,20 @@ from stratagem.v1 import coordinator_pb2 as pb
 
 # ---- Pace ----
 #
-# The interval of heartbeats and the length of leases depend on how many workers are alive.
+# The interval of heartbeats and the length of leases depend on the number of workers alive.
 #
 # A beat costs the coordinator the same whichever worker sends it, so with thousands of workers
 # each one beats less often, and the leases grow with the interval. The rule is a pure function.
 
 BEATS_PER_S: Final = 500.0
-"""The interval grows when workers would send more than this, all of them together."""
+"""The most beats of all workers together; with more, the interval grows."""
 LONGEST_INTERVAL_S: Final = 10.0
-"""What the number of workers alone makes of the interval at most."""
+"""The longest interval that the number of workers alone leads to."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPace:
-    """How often a worker beats, and after which silence it is lost; both in seconds."""
+    """The interval of a worker's beats, and the silence after which it is lost; both in seconds."""
 
     interval_s: float
     ttl_s: float
@@ -48,14 +48,14 @@ class HeartbeatPace:
 
 @dataclass(frozen=True, slots=True)
 class PaceRule:
-    """The pace of a few workers, from which that of many follows; both in seconds."""
+    """The pace of a few workers, from which the pace of many follows; both in seconds."""
 
     shortest_s: float
     ttl_s: float
 
     def of(self, num_alive: int) -> HeartbeatPace:
-        """Return the pace for a number of workers. A lease outlives as many late beats as that of a
-        few workers does, in beats and in seconds."""
+        """Return the pace for a number of workers. A lease outlives as many late beats, and late
+        seconds, as with a few workers."""
         many_s = min(num_alive / BEATS_PER_S, LONGEST_INTERVAL_S)
         return self.pace(max(self.shortest_s, many_s))
 
@@ -69,7 +69,7 @@ class PaceRule:
 
 
 class _Lease(NamedTuple):
-    """When the last beat came, in leader time, and how long a silence the lease outlives."""
+    """The time of the last beat, in leader time, and the silence that the lease outlives."""
 
     beat_s: float
     ttl_s: float
@@ -88,21 +88,21 @@ class Leases:
         on_drop: Callable[[Member], None] = lambda _member: None,
     ) -> None:
         """Set up without leases; clock: leader time; lose: called with each member whose lease has
-        expired, the reason and the seconds since its last beat; on_drop: with each that holds one
-        no longer, for whatever reason."""
+        expired, the reason and the seconds since its last beat; on_drop: called with each member
+        whose lease ends, for whatever reason."""
         self.rule = rule
         self._clock = clock
         self._lose = lose
         self._on_drop = on_drop
         self._leases: dict[Member, _Lease] = {}
         self._planned_s = -math.inf
-        """Leader time at which leases are looked at next."""
+        """Leader time of the next look at the leases."""
         self._sooner = asyncio.Event()
         self._is_deaf = False
 
     @property
     def pace(self) -> HeartbeatPace:
-        """Return how often workers are to beat now, and how long their leases are."""
+        """Return the present interval of beats and length of leases."""
         return self.rule.of(len(self._leases))
 
     def grant(self, members: Iterable[Member], ttl_s: float) -> None:
@@ -122,7 +122,7 @@ class Leases:
         self._sooner.set()
 
     def renew(self, member: Member, ttl_s: float) -> bool:
-        """Renew a member's lease. Return False when the member holds none (any more)."""
+        """Renew a member's lease. Return False if the member holds none (any more)."""
         if member not in self._leases:
             return False
         self._set(member, ttl_s)
@@ -169,8 +169,8 @@ class Leases:
             self._sooner.set()
 
     async def _until_next(self) -> None:
-        """Wait until the first lease ends, or one is given that ends sooner: thousands that
-        register, or beat, wake nobody."""
+        """Wait until the first lease ends, or one that ends sooner is granted, so that thousands of
+        registrations and beats wake nobody."""
         self._sooner.clear()
         ends = () if self._is_deaf else self._leases.values()
         self._planned_s = min((lease.end_s for lease in ends), default=math.inf)
@@ -192,9 +192,9 @@ class Leases:
 # lease decides.
 
 LEAST_GAP_S: Final = 0.05
-"""Beats that come faster wait, in the end with their sender."""
+"""Beats that come faster wait, in the end at their sender."""
 LASTS_S: Final = 900.0
-"""A stream is ended after this: the next one goes over a connection with the newest certificate."""
+"""The longest life of a stream: the next one uses a connection with the newest certificate."""
 
 Receive = Callable[[], Awaitable[pb.HeartbeatStreamRequest | None]]
 Send = Callable[[pb.HeartbeatStreamResponse], Awaitable[None]]
@@ -204,7 +204,8 @@ _jitter: Final = random.Random()
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One call, as messages come and go. check_caller: raises when the caller counts no more."""
+    """The messages of one call. check_caller: raises if the caller's identity is no longer
+    valid."""
 
     receive: Receive
     send: Send
@@ -217,7 +218,7 @@ class _Stream:
     for_run: RunId
     send: Send
     interval_s: float
-    """What the worker was told last."""
+    """The interval that the worker was told last."""
     limit: asyncio.Timeout
     num_beats: int = 0
     is_draining: bool = False
@@ -226,7 +227,7 @@ class _Stream:
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def end(self, why: Exception | None) -> None:
-        """End the call, wherever it waits: with OK, or with an error."""
+        """End the call, wherever it waits, with OK or with an error."""
         if not self.has_ended:
             self.has_ended, self.why = True, why
             self.limit.reschedule(asyncio.get_running_loop().time())
@@ -245,8 +246,8 @@ class HeartbeatStreams:
         *,
         lasts_s: float = LASTS_S,
     ) -> None:
-        """is_over: whether a run has ended, or is not known; drain: called once a worker says on a
-        stream that it drains."""
+        """Set up without streams; is_over: returns True for a run that has ended or is not known;
+        drain: called once a worker says on a stream that it drains."""
         self._leases, self._term, self._drain = leases, term, drain
         self._is_over, self._is_known = is_over, is_known
         self._lasts_s = lasts_s
@@ -322,7 +323,7 @@ class HeartbeatStreams:
         self, stream: _Stream, first: pb.HeartbeatStreamRequest, wire: Wire
     ) -> None:
         now_s = asyncio.get_running_loop().time
-        # Streams that were opened together are not to be opened anew together.
+        # Streams that were opened together should not be opened again together.
         end_s = now_s() + self._lasts_s * _jitter.uniform(0.5, 1.0)
         beat: pb.HeartbeatStreamRequest | None = first
         while beat is not None:
@@ -339,7 +340,7 @@ class HeartbeatStreams:
 
     async def _take(self, stream: _Stream, beat: pb.HeartbeatStreamRequest) -> None:
         pace = self._leases.pace
-        # Until the worker has read this answer it beats as it was told before.
+        # Until the worker has read this answer it keeps its former interval.
         slowest_s = max(pace.interval_s, stream.interval_s)
         if not self._leases.renew(stream.member, self._leases.rule.pace(slowest_s).ttl_s):
             raise _unknown(stream.member)
@@ -366,7 +367,7 @@ class HeartbeatStreams:
             )
 
     async def _push(self, stream: _Stream) -> None:
-        with suppress(grpc.aio.BaseError):  # it has just ended; the next one is told as it begins
+        with suppress(grpc.aio.BaseError):  # it has just ended; the next one begins with the news
             await self._say(stream)
 
 

@@ -1,5 +1,4 @@
-"""Links holds the coordinator's connections to workers: one link per start of a worker, for all
-calls to it.
+"""The coordinator's connections to workers: one link per start of a worker, for all calls to it.
 
 A link owns a channel and turns status codes into errors of common/base/errors.py. Nothing else in
 the coordinator dials a worker. A tunnelled worker is dialled through the hub of its streams, which
@@ -39,7 +38,7 @@ _MAX_TROUBLE_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class WorkerSession:
-    """A session of a party on a worker, at the membership that calls about it belong to."""
+    """A session of a party on a worker, at the membership of the calls about it."""
 
     member: Member
     run_id: RunId
@@ -48,7 +47,7 @@ class WorkerSession:
 
     @property
     def ref(self) -> types_pb2.SessionRef:
-        """Return the name of the session, which the worker knows it by."""
+        """Return the name by which the worker knows the session."""
         return session(self.run_id, self.party)
 
 
@@ -58,21 +57,21 @@ class SnapshotCalls:
 
     link: "WorkerLink"
     request: worker_pb2.GetStateRequest
-    """Without an offset and a place."""
+    """The request without an offset and a place."""
 
     def __call__(self, offset: int) -> grpc.aio.UnaryStreamCall[Any, Any]:
-        """Request it from an offset on."""
+        """Request the snapshot from an offset on."""
         return self._call(offset, "")
 
     def near(self, take: Take) -> Near | None:
-        """Return how it is read from a file of the worker; None beyond this machine."""
-        return Near(self._beside, take, self.link.leave) if self.link.place else None
-
-    def _beside(self) -> grpc.aio.UnaryStreamCall[Any, Any]:
-        return self._call(0, self.link.place)
+        """Return the way to read the snapshot from a file of the worker; None if it is
+        elsewhere."""
+        if not self.link.place:
+            return None
+        return Near(lambda: self._call(0, self.link.place), take, self.link.leave)
 
     def _call(self, offset: int, place: str) -> grpc.aio.UnaryStreamCall[Any, Any]:
-        # A message of its own for each call: gRPC reads it later, in a task.
+        # Each call gets a new message, because gRPC reads it later, in a task.
         request = worker_pb2.GetStateRequest(offset=offset, place=place)
         request.MergeFrom(self.request)
         return self.link.stub.GetState(request)
@@ -82,11 +81,11 @@ class WorkerLink:
     def __init__(
         self, member: Member, address: str, term: int, proof: Proof, relay: RelayHub
     ) -> None:
-        """address: host:port of the worker; "" for one that is reached through its tunnel."""
+        """Open the channel; address: host:port of the worker; "": its tunnel leads to it."""
         self.member = member
         self.address = address
         self.is_near = is_loopback(address.rpartition(":")[0])
-        """Whether the worker is on this machine, and may read files that are open here."""
+        """True if the worker is on this machine, and may read files that are open here."""
         self._proof = proof
         self._term = term
         self._relay = relay
@@ -97,12 +96,13 @@ class WorkerLink:
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def leave(self) -> None:
-        """Offer the worker no files, and read none of its, any more: it cannot be done."""
+        """Offer the worker no files any more, and read none of its files: that does not work
+        here."""
         self.is_near = False
 
     @property
     def place(self) -> str:
-        """Return where this process is, for a worker that may name files to be read; else ""."""
+        """Return the place of this process for a worker that may name files to be read; else ""."""
         return place() if self.is_near else ""
 
     def fence(self, membership: int) -> types_pb2.Fence:
@@ -112,7 +112,7 @@ class WorkerLink:
     async def execute(
         self, request: worker_pb2.ExecuteRequest
     ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
-        """Yield the messages of an execution. Raises UnavailableError when the stream breaks."""
+        """Yield the messages of an execution. Raises UnavailableError if the stream breaks."""
         call = self.stub.Execute(request)
         try:
             async for response in call:
@@ -124,12 +124,12 @@ class WorkerLink:
         raise UnavailableError(f"worker {self.member.worker_id} ended the stream early")
 
     async def answers(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-        """Return True when exactly this start of the worker answers at its address."""
+        """Return True if exactly this start of the worker answers at its address."""
         return not await self.trouble(timeout_s)
 
     async def trouble(self, timeout_s: float) -> str:
-        """Return why this start of the worker does not answer at its address, as gRPC says it; ""
-        when it does."""
+        """Return why this start of the worker does not answer at its address, in gRPC's words; ""
+        if it does."""
         try:
             described = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -140,8 +140,8 @@ class WorkerLink:
         return "" if is_same else "another worker process answers there"
 
     async def why_silent(self) -> str:
-        """Return why a worker does not answer, where its identity or its tunnel is the reason;
-        else ""."""
+        """Return why a worker does not answer, if its identity or its tunnel is the reason; else
+        ""."""
         if not self.address:
             return self._relay.silence(self.member)
         proof, name = self._proof, self.member.worker_id
@@ -150,14 +150,14 @@ class WorkerLink:
     async def close_session(
         self, run_id: RunId, session: types_pb2.SessionRef | None = None
     ) -> None:
-        """Have the worker forget one session of a run, or without one the run, its blobs included.
-        Raises when it does not answer."""
+        """Have the worker forget one session of a run, or without one the run with its blobs.
+        Raises if the worker does not answer."""
         fence = self.fence(0)
         request = worker_pb2.CloseSessionRequest(fence=fence, run_id=run_id, session=session)
         await _answered(self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S))
 
     async def abort(self, at: WorkerSession) -> None:
-        """Have the worker end what runs in a session."""
+        """Have the worker end the work in a session."""
         request = worker_pb2.AbortRequest(
             fence=self.fence(at.membership), session=at.ref, reason="no longer needed"
         )
@@ -166,8 +166,8 @@ class WorkerLink:
     def snapshot(
         self, at: WorkerSession, number: int, base: str = "", *, of_mirror: bool = False
     ) -> "SnapshotCalls":
-        """Return what requests a snapshot of a session; base: name of one whose bytes are here.
-        of_mirror: that of the member before this one."""
+        """Return the calls that request a snapshot of a session; base: the name of one whose bytes
+        are here. of_mirror: request that of the member before this one."""
         request = worker_pb2.GetStateRequest(
             fence=self.fence(at.membership),
             session=at.ref,
@@ -182,26 +182,25 @@ class WorkerLink:
     ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
         """Return a function that requests the outputs that a session has kept at the end of a
         segment, from an offset on."""
-
-        def request(offset: int) -> worker_pb2.GetStateRequest:
-            return worker_pb2.GetStateRequest(
-                fence=self.fence(at.membership), session=at.ref, outputs=number, offset=offset
-            )
-
-        return lambda offset: self.stub.GetState(request(offset))
+        return self._request_from(at, outputs=number)
 
     def kept(
         self, at: WorkerSession, number: int
     ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
-        """Return a function that requests what a member alone had at the end of a segment, from an
-        offset on."""
+        """Return a function that requests the parts that a member alone had at the end of a
+        segment, from an offset on."""
+        return self._request_from(at, kept=number)
 
-        def request(offset: int) -> worker_pb2.GetStateRequest:
-            return worker_pb2.GetStateRequest(
-                fence=self.fence(at.membership), session=at.ref, kept=number, offset=offset
-            )
+    def _request_from(
+        self, at: WorkerSession, **number: int
+    ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
+        def request(offset: int) -> grpc.aio.UnaryStreamCall[Any, Any]:
+            fence = self.fence(at.membership)
+            wanted = worker_pb2.GetStateRequest(fence=fence, session=at.ref, offset=offset)
+            wanted.MergeFrom(worker_pb2.GetStateRequest(**number))  # type: ignore[arg-type]
+            return self.stub.GetState(wanted)
 
-        return lambda offset: self.stub.GetState(request(offset))
+        return request
 
     async def close(self) -> None:
         """Close the channel."""
@@ -218,8 +217,9 @@ class Links:
         self._links: dict[Member, WorkerLink] = {}
 
     def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
-        """Return the link to a member; raises UnavailableError when this start of it is gone."""
-        if not _is_alive(member, state):
+        """Return the link to a member. Raises UnavailableError if this start of its worker is
+        gone."""
+        if not is_alive(member, state):
             raise UnavailableError(f"worker {member.worker_id} is lost")
         record = state.workers[member.worker_id]
         link = self._links.get(member)
@@ -233,7 +233,7 @@ class Links:
 
     def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
         """Forget the links to members that are gone and return them; the caller closes them."""
-        lost = [member for member in self._links if not _is_alive(member, state)]
+        lost = [member for member in self._links if not is_alive(member, state)]
         return [self._links.pop(member) for member in lost]
 
     async def close(self) -> None:
@@ -243,7 +243,8 @@ class Links:
         self._links.clear()
 
 
-def _is_alive(member: Member, state: CoordinatorState) -> bool:
+def is_alive(member: Member, state: CoordinatorState) -> bool:
+    """Return True if this start of a worker is registered, and not known to be lost."""
     record = state.workers.get(member.worker_id)
     return record is not None and record.member == member and record.is_alive
 
@@ -269,7 +270,7 @@ class _TunnelChannel(DelegatingChannel):
 
 
 def _how_silent(error: grpc.aio.AioRpcError, timeout_s: float) -> str:
-    """Return the part of what gRPC says of a failed call that helps a person."""
+    """Return the helpful part of gRPC's text about a failed call."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer within {timeout_s:g} s"
     details = error.details() or error.code().name
@@ -304,7 +305,7 @@ def state_ref(base: Base) -> worker_pb2.StateRef:
 # Several receivers that read one file at about the same time share its chunks.
 #
 # A chunk is read, checksummed and framed once. The newest ones are kept, so a receiver that is
-# slightly behind finds them ready, and one that is far behind makes its own. Memory is a few
+# slightly behind finds them ready, and one that is far behind reads them again. Memory is a few
 # chunks, whatever the size of the file and the number of receivers. This runs on the event loop.
 
 NUM_KEPT: Final = 4
@@ -320,8 +321,8 @@ class SharedFrames:
         check: Callable[[int, bytes], None],
         offer: Callable[[], tensor_pb2.OpenFile | None],
     ) -> None:
-        """Set up without reading; check is called with the offset and bytes of each frame once it
-        is made. offer: to who reads the same bytes by itself, as long as this lives."""
+        """Set up without reading; check: called with the offset and bytes of each new frame. offer:
+        returns the open file for receivers that read it themselves while this object lives."""
         self.offer = offer
         self._source = source
         self._check = check

@@ -1,7 +1,7 @@
-"""Loop is the only writer: command -> decide -> journal (durable) -> apply -> answer.
+"""The only writer of the journal: command -> decide -> journal (durable) -> apply -> answer.
 
 Commands that wait together share one transaction. Every fact of the state that others read is
-durable; start-up is always a replay. When the lead is lost, or the journal cannot be written, the
+durable; start-up is always a replay. If the lead is lost, or the journal cannot be written, the
 loop ends with the reason: nothing may be decided after that.
 """
 
@@ -34,7 +34,7 @@ from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import ClusterSummed, RunDeleted
 from stratagem.coordinator.core.run_view import RunView, at_rest, put_to_rest
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord, World
-from stratagem.coordinator.core.strategy_calls import shown
+from stratagem.coordinator.core.strategy_calls import without_draws
 from stratagem.coordinator.core.strategy_contract import Strategies
 from stratagem.coordinator.observe.logs import ids_of
 from stratagem.coordinator.store.fact_log import Committed, Recorded
@@ -47,15 +47,15 @@ from stratagem.coordinator.store.step_history import HistoryRow
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
-"""Greatest number of commands in one transaction; bounds how long the first one waits."""
+"""The most commands in one transaction, which bounds the wait of the first one."""
 
 SUMMED_UP_FACTS = 50_000
 SUMMED_UP_CLUSTER = 5000
-"""Facts of the cluster that are not summed up yet, from which on they are. A takeover reads that
-many, and one transaction deletes them."""
+"""The number of facts of the cluster at which they are summed up. A takeover reads at most so many,
+and one transaction deletes them."""
 SUMMED_UP_RUNS = 500
-"""During replay, ended runs are summarized after every so many facts, or runs: a replay that is
-interrupted keeps what it has summarized."""
+"""During replay, ended runs are summarized after every so many facts, or runs, so that an
+interrupted replay keeps its summaries."""
 
 log = structlog.get_logger()
 
@@ -74,7 +74,7 @@ class _Batch:
 
     state: CoordinatorState
     num_of_cluster: int
-    """Number of facts of the cluster, which no run counts."""
+    """The number of facts of the cluster, which no run counts."""
     committed: list[Committed] = field(default_factory=list)
     histories: list[HistoryRow] = field(default_factory=list)
     answers: list[tuple[_Ask, tuple[JournalEntry, ...] | StratagemError]] = field(
@@ -83,7 +83,7 @@ class _Batch:
 
     @property
     def walls_s(self) -> dict[RunId, float]:
-        """Return per run the wall-clock time of its newest fact in the batch."""
+        """Return the wall-clock time of each run's newest fact in the batch."""
         return {item.entry.run_id: item.wall_s for item in self.committed}
 
     @property
@@ -107,7 +107,7 @@ class Loop:
         self._has_ended = False
         self._num_of_cluster = 0
         self._num_summed_up = 0
-        """Facts of the cluster up to its summary, which stands in the places of the last of
+        """The facts of the cluster up to its summary, which takes the places of the last of
         them."""
         self._is_summing_up = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -124,13 +124,13 @@ class Loop:
 
     @property
     def cluster_is_long(self) -> bool:
-        """Return True when the facts of the cluster are to be summed up, and are not being so."""
+        """Return True if the facts of the cluster must be summed up, and are not being so."""
         num_facts = self._num_of_cluster - self._num_summed_up
         return num_facts >= SUMMED_UP_CLUSTER and not self._is_summing_up
 
     async def sum_up_cluster(self) -> None:
         """Replace the facts of the cluster, up to the newest durable one, by their summary. Commits
-        wait for the transaction, not for what is written to be made."""
+        wait for the transaction, and not for the making of the summary."""
         if self._is_summing_up or not self._num_of_cluster:
             return  # an older summary must not come after a newer one
         self._is_summing_up = True
@@ -147,7 +147,7 @@ class Loop:
         """Rebuild the state from the journal: finished runs from their summaries, the others from
         their facts, which are passed to show run by run.
 
-        May take minutes, in which other tasks run on the event loop, and the lead is renewed.
+        This may take minutes, in which other tasks run on the event loop, and the lead is renewed.
         """
         resting, others = await self.recorded.runs()
         self.state = await asyncio.to_thread(put_to_rest, self.state, resting)
@@ -178,7 +178,7 @@ class Loop:
         log.info("journal replayed", **counts, term=self.term)
 
     def _folded(self, facts: list[Committed]) -> list[Committed]:
-        """Fold facts that were read back, and return them with the numbers that readers get."""
+        """Fold facts that were read back, and return them with their numbers for readers."""
         folded = []
         for item in facts:
             run_id = item.entry.run_id
@@ -195,8 +195,8 @@ class Loop:
         return folded
 
     async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
-        """Summarize those of these runs, all of whose facts were read, that have ended without a
-        summary of this version, and forget those whose deletion was under way."""
+        """Summarize the ended ones of these runs, whose facts were all read, and forget those whose
+        deletion was under way."""
         ended = _at_rest(self.state, self.world, walls_s)
         await self.recorded.append((), ended)
         self.state = put_to_rest(self.state, [run for run, _ in ended])
@@ -207,10 +207,10 @@ class Loop:
     async def submit(
         self, command: Command, histories: Sequence[HistoryRow] = ()
     ) -> tuple[JournalEntry, ...]:
-        """Have a command decided and return the facts that it led to, durable. Raises the error it
-        was refused with, and CancelledError once the loop has ended.
+        """Have a command decided, and return the durable facts that it led to. Raises the error of
+        a refusal, and CancelledError once the loop has ended.
 
-        histories: written with the facts, if there are any, and part of no decision.
+        histories: written with the facts, if any, and part of no decision.
         """
         ask = _Ask(command, asyncio.get_running_loop().create_future(), histories)
         self._queue.put_nowait(ask)
@@ -222,7 +222,7 @@ class Loop:
             del ask  # an error that is its answer has this frame
 
     async def snapshot(self) -> tuple[Snapshot, CoordinatorState]:
-        """Return the journal as it is between two batches, and the state that its facts make."""
+        """Return the journal between two batches, and the state that its facts lead to."""
         async with self._between:
             return await self.recorded.snapshot(), self.state
 
@@ -241,7 +241,7 @@ class Loop:
                 self._queue.get_nowait().answer.cancel()
 
     async def renew(self) -> None:
-        """Confirm that this coordinator leads. Raises FencedError when it does not."""
+        """Confirm that this coordinator leads. Raises FencedError if it does not."""
         await self.recorded.renew()
         self.renewed_s = time.monotonic()
 
@@ -265,7 +265,7 @@ class Loop:
         batch = _Batch(self.state, self._num_of_cluster)
         for ask in asks:
             await self._decide(batch, ask)
-            if batch.ends_with_deletion:  # what comes next may be of a new run of that name
+            if batch.ends_with_deletion:  # the next fact may be of a new run of that name
                 await self._commit(batch, on_change)
                 batch = _Batch(self.state, self._num_of_cluster)
         await self._commit(batch, on_change)
@@ -324,7 +324,7 @@ class Loop:
         for item in batch.committed:
             fact = item.entry.fact
             say = log.debug if item.shown_index < 0 else log.info
-            told = sentence(shown(self.state.find(item.entry.run_id), fact))
+            told = sentence(without_draws(self.state.find(item.entry.run_id), fact))
             say(told, kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
         if batch.committed:
             on_change(batch.committed)
@@ -348,8 +348,8 @@ class Loop:
 
 
 def _shown_index(before: RunRecord | EndedRun | None, now: RunRecord | EndedRun | None) -> int:
-    """Return the number of a fact for readers, -1 where it is hidden. before, now: its run without
-    it and with it; None: it is of the cluster, begins the run or deletes it."""
+    """Return the number of a fact for readers; -1 if it is hidden. before, now: its run without and
+    with the fact; None: the fact is of the cluster, begins the run or deletes it."""
     num_shown = 0 if before is None else before.num_shown
     return -1 if now is not None and now.num_shown == num_shown else num_shown
 
@@ -357,10 +357,10 @@ def _shown_index(before: RunRecord | EndedRun | None, now: RunRecord | EndedRun 
 def _at_rest(
     state: CoordinatorState, world: World, walls_s: Mapping[RunId, float]
 ) -> list[tuple[EndedRun, RunView]]:
-    """Return those of these runs that are at rest; walls_s: per run the time of its newest fact."""
+    """Return the runs among these that are at rest; walls_s: the time of each run's newest fact."""
     runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
-    commands = (at_rest(world, run, at_s) for run, at_s in runs)
-    return [command for command in commands if command is not None]
+    summaries = (at_rest(world, run, at_s) for run, at_s in runs)
+    return [summary for summary in summaries if summary is not None]
 
 
 _ERRORS = {
@@ -392,7 +392,7 @@ def _answer(ask: _Ask, answer: tuple[JournalEntry, ...] | StratagemError) -> Non
 # The clock does not read the wall clock and cannot jump.
 
 STEP_S: Final = 0.5
-"""Seconds by which the clock advances at most between two readings: the rest was a freeze."""
+"""The most seconds between two readings by which the clock advances: the rest was a freeze."""
 
 
 class LeaderClock:

@@ -1,6 +1,6 @@
 """Collect garbage in small portions, and return free memory to the system between transfers.
 
-Python's own collector now and then looks at every object: with the standing calls of ten thousand
+Now and then Python's collector looks at every object. With the standing calls of ten thousand
 workers that takes a second, in which nothing is answered, and finds nearly nothing.
 """
 
@@ -20,22 +20,22 @@ from typing import Final
 
 COLLECTION_PAUSE_S: Final = 0.25
 GROWTH: Final = 1.5
-"""Everything is looked at when there are so many times the blocks that the last look has left, or
-that were there at the start."""
+"""Everything is examined when the blocks are so many times those after the last full collection, or
+at the start."""
 LEAST_BLOCKS: Final = 500_000
-"""A smaller process counts as one of so many: it would grow by half with its first workers."""
+"""The blocks that a smaller process counts as: it would grow by half with its first workers."""
 
 
 class Portions:
-    """What has been looked at, and how much there was."""
+    """The collector in portions, with the number of blocks after the last full collection."""
 
     def __init__(self, num_blocks: Callable[[], int] = sys.getallocatedblocks) -> None:
-        """num_blocks: how much memory Python's objects take now."""
+        """Set up; num_blocks: returns the number of memory blocks of Python's objects."""
         self._num_blocks = num_blocks
         self._num_left = num_blocks()
 
     def collect(self) -> None:
-        """Collect what is new, or everything where much has become of it, and set it aside."""
+        """Collect the new objects, or all if the process has grown much, and set them aside."""
         if self._num_blocks() >= GROWTH * max(self._num_left, LEAST_BLOCKS):
             gc.unfreeze()
             gc.collect()

@@ -1,8 +1,8 @@
-"""Connections to workers that cannot be dialled, over streams that they keep open to here.
+"""Connections to workers that cannot be dialled, over streams that they keep open.
 
 A worker behind a firewall opens Relay and waits: its stream is parked. To reach it the coordinator
 dials a private unix socket; the hub takes a parked stream and copies bytes both ways. One stream
-carries one connection, its TLS included, so the hub proves and learns nothing: a stolen stream only
+carries one connection with its TLS, so the hub proves and learns nothing: a stolen stream only
 carries bytes that its thief cannot read.
 """
 
@@ -32,18 +32,18 @@ from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.supervisor import Chores
 
 MAX_PARKED: Final = 4
-"""Streams that one start of a worker may keep parked."""
+"""The most streams that one start of a worker may keep parked."""
 MAX_LIVE: Final = 16
-"""Connections to one start of a worker that may be open, or wait for a stream."""
+"""The most connections to one start of a worker that are open or wait for a stream."""
 MAX_STREAMS: Final = 20_000
-"""Streams of all workers together."""
+"""The most streams of all workers together."""
 PARKED_FOR_S: Final = 240.0
-"""A stream is parked no longer than this, then replaced: address translators forget connections
-that are silent for longer."""
+"""The longest time that a stream is parked before it is replaced: address translators forget
+connections that are silent for longer."""
 DIAL_WAIT_S: Final = 10.0
-"""How long a dial waits for a stream; gRPC gives a connection 20 s to come about."""
+"""The longest wait of a dial for a stream; gRPC gives a connection 20 s to come about."""
 _ACCEPT_PAUSE_S: Final = 1.0
-"""After a connection that could not be accepted, as without descriptors."""
+"""The pause after a connection that could not be accepted, as without descriptors."""
 
 log = structlog.get_logger()
 
@@ -64,10 +64,10 @@ class _Lot:
     path: str
     listener: socket.socket
     emptied_s: float
-    """When its last stream ended; at first, when the lot was made."""
+    """The time when its last stream ended, or when the lot was made."""
     had_streams: bool = False
     parked: list[asyncio.Future[socket.socket]] = field(default_factory=list)
-    """Each gets the connection that it is to carry."""
+    """The parked streams; each gets the connection that it must carry."""
     dials: deque[_Dial] = field(default_factory=deque)
     num_live: int = 0
     accepting: asyncio.Task[None] | None = None
@@ -77,8 +77,8 @@ class _Lot:
         return not (self.parked or self.dials or self.num_live)
 
     def match(self) -> None:
-        """Give the newest stream, which is the likeliest to be whole, to the dial that has waited
-        for longest."""
+        """Give the newest stream, the likeliest to work, to the dial that has waited for
+        longest."""
         while self.dials and self.parked:
             dial = self.dials.popleft()
             self.num_live += 1
@@ -87,7 +87,7 @@ class _Lot:
 
 
 class RelayHub:
-    """The streams that workers keep open to this coordinator. Lives on the event loop."""
+    """The streams that workers keep open to this coordinator; it lives on the event loop."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class RelayHub:
         parked_for_s: float = PARKED_FOR_S,
         dial_wait_s: float = DIAL_WAIT_S,
     ) -> None:
-        """is_registered: whether this start of a worker is one that runs may use now."""
+        """Set up without streams; is_registered: returns True for a start of a worker that runs may
+        use now."""
         self._is_registered, self._is_on = is_registered, is_on
         self._parked_for_s, self._dial_wait_s = parked_for_s, dial_wait_s
         self._lots: dict[Member, _Lot] = {}
@@ -108,19 +109,19 @@ class RelayHub:
         self.num_bytes = 0
         """Bytes carried so far, both ways together."""
 
-    # ---- what the coordinator asks ----
+    # ---- questions of the coordinator ----
 
     def check_on(self) -> None:
-        """Raise WrongStateError where this coordinator takes no tunnels."""
+        """Raise WrongStateError if this coordinator takes no tunnels."""
         if not self._is_on:
             raise WrongStateError("this coordinator takes no tunnels: it was started --relay off")
 
     def target(self, member: Member) -> str:
-        """Return what gRPC dials to reach a worker through its tunnel."""
+        """Return the target that gRPC dials to reach a worker through its tunnel."""
         return f"unix:{self._lot(member).path}"
 
     def check_open(self, member: Member) -> None:
-        """Raise UnavailableError when a worker has kept no stream open for as long as a dial
+        """Raise UnavailableError if a worker has kept no stream open for as long as a dial
         waits."""
         if silence := self.silence(member):
             raise UnavailableError(silence)
@@ -144,8 +145,8 @@ class RelayHub:
         )
 
     def forget(self, member: Member) -> None:
-        """Close the socket of a start of a worker that is gone: at once, or with the last of the
-        streams that it still keeps."""
+        """Close the socket of a start of a worker that is gone, at once or with the last of its
+        streams."""
         if member in self._lots:
             self._tidy(self._lots[member])
 
@@ -170,9 +171,9 @@ class RelayHub:
         send: Send,
         say_parked: Callable[[], Awaitable[None]],
     ) -> None:
-        """Keep a stream parked and, once it is wanted, copy its connection until either side ends.
+        """Park a stream and, once it is wanted, copy its connection until either side ends.
 
-        Raises LimitError when there are too many, and WrongStateError where there may be none.
+        Raises LimitError for too many streams, and WrongStateError if there may be none.
         """
         self.check_on()
         self._replace_others(member)
@@ -212,8 +213,8 @@ class RelayHub:
         self._tidy(lot)
 
     def _replace_others(self, member: Member) -> None:
-        """End the streams of other starts of a worker, but for the registered one: that lives until
-        it is found not to answer."""
+        """End the streams of other starts of a worker, except those of the registered one, which
+        lives until it does not answer."""
         for other in self._others(member):
             if not self._is_registered(other):
                 self._drop(self._lots[other])
@@ -251,7 +252,7 @@ class RelayHub:
             self._chores.do(self._connect(lot, connection), f"dial {lot.member.worker_id}")
 
     async def _connect(self, lot: _Lot, connection: socket.socket) -> None:
-        """Have a stream carry a dialled connection; close it when none comes."""
+        """Have a stream carry a dialled connection; close it if no stream comes."""
         if lot.num_live + len(lot.dials) >= MAX_LIVE:
             log.warning("too many connections", worker=lot.member.worker_id, limit=MAX_LIVE)
             connection.close()
@@ -287,7 +288,7 @@ class RelayHub:
         return lot
 
     def _tidy(self, lot: _Lot) -> None:
-        """Forget a lot that is of no use any more."""
+        """Forget a lot that nobody needs any more."""
         if lot.is_idle and not self._is_registered(lot.member):
             self._drop(lot)
 
@@ -309,7 +310,7 @@ class RelayHub:
 
 
 class _ReadAhead:
-    """A stream whose next frame is read while nobody asks for it, to see its end."""
+    """A stream whose next frame is read before anybody asks for it, to see the end."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -324,7 +325,7 @@ class _ReadAhead:
         return await self.task
 
     def check_silent(self) -> None:
-        """Raise InvalidInputError when the worker has sent bytes; what the stream has raised."""
+        """Raise InvalidInputError if the worker has sent bytes, and any error of the stream."""
         if self.task.done() and self.task.result() is not None:
             raise InvalidInputError.at("data", "came before the coordinator said anything")
 

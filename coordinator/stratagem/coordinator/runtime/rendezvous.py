@@ -1,7 +1,8 @@
-"""The membership barrier: answers all members of (run, party, membership) once each has called.
+"""The membership barrier, which answers all members of (run, party, membership) once each has
+called.
 
-Runs on the event loop and in memory: after a restart of the coordinator the members simply call
-again. The members of a membership are read from the state each time, never remembered here.
+It lives on the event loop and in memory: after a restart of the coordinator the members simply call
+again. The members of a membership are read from the state each time.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from stratagem.v1.coordinator_pb2 import HeldSlices
 class Arrival:
     """The data that a member brings to the barrier; applied_step is None when it holds no state.
 
-    slices: what it says of a state that is divided among members; the others read it.
+    slices: its description of a state that is divided among members, for the others.
     """
 
     endpoint: bytes
@@ -51,7 +52,7 @@ class Barriers:
         """Wait for all members and return their arrivals in order of rank.
 
         A member that calls twice (its answer was lost) replaces its first arrival. Raises
-        StaleError when the membership is not the current one, now or later.
+        StaleError if the membership is not the current one, now or later.
         """
         barrier = self._barrier((run_id, party, membership), rank)
         barrier.arrivals[rank] = arrival
@@ -60,7 +61,7 @@ class Barriers:
         return await asyncio.shield(barrier.done)
 
     def missing(self, run_id: RunId, party: Party, membership: int) -> tuple[int, ...]:
-        """Return the ranks that have not called yet; none when the barrier is not open."""
+        """Return the ranks that have not called yet; () if the barrier is not open."""
         barrier = self._open.get((run_id, party, membership))
         if barrier is None or barrier.done.done():
             return ()
@@ -88,7 +89,7 @@ class Barriers:
         if current is None or current[0] != key[2] or rank >= current[1]:
             raise _stale(key)
         barrier = self._open.get(key)
-        # A member that comes back to a barrier that is over opens a new one: the others follow.
+        # A member that comes back to a finished barrier opens a new one: the others follow.
         if barrier is None or (barrier.done.done() and rank in barrier.arrivals):
             barrier = self._open[key] = _Barrier(current[1])
         return barrier

@@ -1,4 +1,4 @@
-"""Settings of the coordinator process: flags first, then STRATAGEM_COORDINATOR_* variables."""
+"""The settings of the coordinator process: flags first, then STRATAGEM_COORDINATOR_* variables."""
 
 from pathlib import Path
 from typing import Final, Literal, Self
@@ -11,7 +11,7 @@ from stratagem.common.process.process import HEARTBEATS_PER_TTL, at_least
 from stratagem.common.rpc.channel import MAX_MESSAGE_BYTES
 
 MAX_JOB_BYTES: Final = MAX_MESSAGE_BYTES // 4
-"""Largest size of a job: in the event of its submission it is a text inside a text, with others."""
+"""The largest size of a job: the event of its submission quotes it inside another text."""
 
 
 class Settings(BaseSettings):

@@ -1,22 +1,29 @@
-"""RunSupervisor keeps one task per pending effect, which it starts, retries with backoff, and
-cancels.
+"""Keep one task per pending effect: start it, retry it with backoff, and cancel it.
 
-A task runs until its effect leaves the set or is given up. core/effect_failures.py says which
+A task runs until its effect leaves the set or is given up. core/effect_failures.py decides which
 failures are retried. A cancelled task may clean up, and closing waits for that, too. Effects that
 need compute slots start when all of them are free.
 
-The supervisor is level-triggered: it reads from the set what must run, and remembers nothing. It
-is one of the two places that catch every exception, because a failing effect must be reported and
-retried.
+The supervisor is level-triggered: the set alone decides what must run. It is one of the two places
+that catch every exception, because a failing effect must be reported and retried.
 """
 
 import asyncio
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Hashable,
+    Iterator,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -44,9 +51,9 @@ from stratagem.coordinator.observe.logs import ids_of
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
 GRACE_S = 5.0
-"""Seconds that close waits for stopped tasks to end before it gives up on them."""
+"""The longest wait of `close` for stopped tasks to end."""
 _OF_PROXIES: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
-"""Codes that none of our errors has, and that gRPC makes of HTTP 500 and 404."""
+"""Codes that none of our errors has, into which gRPC turns HTTP 500 and 404."""
 
 log = structlog.get_logger()
 
@@ -58,8 +65,8 @@ class RunSupervisor:
         give_up: Callable[[Effect, FailedTries], Awaitable[None]],
         on_trouble: Callable[[Effect, FailedTries], None] = lambda effect, tries: None,
     ) -> None:
-        """Set up without tasks. give_up takes an effect out of the set that is not to be tried
-        again; on_trouble is called with every effect that keeps failing."""
+        """Set up without tasks; give_up: removes an effect that must not be tried again from the
+        set; on_trouble: called with every effect that keeps failing."""
         self._perform, self._give_up = perform, give_up
         self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
@@ -68,7 +75,7 @@ class RunSupervisor:
         self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
         """The effects that have a task."""
         self._failed: dict[Effect, FailedTries] = {}
-        """Those of effects that fail, until one goes well."""
+        """The failed tries of effects, until a try succeeds."""
         self._waiting: list[Request[Effect, Member]] = []
         self._yielded: set[Effect] = set()
         self.num_failures: Counter[str] = Counter()
@@ -80,7 +87,7 @@ class RunSupervisor:
         return len(self._waiting)
 
     def by_kind(self) -> tuple[Counter[str], Counter[str]]:
-        """Return the number of effects by kind that run, and the number that wait for compute
+        """Return by kind the number of effects that run, and of those that wait for compute
         slots."""
         running = Counter(type(effect).__name__ for effect in self._tasks)
         return running, Counter(type(request.key).__name__ for request in self._waiting)
@@ -103,7 +110,7 @@ class RunSupervisor:
             self._stop(effect)
         new = [e for e in effects if e not in self._tasks and e not in known]
         for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
-            # Members that change do not mend what fails for another reason.
+            # Other members do not mend a failure that has another reason.
             failed = next((left[old] for old in left if _is_same_request(effect, old)), None)
             if failed is not None and not failed.are_too_many:
                 self._failed[effect] = failed
@@ -111,7 +118,7 @@ class RunSupervisor:
         self._start_granted()
 
     def yield_slots(self, effect: Effect) -> None:
-        """Free the slots of an effect that continues: what is left of it needs no compute."""
+        """Free the slots of an effect that continues without compute."""
         if effect in self._tasks:
             self._yielded.add(effect)
             self._start_granted()
@@ -168,7 +175,7 @@ class RunSupervisor:
         try:
             await self._keep_trying(effect)
         except asyncio.CancelledError as end:
-            # The task keeps it, whose frames keep the task.
+            # The task keeps the error, and the frames of the error keep the task.
             raise without_frames(end) from None
 
     async def _keep_trying(self, effect: Effect) -> NoReturn:
@@ -185,12 +192,12 @@ class RunSupervisor:
                 continue  # it is given up at once
             if tries.num >= TROUBLE:
                 self._on_trouble(effect, tries)
-            # What was done has usually taken the effect out of the set, and this task with it.
+            # The result has usually taken the effect out of the set, and cancelled this task.
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, effect: Effect, tries: FailedTries, pause_s: float) -> FailedTries:
-        """Perform the effect once, or give it up where it has failed too often; return the tries
-        that have failed by now."""
+        """Perform the effect once, or give it up if it has failed too often; return the failed
+        tries."""
         bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
         began_s = time.monotonic()
         try:
@@ -201,7 +208,7 @@ class RunSupervisor:
             bound.info("effect was cut off, trying again", pause_s=pause_s)
             failed = self._counted(effect, tries, [UnavailableError(reason)], reason, began_s)
         except Exception as error:  # the task supervisor
-            stop_if_cancelled()  # what fails on the way out is not tried again
+            stop_if_cancelled()  # a failure on the way out is not tried again
             reason, errors = told(error), [_ours(leaf) for leaf in leaves(error)]
             failed = self._counted(effect, tries, errors, reason, began_s)
             if failed.is_defect:
@@ -211,7 +218,7 @@ class RunSupervisor:
             del errors  # one has this frame
         else:
             return FailedTries()
-        # A failure to give up is none of the effect's own.
+        # A failure to give up does not count as a failure of the effect.
         return tries if tries.are_too_many else replace(failed, next_s=time.time() + pause_s)
 
     def _counted(
@@ -228,10 +235,10 @@ class RunSupervisor:
 
 
 def _ours(error: BaseException) -> BaseException:
-    """Return an error as one of ours where gRPC has raised it.
+    """Return an error of gRPC as one of ours.
 
-    A proxy on the way that is out of order answers with codes that say nothing of the worker, and a
-    channel that somebody has closed is opened anew.
+    A broken proxy on the way answers with codes that say nothing about the worker, and a channel
+    that somebody has closed is opened again.
     """
     told, call = error, error.__cause__
     if isinstance(error, grpc.RpcError):
@@ -245,22 +252,23 @@ def _ours(error: BaseException) -> BaseException:
 
 
 def _is_same_request(new: Effect, old: Effect) -> bool:
-    """Return True where the new effect asks for what the old one has not done, maybe of others.
+    """Return True if the new effect asks for the undone work of the old one, maybe of other
+    workers.
 
-    A success ends with a fact that removes its effect, and what is asked for after it differs in
-    one of these, so that no failure before a success counts any more.
+    A success ends with a fact that removes its effect, and the next effect differs in one of the
+    compared fields, so that no failure before a success counts any more.
     """
 
     def asked(effect: Effect) -> tuple[object, ...]:
         return tuple(getattr(effect, name, None) for name in ("client", "attempt", "step"))
 
-    # A state is evaluated after each round, with nothing by which one is known from the next.
+    # Evaluations after different rounds look the same.
     is_told_apart = not isinstance(new, EvaluateState)
     return is_told_apart and _is_same_work(new, old) and asked(new) == asked(old)
 
 
 def _is_same_work(new: Effect, old: Effect) -> bool:
-    """Return True where the new effect keeps the turn of the old one."""
+    """Return True if the new effect keeps the turn of the old one."""
 
     def work(effect: Effect) -> tuple[object, ...]:
         segment = getattr(effect, "segment", getattr(effect, "round_num", None))
@@ -280,7 +288,7 @@ def _is_same_work(new: Effect, old: Effect) -> bool:
 
 
 class Chores:
-    """The chores that are under way. An error of one is logged; the next one of its kind makes up
+    """The chores that are under way. An error is logged, and the next chore of its kind makes up
     for it."""
 
     def __init__(self) -> None:
@@ -312,7 +320,7 @@ class Chores:
 
 # ---- Task groups ----
 #
-# These task groups keep a cancellation apart from a failure of one of their tasks.
+# These task groups distinguish a cancellation from a failure of one of their tasks.
 #
 # A TaskGroup of Python before 3.13 that is cancelled while one of its tasks fails raises the
 # failure alone. Code that catches failures and continues must check here whether it should. Such
@@ -321,7 +329,7 @@ class Chores:
 
 
 def stop_if_cancelled() -> None:
-    """Raise CancelledError when the cancellation of the present task was requested."""
+    """Raise CancelledError if the cancellation of the present task was requested."""
     task = asyncio.current_task()
     if task is not None and task.cancelling() > 0:
         raise asyncio.CancelledError
@@ -346,7 +354,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 def _has_cancelled_its_task(group: asyncio.TaskGroup) -> bool:
     if sys.version_info >= (3, 13):
-        return False  # it takes that back by itself
+        return False  # the group takes that back itself
     return bool(group._parent_cancel_requested)  # type: ignore[attr-defined]
 
 
@@ -357,7 +365,7 @@ def _has_cancelled_its_task(group: asyncio.TaskGroup) -> bool:
 
 
 class Paced:
-    """A chore that runs at most once per pause, however often it is asked for; runs on the event
+    """A chore that runs at most once per pause, however often it is asked for, on the event
     loop."""
 
     def __init__(self, chore: Callable[[], Awaitable[None]], pause_s: float) -> None:
@@ -369,8 +377,7 @@ class Paced:
         self._lock = asyncio.Lock()
 
     async def ask(self) -> None:
-        """Have the chore run, beginning after this call; returns at once when such a run is due
-        anyway."""
+        """Have the chore run once more after this call; return at once if such a run is due."""
         if self._is_asked:
             return
         self._is_asked = True
@@ -381,3 +388,73 @@ class Paced:
                 await self._chore()
             finally:
                 self._next_s = time.monotonic() + self._pause_s
+
+
+# ---- Shared transactions ----
+#
+# Facts about results that become durable at about the same time share a transaction.
+#
+# Updates that arrive at once are on the disk within milliseconds of each other. Reported one by
+# one, each would need a transaction of its own, with all that follows from it. A member that is
+# done therefore waits for those that were under way at that moment: no longer than its own work
+# took, and at most LONGEST_WAIT_S. This runs on the event loop and knows nothing of updates and
+# facts.
+
+LONGEST_WAIT_S: Final = 0.05
+"""Near the deadline of a round it decides whether an update counts, so it is short."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Members that report together; nobody joins any more once the first of them is done."""
+
+    num_missing: int = 0
+    all_done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Together:
+    """The groups that can be joined, by what their members have in common."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, _Group] = {}
+
+    @contextmanager
+    def member(self, key: Hashable) -> Iterator["Membership"]:
+        """Join a group until the block ends, or until `all_done` is awaited."""
+        membership = Membership(self._open, key)
+        try:
+            yield membership
+        finally:
+            membership.leave()
+
+
+class Membership:
+    """A member of a group: it makes something durable, and then reports it."""
+
+    def __init__(self, open_groups: dict[Hashable, _Group], key: Hashable) -> None:
+        self._open, self._key = open_groups, key
+        self._loop = asyncio.get_running_loop()
+        self._since_s = self._loop.time()
+        self._group = open_groups.setdefault(key, _Group())
+        self._group.num_missing += 1
+        self._is_missing = True
+
+    async def all_done(self) -> None:
+        """Be done, and wait for the others of the group, for a bounded time: all members go on in
+        one turn of the event loop."""
+        self.leave()
+        patience_s = min(self._loop.time() - self._since_s, LONGEST_WAIT_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._group.all_done.wait()
+
+    def leave(self) -> None:
+        """Let nobody wait for this member any more."""
+        if not self._is_missing:
+            return
+        self._is_missing = False
+        if self._open.get(self._key) is self._group:
+            del self._open[self._key]
+        self._group.num_missing -= 1
+        if self._group.num_missing == 0:
+            self._group.all_done.set()

@@ -1,14 +1,12 @@
-"""Check the fields of requests against limits, apart from those that jobs and tensor streams
-check.
+"""Check the fields of requests against limits, except those that jobs and tensor streams check.
 
-These sizes are no settings: no deployment needs other ones, and every caller's code relies on
-them.
+These sizes are no settings: no deployment needs others, and every caller relies on them.
 """
 
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -39,12 +37,12 @@ def check_note(note: str) -> None:
 
 
 def clipped_reason(reason: str) -> str:
-    """Return a worker's reason for a failure, cut to the length that a log needs."""
+    """Return a worker's reason for a failure, cut to a length that suits a log."""
     return printable(reason[:MAX_REASON_CHARS], is_line=True)
 
 
 def check_address(address: str) -> None:
-    """Check for HOST:PORT and nothing else: gRPC would also take unix sockets, name servers and
+    """Check for HOST:PORT alone, because gRPC would also take unix sockets, name servers and
     more."""
     try:
         host, port = split_address(address)
@@ -68,24 +66,23 @@ def check_capability(capability: types_pb2.Capability) -> None:
 
 
 def check_endpoint(endpoint: bytes) -> None:
-    """Check the endpoint that a member gives to the others at the rendezvous."""
+    """Check the endpoint that a member announces to the others at the rendezvous."""
     if len(endpoint) > MAX_ENDPOINT_BYTES:
         raise LimitError(f"endpoint: {len(endpoint)} bytes, the limit is {MAX_ENDPOINT_BYTES}")
 
 
 class Places:
-    """A limited number of places for open calls, with a limit of how many of them one caller may
-    take."""
+    """A limited number of places for open calls, of which one caller may take a limited share."""
 
     def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
         """Set up with all places free; setting: the name of the first limit, and the prefix of the
-        other one's."""
+        second one's name."""
         self._setting, self._limit, self._limit_each = setting, limit, limit_each
         self._taken = Counter[str]()
 
     @contextmanager
-    def taken(self, caller: Caller = NOBODY) -> Iterator[None]:
-        """Take a place. Raises LimitError when all are taken, or all that the caller may have."""
+    def place(self, caller: Caller = NOBODY) -> Iterator[None]:
+        """Take a place. Raises LimitError if all are taken, or the caller's share is."""
         of_all = self._taken.total()
         if of_all >= self._limit:
             raise LimitError(
@@ -109,15 +106,11 @@ class Places:
 
 
 class Keys:
-    """A set of keys of which only one call at a time may hold each."""
+    """A set of keys, each of which one call at a time may hold."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._held: set[Hashable] = set()
-
-    @property
-    def held(self) -> Collection[Hashable]:
-        return self._held
 
     @contextmanager
     def holding(self, key: Hashable, shown: str) -> Iterator[None]:
@@ -155,15 +148,15 @@ def _is_bracketed_v6(host: str) -> bool:
 # ---- Previous exit ----
 #
 # A registering worker reports how its previous process ended. The report is journaled and
-# displayed, so it is cut to the expected form; no content of it is a reason to refuse a worker.
+# displayed, so it is cut to the expected form; no content is a reason to refuse the worker.
 
 MAX_LINES: Final = 10
 MAX_LINE_CHARS: Final = 300
 MAX_STATUS: Final = 1 << 16
 
 
-def ending_of(request: coordinator_pb2.RegisterWorkerRequest) -> Ending | None:
-    """Return how the previous process ended; None where the request does not say."""
+def previous_exit(request: coordinator_pb2.RegisterWorkerRequest) -> Ending | None:
+    """Return how the previous process ended; None if the request does not say."""
     told = request.previous_exit
     if not told.incarnation:
         return None

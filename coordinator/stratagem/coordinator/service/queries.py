@@ -50,20 +50,18 @@ from stratagem.v1 import types_pb2
 # Active runs are answered from memory, and those at rest from the journal.
 
 MAX_PAGE_BYTES: Final = 2 * 2**20
-"""Size of a page with several runs; one alone is never larger than a message."""
+"""The size of a page with several runs; a single run is never larger than a message."""
 
 READ_AT_ONCE: Final = 16
-"""Runs at rest that are read at once: a few KB each, but each may be as large as a job."""
-
-
+"""Runs at rest that are read at once; most have a few KB, but each may be as large as a job."""
 _FIRST: Final = (-math.inf, RunId(""))
-"""A place before those of all runs."""
+"""A place before all runs."""
 
 
 class Runs:
     def __init__(self, app: App) -> None:
         self.app = app
-        self._briefs = RunBriefs(self._brief, app.env.chores.do)
+        self._briefs = RunBriefs(self._brief, app.env.runs.chores.do)
         app.feed.listeners.append(self._briefs.note)
 
     async def view(self, run_id: str) -> RunView:
@@ -79,10 +77,10 @@ class Runs:
 
     def _info_of(self, view: RunView) -> pb.RunInfo:
         is_pinned = view.run_id in self.app.loop.state.pinned
-        return run_info(view, self.app.path_of, pinned=is_pinned)
+        return run_info(view, self.app.blobs.location, pinned=is_pinned)
 
     async def watch(self) -> AsyncIterator[pb.WatchRunsResponse]:
-        """Yield the briefs of all runs, newest first, and then of those that have changed."""
+        """Yield the briefs of all runs, newest first, and then those of changed runs."""
         with self._briefs.follower() as follower:
             run_ids = self._newest_first()
             while at_once := list(islice(run_ids, READ_AT_ONCE)):
@@ -113,7 +111,7 @@ class Runs:
         return None if shown is None else progress(self.app.paces, self.app.loop.world, run, shown)
 
     async def page(self, page_token: str) -> pb.ListRunsResponse:
-        """Return the runs behind the token, newest first, as many as fit into one message.
+        """Return the runs after the token, newest first, as many as fit into one message.
 
         The token is the position of the last run of a page, so that deleting that run does no harm.
         """
@@ -132,21 +130,21 @@ class Runs:
         return response
 
     def _newest_first(self, behind: tuple[float, RunId] = _FIRST) -> Iterator[RunId]:
-        """Yield the runs that there are now behind a place among all, newest first."""
+        """Yield the present runs after a place in the order of all, newest first."""
         state = self.app.loop.state
         active = sorted((-run.submitted_wall_s, run.run_id) for run in state.runs.values())
         places = merge(active, state.ended.by_submission.behind(behind))
         return (run_id for place, run_id in places if (place, run_id) > behind)
 
     async def _views(self, run_ids: Sequence[RunId]) -> list[RunView]:
-        """Return those of the runs that exist, in this order; they may be deleted meanwhile."""
+        """Return the views of the runs that still exist, in this order."""
         read: dict[RunId, RunView] = {}
         asked: set[RunId] = set()
-        # One that is active may come to rest while others are read.
+        # An active run may come to rest while others are read.
         while left := [r for r in run_ids if r in self.app.loop.state.ended and r not in asked]:
             read.update(await self.app.loop.recorded.views(left))
             asked.update(left)
-        runs = self.app.loop.state.runs  # one may have been resumed meanwhile
+        runs = self.app.loop.state.runs  # a run may have been resumed meanwhile
         views = (
             self._live(runs[run_id]) if run_id in runs else read.get(run_id) for run_id in run_ids
         )
@@ -161,7 +159,7 @@ class Runs:
         refused = self.app.refusals.sentence() if is_waiting else ""
         said = with_refused(view.reason, refused)
         reason = trouble or said or (shown.reason if shown else "")
-        # As its watchers see it: the open segment's steps that are made count, too.
+        # The steps of the open segment count, too, as those who watch see them.
         step = max(view.step, shown.step if shown else 0)
         return view.model_copy(update={"reason": reason, "step": step})
 
@@ -180,15 +178,13 @@ def _place_in(page_token: str) -> tuple[float, RunId]:
 # Workers are answered page by page, since there may be thousands.
 
 MAX_PAGE_SIZE: Final = 500
-"""Workers that are made into one answer: other calls wait for so long."""
-"""Size of a page with several workers."""
+"""The most workers in one answer, during whose making other calls wait."""
 
 
 def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
-    """Return the workers behind the token, by name: at most page_size, or without one all of them.
+    """Return the workers after the token, by name: at most page_size, or all of them without one.
 
-    The token is the name of the last worker of a page, who may be gone when the next one is asked
-    for.
+    The token is the name of the last worker of a page, which may be gone before the next request.
     """
     if page_token:
         check_worker_id(page_token)
@@ -208,7 +204,7 @@ def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
 
 
 def _behind(workers: Sequence[WorkerRecord], token: str, limit: int) -> list[WorkerRecord]:
-    """Return the first workers behind a name, in order; limit: 0 for all."""
+    """Return the first workers after a name, in order; limit: 0 for all."""
     behind = [worker for worker in workers if worker.member.worker_id > token]
     num_wanted = limit or len(behind)
     return nsmallest(num_wanted, behind, key=lambda worker: worker.member.worker_id)
@@ -220,16 +216,16 @@ def _behind(workers: Sequence[WorkerRecord], token: str, limit: int) -> list[Wor
 # those in flight are in memory.
 
 MAX_ROWS: Final = 65_536
-"""Of one series in one answer."""
+"""The most rows of one series in one answer."""
 MAX_NAMES: Final = 256
-"""Parties, or series, that one request names."""
+"""The most parties, or series, in one request."""
 MESSAGE_ROWS: Final = 16_384
-"""Of one message: fewer bytes than the largest message has, also where nothing is compressed."""
+"""The most rows in one message, which then fits the size limit even without compression."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """The rows of one party, by series, as they are read."""
+    """The rows of one party, by series, read so far."""
 
     ended: dict[Series, list[Columns]] = field(default_factory=dict)
     in_flight: dict[Series, Columns] = field(default_factory=dict)
@@ -240,17 +236,17 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class HistoryQueries:
-    """Queries of one app."""
+    """The queries about the step histories of one app."""
 
     app: App
 
     async def blocks(
         self, request: pb.GetHistoryRequest, root_segment: int
     ) -> AsyncIterator[pb.HistoryBlock]:
-        """Yield the rows that a request asks for, party by party and series by series.
+        """Yield the requested rows, party by party and series by series.
 
-        root_segment: the newest one that the run has trained; what is stored behind it was trained
-        before the run returned to an earlier commit.
+        root_segment: the newest one that the run has trained; rows stored after it are from before
+        the run returned to an earlier commit.
         """
         _check(request)
         run_id = RunId(request.run_id)
@@ -281,7 +277,7 @@ class HistoryQueries:
             for row, rows in zip(kept, await asyncio.to_thread(_unpacked, kept), strict=True):
                 for series, columns in rows.items():
                     if _is_wanted(series.name, request.series or ["*"]):
-                        # What was read before may have been merged with what follows since.
+                        # Rows read before may have been merged with later ones since.
                         its = gathered.ended.setdefault(series, [])
                         its.append(behind(columns, step) if row.from_step < step else columns)
                 step = max(step, row.to_step)
@@ -291,7 +287,7 @@ class HistoryQueries:
 
 
 def _counts_as_root(party: Party) -> bool:
-    """Return whether segments of a party are those of the root."""
+    """Return True if the segments of a party are those of the root."""
     return party == ROOT or party.partition("/")[0] in ("actions", "node", "replica", "stage")
 
 
@@ -301,7 +297,7 @@ def _up_to(segment: int, rows: Sequence[HistoryRow]) -> list[HistoryRow]:
 
 
 def _add_tail(gathered: _Gathered, sent: Sequence[SentRows], wanted: Sequence[str]) -> None:
-    """Add what the segment in flight has recorded; it may have ended while the rest was read."""
+    """Add the rows of the segment in flight, which may have ended while the rest was read."""
     if not sent or sent[0].segment <= gathered.last_segment:
         return
     gathered.stride = max([gathered.stride, *(each.stride for each in sent)])
@@ -333,7 +329,7 @@ def _check(request: pb.GetHistoryRequest) -> None:
 
 
 def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
-    """Return whether a name is among those wanted, or begins as one of them that ends in "*"."""
+    """Return True if a name is wanted, or begins like a wanted one that ends in "*"."""
     return any(
         name.startswith(each[:-1]) if each.endswith("*") else name == each for each in wanted
     )
@@ -359,22 +355,18 @@ def _blocks(
             stride=stride,
             observed=series.observed,
             provisional=provisional,
-            columns=pack_columns(part),
+            columns=pack_columns(part_of(columns, start, start + MESSAGE_ROWS)),
         )
         for provisional, rows in whole.items()
-        for part in _pieces(joined([rows], stride))
+        for columns in (joined([rows], stride),)
+        for start in range(0, len(columns), MESSAGE_ROWS)
     ]
-
-
-def _pieces(columns: Columns) -> Iterator[Columns]:
-    for start in range(0, len(columns), MESSAGE_ROWS):
-        yield part_of(columns, start, start + MESSAGE_ROWS)
 
 
 # ---- Protobuf messages ----
 
 Paths = Callable[[Digest], str]
-"""Returns where a blob is stored, for display; "" when it is not a file here."""
+"""A function that returns the path of a blob, for display; "" if it is not a file here."""
 
 _IN_BRIEF = {
     field.name
@@ -386,7 +378,7 @@ _PHASES = {phase: pb.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in Run
 
 def run_info(run: RunView, paths: Paths, *, pinned: bool) -> pb.RunInfo:
     """Return one run as a message."""
-    # What has the same name in both is taken as it is.
+    # Fields with the same name in both are copied.
     same = run.model_dump(exclude={"predictions", "num_facts", "is_reproducible"})
     changed = {
         "phase": _PHASES[run.phase],
@@ -434,7 +426,7 @@ def progress(paces: Paces, world: World, run: RunRecord, item: SegmentProgress) 
 
 
 def run_brief(run: RunView, latest: pb.RunProgress | None) -> pb.RunBrief:
-    """Return what a list of runs shows of one."""
+    """Return the entry of one run in a list of runs."""
     same = run.model_dump(include=_IN_BRIEF)
     return pb.RunBrief(
         **same,
@@ -449,7 +441,8 @@ def worker_infos(
     workers: Sequence[WorkerRecord],
     silent_s: Callable[[WorkerRecord], float],
 ) -> Iterator[pb.WorkerInfo]:
-    """Yield these workers as messages; silent_s: seconds since a worker was heard of."""
+    """Yield these workers as messages; silent_s: returns the seconds since a worker was heard
+    of."""
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
     asked = frozenset(worker.member for worker in workers)
     for run in state.runs.values():
@@ -472,8 +465,8 @@ def _worker_info(worker: WorkerRecord, silent_s: float, runs: Sequence[RunId]) -
     )
 
 
-def met(arrivals: Sequence[Arrival]) -> pb.RendezvousResponse:
-    """Return what the members of a party are answered once all have arrived."""
+def rendezvous_response(arrivals: Sequence[Arrival]) -> pb.RendezvousResponse:
+    """Return the answer to the members of a party once all have arrived."""
     members = [
         pb.RendezvousMember(
             endpoint=each.endpoint,
@@ -503,12 +496,12 @@ def _setting(setting: Setting) -> pb.Hyperparameters:
 
 MAX_EVENTS: Final = 256
 MAX_BYTES: Final = 2**18
-"""Of the events in one message, but for the last one of them."""
+"""The most bytes of the events in one message, without the last event."""
 
 
 def span_of(request: pb.WatchRunRequest, num_facts: int) -> EventSpan:
-    """Return the span of a run that has so many events. Raises OutOfRangeError for one that begins
-    in the future, InvalidInputError for a kind that is none."""
+    """Return the requested span of a run that has so many events. Raises OutOfRangeError for one
+    that begins in the future, InvalidInputError for an unknown kind."""
     if request.from_index > num_facts:
         message = f"{request.from_index} is beyond the newest event, {num_facts - 1}"
         raise OutOfRangeError.at("from_index", message)
@@ -525,8 +518,8 @@ def span_of(request: pb.WatchRunRequest, num_facts: int) -> EventSpan:
 
 
 def follows_on(request: pb.WatchRunRequest) -> bool:
-    """Return whether the stream goes on with events as they happen. Raises InvalidInputError where
-    that cannot be."""
+    """Return True if the stream goes on with events as they happen. Raises InvalidInputError if it
+    cannot."""
     has_end = request.newest_first or request.before_index > 0
     follows = request.follow if request.HasField("follow") else not has_end
     if follows and has_end:
@@ -538,7 +531,7 @@ def follows_on(request: pb.WatchRunRequest) -> bool:
 async def past_events(
     feed: Feed, run_id: RunId, span: EventSpan, request: pb.WatchRunRequest
 ) -> AsyncIterator[pb.WatchRunResponse]:
-    """Yield the events up to the limit of the request, several in a message if it takes that: a
+    """Yield the events up to the limit of the request, several in a message if it allows that: a
     message costs more than the event in it."""
     num_left = request.limit
     at_once = min(num_left or MAX_EVENTS, MAX_EVENTS if request.several else PAGE_EVENTS)
@@ -552,7 +545,7 @@ async def past_events(
 
 
 def _messages(page: Sequence[FeedEvent], max_events: int) -> Iterator[pb.WatchRunResponse]:
-    """Yield the events of a page, so many in a message at most."""
+    """Yield the events of a page, at most max_events in a message."""
     waiting: list[pb.RunEvent] = []
     num_bytes = 0
     for item in page:

@@ -1,4 +1,4 @@
-"""CoordinatorService decodes each request, makes one call, and encodes the answer.
+"""The CoordinatorService, which decodes each request, makes one call, and encodes the answer.
 
 coordinator.proto documents the meaning of the calls and their codes. At the server's boundary,
 errors of common/base/errors.py become status codes.
@@ -53,7 +53,7 @@ from stratagem.coordinator.service.limits import (
     check_endpoint,
     check_note,
     clipped_reason,
-    ending_of,
+    previous_exit,
 )
 from stratagem.coordinator.service.queries import (
     HistoryQueries,
@@ -64,12 +64,12 @@ from stratagem.coordinator.service.queries import (
 )
 from stratagem.coordinator.service.queries import page as worker_page
 from stratagem.coordinator.service.workers import (
-    carry,
-    check_way,
+    check_reachability,
     diagnose,
-    look_into,
-    meet,
+    dial_back,
+    investigate,
     member_of,
+    relay_connection,
     take_heartbeats,
 )
 from stratagem.v1 import coordinator_pb2 as pb
@@ -78,11 +78,11 @@ from stratagem.v1 import coordinator_pb2_grpc
 # ---- Resource ownership ----
 #
 # The coordinator checks that a caller may use the resources that a call names. The checks only
-# read the state. Where callers need not identify themselves, every caller may use everything.
+# read the state. If callers need not identify themselves, every caller may use everything.
 
 
 def _own_run(servicer: Any, request: Any, caller: Caller) -> None:
-    """Refuse a run of another owner. A run that is not known is no secret: the handler says so."""
+    """Refuse a run of another owner. An unknown run is no secret, and the handler says so."""
     app: App = servicer.app
     run = app.loop.state.find(RunId(request.run_id))
     if run is not None:
@@ -97,7 +97,7 @@ def _coordinator(_servicer: Any, request: pb.DiagnoseRequest, caller: Caller) ->
 
 
 def _check_member(app: App, request: Any, caller: Caller, rank: int | None = None) -> None:
-    """Refuse a worker that speaks for a party, or a rank of it, that is not its own."""
+    """Refuse a worker that speaks for another party, or for another rank."""
     session = request.session
     run = app.loop.state.runs.get(RunId(session.run_id))
     view = None if run is None else parties_of(run).get(Party(session.party))
@@ -127,8 +127,8 @@ CHECKS: Final[Mapping[Names, Check]] = {
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MEETINGS_AT_ONCE = 128
-"""Workers that are called back at once: of thousands that begin together each would be called too
-late for its own deadline, and all of them again."""
+"""The most workers that are dialled back at once: without a bound, thousands of registrations that
+begin together would all time out, and begin again."""
 
 
 @checks_what_is_named(pb.DESCRIPTOR.services_by_name["CoordinatorService"], CHECKS)
@@ -142,7 +142,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._watchers = Places("max_watchers", settings.max_watchers, settings.max_watchers_each)
         self._diagnosis = asyncio.Lock()
         self._met: tuple[tuple[Arrival, ...], bytes] = ((), b"")
-        """The members that have met last, and the answer that all of them get."""
+        """The members of the latest rendezvous, and the answer to all of them."""
         self._meetings = asyncio.Semaphore(MEETINGS_AT_ONCE)
 
     @property
@@ -184,7 +184,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         run_id, num_events = run.run_id, 0
         span = span_of(request, run.num_shown)
         feed = self._app.feed
-        with self._watchers.taken(current_caller()):
+        with self._watchers.place(current_caller()):
             if not follows_on(request):
                 async for response in past_events(feed, run_id, span, request):
                     yield response
@@ -204,7 +204,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def WatchRuns(
         self, request: pb.WatchRunsRequest, context: Context
     ) -> AsyncIterator[pb.WatchRunsResponse]:
-        with self._watchers.taken(current_caller()):
+        with self._watchers.place(current_caller()):
             async for response in self._runs.watch():
                 yield response
 
@@ -212,7 +212,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.GetHistoryRequest, context: Context
     ) -> AsyncIterator[pb.GetHistoryResponse]:
         view = await self._runs.view(request.run_id)
-        with self._watchers.taken(current_caller()):
+        with self._watchers.place(current_caller()):
             async for block in self._history.blocks(request, view.segment):
                 yield pb.GetHistoryResponse(block=block)
 
@@ -284,7 +284,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         lines = self._app.logs.tail(
             run_id, request.from_line, follow=request.follow, is_over=self._app.is_over
         )
-        with self._watchers.taken(current_caller()):
+        with self._watchers.place(current_caller()):
             await context.send_initial_metadata(BEGUN)
             async for number, line in lines:
                 if request.worker_id in ("", line.worker_id):
@@ -312,15 +312,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> pb.RegisterWorkerResponse:
         member = member_of(request)
         check_capability(request.capability)
-        check_way(self._app.relay, request)
+        check_reachability(self._app.relay, request)
         self._check_room(member)
         async with self._meetings:
-            await meet(self._app, member, request.address)
+            await dial_back(self._app, member, request.address)
         capability = Capability.model_validate(request.capability, from_attributes=True)
-        ending = ending_of(request)
+        ending = previous_exit(request)
         await self._app.loop.submit(RegisterWorker(member, request.address, capability, ending))
-        self._app.refusals.forget(member.worker_id)  # the same start once more makes no fact
-        # The pace of a few, which workers keep to that send single heartbeats; see Heartbeat.
+        self._app.refusals.forget(member.worker_id)  # a repeated registration makes no fact
+        # Workers that send single heartbeats keep to the pace of a few; see Heartbeat.
         pace = self._app.leases.rule
         self._app.leases.grant([member], pace.ttl_s)
         return pb.RegisterWorkerResponse(
@@ -369,20 +369,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             Arrival(request.endpoint, applied, request.address, slices),
         )
         if self._met[0] is not arrivals:
-            self._met = (arrivals, queries.met(arrivals).SerializeToString())
+            self._met = (arrivals, queries.rendezvous_response(arrivals).SerializeToString())
         return self._met[1]
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectResponse:
         run_id, party = RunId(request.session.run_id), Party(request.session.party)
         reason = clipped_reason(request.reason)
-        await look_into(self._app, run_id, party, request.fence.membership, reason)
+        await investigate(self._app, run_id, party, request.fence.membership, reason)
         return pb.SuspectResponse()
 
     async def Relay(  # type: ignore[override]  # it writes by itself, as bytes come
         self, request_iterator: AsyncIterator[pb.RelayRequest], context: Context
     ) -> None:
         idle_s = self._app.settings.stream_idle_timeout_s
-        await carry(self._app.relay, request_iterator, context, idle_s)
+        await relay_connection(self._app.relay, request_iterator, context, idle_s)
 
     # ---- shared ----
 
@@ -402,7 +402,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise LimitError(f"max_workers: {num_alive} workers are alive, the limit is {limit}")
 
     async def check_submit(self, request: pb.SubmitRunRequest, caller: Caller) -> None:
-        """Refuse a job that is too large, or names what is not the caller's."""
+        """Refuse a job that is too large, or names blobs of others."""
         run_id = check_run_id(request.run_id)
         settings = self._app.settings
         check_note(request.note)

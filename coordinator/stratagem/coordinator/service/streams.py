@@ -30,7 +30,7 @@ from stratagem.coordinator.core.retention import has_brought, is_shared, resting
 from stratagem.coordinator.core.run_view import RunView
 from stratagem.coordinator.runtime.rendezvous import Arrival
 from stratagem.coordinator.service.limits import Keys, Places
-from stratagem.coordinator.service.workers import look_into
+from stratagem.coordinator.service.workers import investigate
 from stratagem.coordinator.store.blobs import BlobStore, DamagedBlobError, MissingBlobError
 from stratagem.coordinator.store.files import NoSpaceError
 from stratagem.v1 import coordinator_pb2 as pb
@@ -41,12 +41,12 @@ DIGESTS_AT_ONCE: Final = 10_000
 """Digests in one message of a backup."""
 
 MAX_RUNS_NAMED: Final = 5
-"""Of the runs that need a damaged blob, in its error."""
+"""The most runs that the error of a damaged blob names."""
 
 
 def which(run: RunView, name: str) -> Digest:
-    """Return the digest of the state that a client names: final, best, a segment's number; average:
-    the state that has the average of the final one; or predictions."""
+    """Return the digest of the state that a client names: final, best, a segment's number, average
+    (of the final one), or predictions."""
     if name in ("", "final", "average"):
         if run.commits:
             final = run.commits[-1]
@@ -85,8 +85,8 @@ async def download(
 async def download_of_any(
     app: App, digest: Digest, offset: int
 ) -> AsyncIterator[pb.DownloadBlobResponse]:
-    """Send a blob to who backs all up. Raises IntegrityError for one that is damaged or missing,
-    which names the runs, and the segment, that need it: a backup knows digests alone."""
+    """Send a blob for a backup. Raises IntegrityError for one that is damaged or missing, with the
+    runs, and the segment, that need it: a backup knows digests alone."""
     try:
         async for response in download(app.blobs, digest, offset, pb.DownloadBlobResponse):
             yield response
@@ -104,8 +104,8 @@ async def download_of_any(
 
 
 async def back_up(backups: Backups, by: str) -> AsyncIterator[pb.BackUpResponse]:
-    """Send the journal of the present moment, and the digests of the blobs that it needs."""
-    async with backups.taken(by) as taken:
+    """Send the present journal, and the digests of the blobs that it needs."""
+    async with backups.snapshot(by) as taken:
         size = taken.journal.stat().st_size
         yield pb.BackUpResponse(term=taken.term, journal_bytes=size)
         for start in range(0, len(taken.digests), DIGESTS_AT_ONCE):
@@ -126,7 +126,7 @@ class Uploads:
     async def receive(
         self, requests: AsyncIterator[pb.UploadDataRequest]
     ) -> AsyncIterator[pb.UploadDataResponse]:
-        """Store an inline data set under its digest. Raises LimitError when there is no room."""
+        """Store an inline data set under its digest. Raises LimitError if there is no room."""
         settings = self._app.settings
         header = (await receive_header(requests, settings.stream_idle_timeout_s)).header
         limits = Limits(
@@ -141,7 +141,7 @@ class Uploads:
             yield pb.UploadDataResponse(committed=True)
             return
         key = (caller.owner, digest)
-        with self._digests.holding(key, digest), self._places.taken():
+        with self._digests.holding(key, digest), self._places.place():
             stored = _store(self._app, caller, digest, manifest, requests)
             async with aclosing(stored) as responses:
                 try:
@@ -188,7 +188,8 @@ async def _store(
 async def check_job(app: App, job_json: str, caller: Caller, *, is_new: bool) -> None:
     """Check that a job has at most max_graph_nodes nodes, and names only data, code and a state
     that are stored here already and that the caller may use. A refusal does not reveal what other
-    callers have uploaded. is_new: what it names is kept for it, which a known run has already."""
+    callers have uploaded. is_new: keep the named blobs for the job; a known run has them
+    already."""
     max_graph_nodes = app.settings.max_graph_nodes
     job = await asyncio.to_thread(JobSpec.from_json, job_json)
     num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
@@ -217,19 +218,18 @@ async def check_job(app: App, job_json: str, caller: Caller, *, is_new: bool) ->
 
 
 def _check_privacy(app: App, job: JobSpec) -> None:
-    """Check that this coordinator can account a private run, and has a secret for its noise. A site
-    accounts its own rows, and has a secret of its own."""
+    """Check that this coordinator can account a private run, and has a secret for its noise, unless
+    sites account their rows with secrets of their own."""
     if job.privacy is None or (job.privacy.unit == "row" and job.data.worker_local is not None):
         return
     if not accountant.is_installed():
         raise InvalidInputError.at("privacy", f"the coordinator {accountant.NEEDED}")
     if job.privacy.noise == "secret":
-        app.env.secret.check_usable()
+        app.env.runs.secret.check_usable()
 
 
 async def _is_here(app: App, caller: Caller, digest: Digest | None, *, is_new: bool) -> bool:
-    """Return True if the caller may name a blob that is stored here, which is then kept for a new
-    run."""
+    """Return True if the caller may name a blob that is stored here; keep it for a new run."""
     if digest is None or not may_name(app, caller, digest):
         return False
     return not is_new or await app.kept.keep(digest)
@@ -246,12 +246,12 @@ def may_name(app: App, caller: Caller, digest: Digest) -> bool:
 async def rendezvous(
     app: App, run_id: RunId, party: Party, membership: int, rank: int, arrival: Arrival
 ) -> tuple[Arrival, ...]:
-    """Wait for the other members; those that do not arrive in time are suspected."""
+    """Wait for the other members, and investigate those that do not arrive in time."""
     try:
         async with asyncio.timeout(app.settings.rendezvous_timeout_s):
             return await app.barriers.join(run_id, party, membership, rank, arrival)
     except TimeoutError:
         missing = app.barriers.missing(run_id, party, membership)
         reason = f"members {', '.join(map(str, missing))} stayed away from the rendezvous"
-        await look_into(app, run_id, party, membership, reason)
+        await investigate(app, run_id, party, membership, reason)
         raise UnavailableError(reason) from None

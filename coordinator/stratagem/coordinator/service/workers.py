@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 class _OfWorker(Protocol):
-    """A request by which a worker names itself."""
+    """A request in which a worker names itself."""
 
     worker_id: str
     incarnation: str
@@ -80,8 +80,8 @@ def member_of(request: _OfWorker) -> Member:
     return Member(worker_id=worker_id, incarnation=Incarnation(incarnation))
 
 
-def check_way(relay: RelayHub, request: pb.RegisterWorkerRequest) -> None:
-    """Check how a worker is reached: at an address, or through a tunnel and then at none."""
+def check_reachability(relay: RelayHub, request: pb.RegisterWorkerRequest) -> None:
+    """Check that a worker is reached either at an address or through a tunnel."""
     if not request.capability.tunnelled:
         check_address(request.address)
         return
@@ -91,7 +91,7 @@ def check_way(relay: RelayHub, request: pb.RegisterWorkerRequest) -> None:
 
 
 async def first_of(frames: AsyncIterator[T], idle_s: float) -> T | None:
-    """Return the first message of a standing call; None for none. Raises TimeoutError."""
+    """Return the first message of a standing call; None if there is none. Raises TimeoutError."""
     try:
         async with asyncio.timeout(idle_s):
             return await anext(frames, None)
@@ -99,7 +99,7 @@ async def first_of(frames: AsyncIterator[T], idle_s: float) -> T | None:
         raise TimeoutError(f"the first frame did not arrive within {idle_s:g} s") from None
 
 
-async def carry(
+async def relay_connection(
     relay: RelayHub,
     requests: AsyncIterator[pb.RelayRequest],
     context: "grpc.aio.ServicerContext[Any, Any]",
@@ -133,10 +133,10 @@ async def carry(
 log = structlog.get_logger()
 
 
-async def look_into(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> None:
-    """Handle a failed exchange: lose the members that do not answer; re-form if all of them do.
+async def investigate(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> None:
+    """Handle a failed exchange: lose the members that do not answer, or re-form if all do.
 
-    Does nothing when the membership is over already.
+    Do nothing if the membership is over already.
     """
     run = app.loop.state.runs.get(run_id)
     view = None if run is None else parties_of(run).get(party)
@@ -152,11 +152,10 @@ async def look_into(app: App, run_id: RunId, party: Party, membership: int, reas
         await app.loop.submit(ReportTrouble(run_id, party, membership, reason))
 
 
-async def meet(app: App, member: Member, address: str) -> None:
-    """Call a worker back before its registration is accepted: it must answer, under the name it
-    gives.
+async def dial_back(app: App, member: Member, address: str) -> None:
+    """Dial a worker back before its registration is accepted: it must answer, under its name.
 
-    Raises AlreadyExistsError when another process of that name is alive.
+    Raises AlreadyExistsError if another process of that name is alive.
     """
     known = app.loop.state.workers.get(member.worker_id)
     is_other = known is not None and known.is_alive and known.member != member
@@ -185,20 +184,20 @@ async def _answers(app: App, member: Member) -> bool:
 
 # ---- Diagnosis ----
 #
-# For `stratagem doctor`, every worker reports its condition and which other workers it reaches.
-# With many workers each one probes the next few of them, in order of name, so every worker is
-# probed by another one.
+# For `stratagem doctor`, every worker reports its condition and the other workers that it reaches.
+# Among many workers each one probes the next few, in order of name, so another one probes every
+# worker.
 
 WORKER_TIMEOUT_S: Final = 8.0
 MAX_PROBES: Final = 8
-"""Probes per worker; with more than nine workers not every pair is probed."""
+"""The probes of each worker; among more than nine workers not every pair is probed."""
 MAX_AT_ONCE: Final = 256
-"""Workers that are asked at the same time."""
+"""The most workers that are asked at the same time."""
 _PACKAGES: Final = ("sqlalchemy", "safetensors")
 
 
 async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseResponse:
-    """Diagnose all workers at once, and the coordinator's own environment meanwhile."""
+    """Diagnose all workers at once, and the coordinator's environment meanwhile."""
     settings = app.settings
     environment, diagnosed = await asyncio.gather(
         asyncio.to_thread(environment_of, settings.data_dir, _PACKAGES, tls_of(settings)),
@@ -231,7 +230,7 @@ async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
 
 
 def _neighbours(alive: Sequence[WorkerRecord], place: int | None) -> list[WorkerRecord]:
-    """Return the workers that follow the one at this place, around the circle."""
+    """Return the workers after the one at this place, in a circle."""
     if place is None:
         return []
     others = chain(islice(alive, place + 1, None), islice(alive, place))
@@ -265,7 +264,7 @@ async def _worker(
         return diagnosis
     let_in(told)
     diagnosis.round_trip_s = received_s - sent_s
-    if quick.time_s:  # one that is older does not say
+    if quick.time_s:  # an older worker does not say
         diagnosis.clock_offset_s = (sent_s + received_s) / 2 - quick.time_s
     diagnosis.environment.CopyFrom(told.environment)
     diagnosis.probes.extend(told.probes)

@@ -19,10 +19,10 @@ from sqlalchemy import Connection
 from stratagem.common.base import ids
 from stratagem.common.base.ids import Party, RunId
 from stratagem.coordinator.core.apply import CLUSTER
-from stratagem.coordinator.core.cluster_summary import summary_of
 from stratagem.coordinator.core.commands import Command, EventSpan, JournalEntry
 from stratagem.coordinator.core.fact_text import SCHEMA_VERSION, decode, encode, payload_now
 from stratagem.coordinator.core.facts import RunResumed
+from stratagem.coordinator.core.retention import summary_of
 from stratagem.coordinator.core.run_view import RunView, num_to_recall, recall
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
 from stratagem.coordinator.store import step_history

@@ -1,5 +1,5 @@
-"""This module defines the value types that facts are built from: the strict base record, members,
-capabilities, metrics and rejection causes.
+"""The values that facts are built from: the strict base record, members, capabilities, metrics and
+rejection causes.
 """
 
 import json
@@ -23,9 +23,9 @@ read as NaN."""
 
 
 def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values, frozen; raise for a number that is not finite: JSON has none, and the text
-    that would stand for it would be a text when the journal is replayed."""
-    with suppress(TypeError):  # of foreign kinds pydantic says by itself what it does not know
+    """Return the values, frozen. Raise for a number that is not finite: JSON has none, and a text
+    in its place would be a text when the journal is replayed."""
+    with suppress(TypeError):  # pydantic reports types that it does not know
         try:
             json.dumps(values, allow_nan=False)
         except ValueError:
@@ -38,13 +38,13 @@ PlainValues = Annotated[Mapping[str, Any], AfterValidator(_plain)]
 
 
 class Value(BaseModel):
-    """A frozen, strict record; hashable when its fields are. JSON has no NaN and no infinity: they
-    are written as text."""
+    """A frozen, strict record; hashable if its fields are. NaN and infinity, which JSON lacks, are
+    written as text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy, in which what is set is checked as in a new record."""
+        """Return a copy, whose fields are checked as in a new record."""
         if not update:
             return super().model_copy(deep=deep)
         given = {name: getattr(self, name) for name in self.model_fields_set}
@@ -80,7 +80,7 @@ class Capability(Value):
 
 
 class Setting(Value):
-    """Hyperparameters that a member of a population trains with from a step on."""
+    """The hyperparameters of a member of a population from a step on."""
 
     from_step: int
     values: PlainValues
@@ -89,8 +89,8 @@ class Setting(Value):
 TRAIN_LOSS = "train.loss"
 """Metric: the mean training loss of a segment or a round."""
 SKIPPED_STEPS = "train.skipped_steps"
-"""Metric: steps that were not finite and changed nothing. Of a finished or committed segment: since
-the run began, each step of its history once, however often it was trained."""
+"""Metric: steps that were not finite and changed nothing. For a finished or committed segment it
+counts each step since the run began once, however often it was trained."""
 
 
 class ErrorRecord(Value):
@@ -102,18 +102,18 @@ class ErrorRecord(Value):
     worker_id: str
     activity: str
     opens_in_s: float = 0.0
-    """Of a site that is closed: seconds until it opens; 0: not known."""
+    """Seconds until a closed site opens; 0: not known."""
 
 
 # ---- Rejection causes ----
 
 
 class Cause(StrEnum):
-    """The cause for which an update of a federated client does not count; few, as they are labels
-    of a metric."""
+    """The cause for which an update of a federated client does not count; there are few, as they
+    are labels of a metric."""
 
     NOT_FINITE = "not_finite"
-    """Values of the update are not finite, or it is empty because every step was left out."""
+    """Values of the update are not finite, or it is empty because every step was skipped."""
     NOT_FINITE_LOSS = "not_finite_loss"
     """The loss of a step, or its gradients, are not finite."""
     LAYOUT = "layout"
@@ -147,8 +147,7 @@ class Cause(StrEnum):
 
     @property
     def is_of_the_job(self) -> bool:
-        """True when another run of the job would fail in the same way: machines have no part in
-        it."""
+        """Return True if another run of the job would fail in the same way, on any machine."""
         machines = (
             *(Cause.MEMORY, Cause.CRASHED, Cause.TIMEOUT),
             *(Cause.KEYS_LOST, Cause.ABSENT),
@@ -157,13 +156,13 @@ class Cause(StrEnum):
 
     @property
     def is_refusal(self) -> bool:
-        """True when the client's site was not willing, and may have another mind later."""
+        """Return True if the client's site was not willing, and may be later."""
         return self in (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW)
 
     @property
     def is_fault(self) -> bool:
-        """True when the client's data, code or machine has failed; False when it was not willing,
-        came too late, or nothing is known."""
+        """Return True if the client's data, code or machine has failed; False if it was not
+        willing, came too late, or nothing is known."""
         unwilling = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
         no_fault = (*unwilling, Cause.KEYS_LOST, Cause.ABSENT)
         return self not in (*no_fault, Cause.LATE, Cause.UNKNOWN)

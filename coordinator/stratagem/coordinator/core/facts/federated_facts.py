@@ -1,5 +1,5 @@
-"""This module defines the facts of federated rounds: the roster, the selection and assignment of
-clients, and the outcome of a round.
+"""The facts of federated rounds: the roster, the selection and assignment of clients, and the
+outcome of a round.
 """
 
 from collections.abc import Mapping
@@ -18,40 +18,39 @@ from stratagem.coordinator.core.facts.fact_values import (
 
 
 class ClientEvaluated(Value):
-    """A client has evaluated a state on its own rows, or cannot; see
-    strategies.evaluation.metric_sums."""
+    """A client has evaluated a state on its rows, or cannot; see `strategies.schedule`."""
 
     party: Party
     segment: int
     client: int
     sums: Metrics
     reason: str = ""
-    """Why there are no sums."""
+    """The reason why there are no sums."""
     has_left: bool = False
-    """True when it has left the federation before it could evaluate, which is no failure."""
+    """True if it left the federation before it could evaluate, which is no failure."""
     own: Mapping[str, Number] = {}
-    """Metrics of the user's own, of the client's rows alone."""
+    """The user's metrics on the client's rows alone."""
     summed: tuple[str, ...] = ()
-    """Those of them, "<split>.<metric>", whose states are sums and may be merged."""
+    """The user's metrics, "<split>.<metric>", whose states are sums and may be merged."""
     states: Digest = Digest("")
-    """The blob with these states; "" where there are none."""
+    """The blob with these states; "" if there are none."""
 
 
 class MetricsMerged(Value):
-    """A worker has computed metrics of the user's own from the states of all clients, or could not;
-    see effects.federated.merge_metrics."""
+    """A worker has computed the user's metrics from the states of all clients, or could not; see
+    `effects.party_updates`."""
 
     party: Party
     segment: int
     clients: tuple[int, ...]
-    """Whose states, in the order in which they were added."""
+    """The clients whose states were added, in that order."""
     worker_id: WorkerId
-    """Empty: no worker was asked, as the states do not go together."""
+    """The worker; empty: none was asked, as the states cannot be added."""
     metrics: Mapping[str, Number] = {}
     reason: str = ""
-    """Why there are none."""
+    """The reason why there are no metrics."""
     unmerged: Mapping[str, str] = {}
-    """Why some of them are not there, by metric."""
+    """The reasons why some metrics are missing, by metric."""
 
 
 class ClientBinding(Value):
@@ -75,28 +74,27 @@ class Excused(Value):
 
 
 class ClientsSelected(Value):
-    """A round opens with these clients; one that is open continues with others besides."""
+    """A round opens with these clients, or an open one continues with these in addition."""
 
     party: Party
     round_num: int
     clients: tuple[int, ...]
     deadline_s: float | None
-    """Leader-clock time at which the round closes; None: when all have answered."""
+    """The leader-clock time at which the round closes; None: it closes when all have answered."""
     num_needed: int | None = None
-    """The round closes with the first updates of this number; None: there is no such number."""
+    """The number of updates with which the round closes; None: it needs those of all."""
     excused: tuple[Excused, ...] = ()
-    """The clients that could not be asked; not those that have left, or were not drawn."""
+    """The clients that could not be asked, without those that have left or were not drawn."""
 
 
 class Assignment(Value):
     client: int
     member: Member | None
-    """None: the client waits for a worker."""
+    """The worker; None: the client waits for one."""
 
 
 class ClientsAssigned(Value):
-    """Workers are assigned to clients of the open round; replaces earlier assignments of these
-    clients."""
+    """Workers are assigned to clients of the open round, in place of their earlier workers."""
 
     party: Party
     round_num: int
@@ -105,16 +103,16 @@ class ClientsAssigned(Value):
 
 
 class RowsSpent(Value):
-    """What the rows of one client have spent of their privacy with an update."""
+    """The privacy budget that the rows of one client have spent with an update."""
 
     epsilon: float
-    """With all rounds that it was asked for, this one included."""
+    """The epsilon of all rounds that it was asked for, this one included."""
     next_epsilon: float
-    """With one more round."""
+    """The epsilon after one more round."""
     fingerprint: str
-    """Fingerprint of the secret that its noise comes from; empty for noise that is none."""
+    """Fingerprint of the secret that its noise comes from; empty for seeded noise."""
     accountant: str
-    """Name and version of what has computed epsilon."""
+    """Name and version of the accountant that has computed epsilon."""
 
 
 class UpdateReceived(Value):
@@ -124,30 +122,30 @@ class UpdateReceived(Value):
     digest: Digest
     num_samples: int
     loss: float
-    """NaN: the client's site does not tell it."""
+    """The mean loss; NaN: the client's site withholds it."""
     seconds: float
     traffic: Mapping[str, int] = {}
-    """With a codec: "sent_bytes" of this update, and "uncompressed_bytes"."""
+    """The "sent_bytes" of this update, and "uncompressed_bytes", with a codec."""
     metrics: Mapping[str, Number] = {}
-    """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
+    """The "train.max_grad_norm" of the client's steps; "train.skipped_steps" if steps may be
+    skipped."""
     num_steps: int = 0
-    """Steps of the client; 0 in journals of versions that took the newest update for all."""
+    """The client's steps; 0 in journals of versions that took the newest update for all."""
     loss_before: float | None = None
-    """Mean loss of the state that it began from, over its training rows; None: not asked for."""
+    """Mean loss of the initial state over the client's training rows; None: not asked for."""
     num_applied_steps: int | None = None
     """Steps that have changed the model; None: not asked for."""
     spent: RowsSpent | None = None
-    """Where rows are protected."""
+    """The spent budget, if rows are protected."""
     client_state: Digest = Digest("")
-    """Of what the client keeps to itself from this round on, at its worker; "" where it keeps
-    nothing."""
+    """The state of the client from this round on, at its worker; "" if it has none."""
     attempt: int = 0
-    """Of a secure round: the attempt that it is masked for."""
+    """The attempt of a secure round that it is masked for."""
 
 
 class ClientStateLost(Value):
-    """What a client has kept from an earlier round is not at its worker any more, so it begins
-    anew; its next update says what it keeps then."""
+    """The state of a client from an earlier round is not at its worker any more, so the client
+    begins anew; its next update names its new state."""
 
     party: Party
     round_num: int
@@ -163,9 +161,9 @@ class UpdateRejected(Value):
     cause: Cause = Cause.UNKNOWN
     error: ErrorRecord | None = None
     opens_in_s: float = 0.0
-    """Of a site that is closed: seconds until it opens; 0: not known."""
+    """Seconds until a closed site opens; 0: not known."""
     attempt: int = 0
-    """As in UpdateReceived."""
+    """See UpdateReceived."""
 
 
 class RoundWaits(Value):
@@ -176,12 +174,12 @@ class RoundWaits(Value):
     round_num: int
     reason: str
     num_needed: int | None = None
-    """Number of updates with which the round closes; None: when all have answered."""
+    """The number of updates with which the round closes; None: it needs those of all."""
     asked_again: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
-    """Of these, those whose site has refused: it is asked again, also by the same process."""
+    """Clients among them whose site has refused; the same process is asked again, too."""
     until_s: float | None = None
-    """Leader-clock time at which the run fails if nothing has changed; None: it waits on."""
+    """The leader-clock time at which the run fails unless something changes; None: never."""
 
 
 class Accepted(Value):
@@ -189,7 +187,7 @@ class Accepted(Value):
     digest: Digest
     num_samples: int
     staleness: int = 0
-    """How many rounds before this one the client trained for."""
+    """The number of rounds between the client's round and this one."""
     base: Digest = Digest("")
     """The state that a stale update was trained from; empty for one of this round."""
 
@@ -202,23 +200,23 @@ class RoundClosed(Value):
     accepted: tuple[Accepted, ...]
     reason: str
     by_policy: bool
-    """True when a deadline or quorum left a client out: the result is replayable, not
-    reproducible from the job alone."""
+    """True if a deadline or quorum left a client out: the result is replayable, not reproducible
+    from the job alone."""
     metrics: Mapping[str, Number] = {}
-    """Metrics of all accepted updates, by name; see strategies.federated.round_metrics."""
+    """Metrics of all accepted updates, by name; see `strategies.federated.evaluation`."""
 
 
 class UpdatesJudged(Value):
-    """The updates of a closed round have been compared: by a robust rule (updates.robust.verdict),
-    or by loss and length (updates.weighing.fair_shares)."""
+    """The updates of a closed round have been compared, by a robust rule (`updates.robust`) or by
+    loss and length (`updates.weighing`)."""
 
     party: Party
     round_num: int
     weights: tuple[float, ...]
-    """What each accepted update counts, in client order: 0 where it is left out; of a norm bound,
-    and by loss, the share that is left of its change."""
+    """The weights of the accepted updates, in client order: 0 leaves one out; under a norm bound,
+    and by loss, the remaining share of its change."""
     scores: tuple[float, ...]
-    """What that follows from, in the same order."""
+    """The scores that the weights follow from, in the same order."""
     reason: str = ""
 
 
@@ -226,7 +224,7 @@ class UpdatesJudged(Value):
 
 
 class ClientsJoined(Value):
-    """Clients have joined an open roster, or are back under the numbers they have had before."""
+    """Clients have joined an open roster, or are back under their earlier numbers."""
 
     party: Party
     clients: tuple[ClientBinding, ...]
@@ -254,7 +252,7 @@ class ClientBenched(Value):
 
 
 class RoundAccounted(Value):
-    """The clients of a round are drawn, and what it will have cost is computed; it is not open."""
+    """The clients of a round are drawn, and its cost is computed; the round is not open yet."""
 
     party: Party
     round_num: int
@@ -266,16 +264,16 @@ class RoundAccounted(Value):
     """The number of clients that the noised sum is divided by, whoever takes part."""
     clip_norm: float
     noise_multiplier: float
-    """z, of which epsilon follows."""
+    """The multiplier z, which decides epsilon."""
     sum_noise: float
     """Standard deviation of the noise on the sum of the changes."""
     answer_noise: float
     """Standard deviation of the noise on the number of clients within the norm; 0: not asked."""
     epsilon: float
-    """What all rounds will have spent with this one."""
+    """The budget spent by all rounds up to this one."""
     delta: float
     accountant: str
-    """Name and version of what has computed epsilon."""
+    """Name and version of the accountant that has computed epsilon."""
     fingerprint: str
     """Fingerprint of the secret that the noise comes from."""
 
@@ -302,9 +300,9 @@ class KeysPosted(Value):
     clients: tuple[int, ...]
     left_out: tuple[LeftOut, ...] = ()
     directory: Digest
-    """Of the blob with the keys."""
+    """The blob with the keys."""
     ring_seed: str
-    """Random, hexadecimal: the order of the ring on which clients have neighbours."""
+    """A random hexadecimal number that decides the ring on which clients have neighbours."""
 
 
 class SharesRouted(Value):
@@ -316,7 +314,7 @@ class SharesRouted(Value):
     clients: tuple[int, ...]
     left_out: tuple[LeftOut, ...] = ()
     shares: Digest
-    """Of the blob with the sealed shares."""
+    """The blob with the sealed shares."""
 
 
 class RoundRestarted(Value):
@@ -326,5 +324,5 @@ class RoundRestarted(Value):
     party: Party
     round_num: int
     attempt: int
-    """The new one."""
+    """The new attempt."""
     reason: str

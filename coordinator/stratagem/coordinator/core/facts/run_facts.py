@@ -1,6 +1,4 @@
-"""This module defines the facts of the cluster, of runs from submission to deletion, and of
-parties and populations.
-"""
+"""The facts of the cluster, of runs from submission to deletion, and of parties and populations."""
 
 from collections.abc import Mapping
 
@@ -18,8 +16,7 @@ from stratagem.coordinator.core.facts.fact_values import (
 
 # ---- Cluster ----
 #
-# Facts of the cluster itself have the empty run id. The summary takes the place of the facts of
-# the past.
+# Facts of the cluster have the empty run id. The summary replaces the facts of the past.
 
 
 class WorkerRegistered(Value):
@@ -32,9 +29,9 @@ class WorkerLost(Value):
     member: Member
     reason: str
     is_blameless: bool = False
-    """True when it had not begun the work it was given, so that this cannot have ended it."""
+    """True if it had not begun its work, so the work cannot have ended it."""
     silent_s: float = 0.0
-    """Seconds since its last beat, where its silence is the reason."""
+    """Seconds since its last heartbeat, if its silence is the reason."""
 
 
 class WorkerDraining(Value):
@@ -62,8 +59,8 @@ class DataUploaded(Value):
 
 
 class RunPinned(Value):
-    """A run is kept until it is unpinned, or no more. A fact of the cluster: a run at rest has no
-    new facts of its own, which would void its summary."""
+    """A run is kept until it is unpinned, or no longer. It is a fact of the cluster, because a new
+    fact of a run at rest would void its summary."""
 
     run_id: RunId
     is_pinned: bool
@@ -71,17 +68,17 @@ class RunPinned(Value):
 
 
 class BlobsHeld(Value):
-    """Blobs are kept until a time of the leader's clock, though no run may need them: a backup
-    copies them."""
+    """Blobs are kept until a time of the leader's clock, even if no run needs them, because a
+    backup copies them."""
 
     listed: Digest
-    """The blob that lists them: there may be very many."""
+    """The blob that lists them, since there may be very many."""
     until_s: float
     by: str = ""
 
 
 class KnownWorker(Value):
-    """A worker as the facts of the past leave it; its fields are those of `state.WorkerRecord`."""
+    """A worker after the facts of the past, with the fields of `state.WorkerRecord`."""
 
     member: Member
     address: str
@@ -96,9 +93,8 @@ class KnownWorker(Value):
 
 
 class ClusterSummed(Value):
-    """A part of the cluster's state, put in the place of facts that have led to it, which are
-    deleted. All parts together, which follow each other, are the state; nobody decides it, so it
-    is a fact of a journal, and never of a command."""
+    """A part of the cluster's state that replaces the facts which have led to it. Consecutive parts
+    together are the state. Nobody decides such a fact, so no command leads to one."""
 
     workers: tuple[KnownWorker, ...] = ()
     uploads: Mapping[str, tuple[Digest, ...]] = {}
@@ -113,7 +109,7 @@ class RunSubmitted(Value):
     job_json: str
     wall_s: float
     by: str = ""
-    """The caller, as "client alice" or "token ci"; empty where callers are not authenticated."""
+    """The caller, as "client alice" or "token ci"; empty if callers are not authenticated."""
     traceparent: str = ""
     """Position of the run in a trace (W3C traceparent), if it is traced."""
     numerics: int = 1
@@ -121,8 +117,8 @@ class RunSubmitted(Value):
     owner: str = ""
     """The owner: `by`, and for a token also which one of that name it was; if empty, `by`."""
     submission: str = ""
-    """Distinguishes the run from a deleted one of the same id in the names of what is
-    stored of it; empty: those names do without."""
+    """A part of the names of stored files that tells the run from a deleted one of the same id;
+    empty: those names do without."""
 
 
 class RunCancelled(Value):
@@ -133,18 +129,18 @@ class RunCancelled(Value):
 class RunResumed(Value):
     by: str = ""
     from_segment: int | None = None
-    """The kept commit that the run continues from; what followed it is undone. None: its last
-    one, with all that has happened since."""
+    """The kept commit that the run continues from, with everything after it undone; None: the last
+    commit, with everything that has happened since."""
     step: int = 0
-    """Step of that commit."""
+    """The step of that commit."""
     digest: Digest = Digest("")
     by_policy: bool = False
-    """True when the strategy keeps more than the commit holds, which starts afresh: the result is
-    not what it would have been without."""
+    """True if the strategy keeps more than the commit holds, so that this starts afresh and changes
+    the result."""
     streams: str = ""
-    """Those of that commit."""
+    """The marks of streams in that commit."""
     average: Digest = Digest("")
-    """That of that commit."""
+    """The state of averaged parameters of that commit."""
 
 
 class RunFailed(Value):
@@ -170,7 +166,7 @@ class RunReleased(Value):
 class RunDeleted(Value):
     by: str = ""
     submission: str = ""
-    """The submission of the deleted run, among runs of that id; see RunSubmitted."""
+    """The submission of the deleted run; see RunSubmitted."""
 
 
 class RunExpired(RunDeleted):
@@ -205,11 +201,11 @@ class MembersFormed(Value):
     members: tuple[Member, ...]
     reason: str
     fingerprint: str = ""
-    """Numerics that every member of the run has from here on; "" when any will do."""
+    """The numerics that every member of the run has from here on; "" if any will do."""
     ranks: tuple[int, ...] = ()
-    """Under model parallelism: for each partition the rank, within a replica, that owns it."""
+    """The rank, within a replica, that owns each partition, under model parallelism."""
     are_apart: bool = False
-    """Members do not reach each other, so that none copies a state from another one."""
+    """True if members do not reach each other, so that none copies a state from another."""
 
 
 class ProcessDied(Value):
@@ -220,9 +216,9 @@ class ProcessDied(Value):
     member: Member
     segment: int
     at: Party | None = None
-    """The party whose plan it executed: this party, or one below; None when not known."""
+    """The party whose plan it executed: this party, or one below; None: not known."""
     step: int | None = None
-    """How many steps it had applied since the run (of a client: its round) began, if known."""
+    """The steps that it had applied since the run, or a client's round, began, if known."""
     status: int | None = None
     """Exit status; negative: the number of the signal that ended it; None: not observed."""
     lines: tuple[str, ...] = ()
@@ -230,7 +226,7 @@ class ProcessDied(Value):
 
 
 class ModelBuilt(Value):
-    """The model is built, and its state is committed as segment 0, or as what the run resumes."""
+    """The model is built, and its state is committed as segment 0, or as the commit to resume."""
 
     party: Party
     digest: Digest
@@ -239,20 +235,20 @@ class ModelBuilt(Value):
     num_parameters: int
     layout_digest: str
     structural: tuple[str, ...] = ()
-    """For a population's member: hyperparameters that give the state another layout, or a form that
-    their optimizer cannot go on from, when they change from this member's values."""
+    """The hyperparameters of a population's member whose change gives the state another layout, or
+    a form that their optimizer cannot go on from."""
     warning: str = ""
-    """What is unusual about the job, as found once its data are known."""
+    """A remark on an unusual job, once its data are known."""
     segment: int = 0
-    """Number of that commit: of rounds, those that the run it comes from had done."""
+    """The number of that commit; under rounds, the rounds that its run had done."""
     step: int = 0
-    """Steps behind that state."""
+    """The steps before that state."""
     streams: str = ""
-    """Of the run that it resumes: marks from which its streams of rows can be read on."""
+    """The marks at which the resumed run's streams of rows go on."""
     rows: str = ""
-    """Some rows of its data, as their worker describes them for all others to compare with."""
+    """Some rows of its data, as their worker describes them, for the others to compare."""
     conversion: str = ""
-    """Which tensors of the model the job's precision has given another dtype."""
+    """The tensors of the model whose dtype the job's precision has changed."""
 
 
 class BuildFailed(Value):
@@ -278,14 +274,14 @@ class SegmentFinished(Value):
     metrics: Metrics
     num_redone_steps: int = 0
     traffic: Mapping[str, int] = {}
-    """With a codec: "sent_bytes" of all members in the segment, and "uncompressed_bytes"."""
+    """The "sent_bytes" of all members in the segment, and "uncompressed_bytes", with a codec."""
     stop_reason: str = ""
-    """Why the user's code has ended the training with this segment, at whatever step it was."""
+    """The reason why the user's code has ended the training with this segment, if it has."""
     streams: str = ""
-    """Where rows come as streams: marks from which they can be read on, by stream, as JSON."""
+    """The marks at which streams of rows go on, by stream, as JSON; "" without streams."""
     kept: tuple[Digest, ...] = ()
-    """SHA-256 of the file that each member, in order of rank, has written of what it alone has;
-    none where the commit of the segment has all of it."""
+    """SHA-256 of the file, by member in order of rank, with the parts that the member alone has;
+    empty if the commit of the segment has all parts."""
 
 
 class SegmentCommitted(Value):
@@ -298,22 +294,23 @@ class SegmentCommitted(Value):
     size_bytes: int
     metrics: Metrics
     server_state: tuple[Digest, ...] = ()
-    """For a federated round: the state of its server optimizer, one blob per slot."""
+    """The state of a federated round's server optimizer, one blob per slot."""
     max_staleness: int = 0
-    """For a federated round: how many later rounds may still take updates of its clients."""
+    """The number of later rounds that may still take updates of a federated round's clients."""
     average: Digest = Digest("")
-    """For a federated round: the state with the averages of the parameters in their place; empty
-    where there are none."""
+    """The state of a federated round with averages in place of the parameters; empty without
+    averages."""
     streams: str = ""
-    """Those of the finished segment."""
+    """The marks of streams of the finished segment."""
     clip_norm: float | None = None
-    """For a federated round with privacy: the clipping norm of the next one."""
+    """The clipping norm of the next federated round, with privacy."""
     is_partial: bool = False
-    """What only one member each has stays on the workers; see SegmentFinished.kept."""
+    """True if parts that only one member has stay on the workers; see SegmentFinished.kept."""
 
 
 class UploadDue(Value):
-    """What only these workers have of the last commit is to be uploaded, in order of rank."""
+    """These workers, in order of rank, must upload the parts of the last commit that they alone
+    have."""
 
     party: Party
     segment: int
@@ -322,7 +319,7 @@ class UploadDue(Value):
 
 
 class CommitUploaded(Value):
-    """The last commit is complete: what only workers had of it is stored with the rest."""
+    """The last commit is complete: the parts that only workers had are stored with the rest."""
 
     party: Party
     segment: int
@@ -331,14 +328,14 @@ class CommitUploaded(Value):
 
 
 class SoleCopiesLost(Value):
-    """What only workers had of the last commit, or of a state with mirrors, cannot be had: the
+    """Parts that only workers had of the last commit, or of a state with mirrors, are lost: the
     party returns to the last commit that was uploaded as a whole."""
 
     party: Party
     segment: int
     reason: str
     membership: int | None = None
-    """Of the members that have missed it in a state that they trained on; None: in a commit."""
+    """The membership whose trained state lacks them; None: a commit lacks them."""
 
 
 class Evaluated(Value):
@@ -346,22 +343,22 @@ class Evaluated(Value):
     segment: int
     metrics: Metrics
     predictions: Digest = Digest("")
-    """Blob of the model's outputs, where they were requested."""
+    """The blob of the model's outputs, if they were requested."""
     without: tuple[int, ...] = ()
-    """Clients of a federation that are away, and that it was not waited for any longer."""
+    """Clients of a federation that were away too long to be waited for."""
 
 
 # ---- Facts of other strategies ----
 #
-# Strategies of other packages have no facts of their own and use these.
+# Strategies of other packages define no facts and use these.
 
 
 class Noted(Value):
-    """A decision of a strategy that has no fact of its own for it."""
+    """A decision of a strategy for which there is no special fact."""
 
     party: Party
     kind: str
-    """What was decided, in the strategy's own words."""
+    """The kind of decision, in the strategy's words."""
     data: PlainValues
     """Plain JSON values that the strategy folds into its run value."""
     reason: str = ""
@@ -371,7 +368,7 @@ class Noted(Value):
     step: int = 0
     metrics: Mapping[str, Number] = {}
     by_policy: bool = False
-    """True when timing has decided: the result is replayable, not reproducible."""
+    """True if timing has decided: the result is replayable, not reproducible."""
 
 
 # ---- Populations ----
@@ -384,13 +381,13 @@ class PopulationFormed(Value):
     party: Party
     params: tuple[PlainValues, ...]
     structural: tuple[str, ...] | None = None
-    """Hyperparameters that are known to be structural before any model is built. None, in
-    populations of earlier versions: copies may vary all, and are asked for them in the order of the
-    job's text instead of that of their names."""
+    """The hyperparameters known to be structural before any model is built. None, in populations of
+    earlier versions: copies may vary all, in the order of the job's text instead of that of their
+    names."""
 
 
 class Copied(Value):
-    """A member continues from another one's state, with hyperparameters of its own."""
+    """A member continues from another one's state, with other hyperparameters."""
 
     member: int
     donor: int
@@ -400,7 +397,7 @@ class Copied(Value):
 
 
 class MemberEvolved(Value):
-    """One member has trained a generation and continues at once, without waiting for the others."""
+    """One member has trained a generation and continues without waiting for the others."""
 
     party: Party
     generation: int
@@ -415,13 +412,13 @@ class GenerationClosed(Value):
     party: Party
     generation: int
     scores: tuple[float | None, ...]
-    """Higher is better, by member; None: invalid."""
+    """The scores by member, higher is better; None: invalid."""
     best: int
     digest: Digest
     step: int
     metrics: Metrics
     params: PlainValues
-    """Hyperparameters of the best member when it reached its score."""
+    """The hyperparameters of the best member when it reached its score."""
     copied: tuple[Copied, ...] = ()
     by_policy: bool = False
-    """True when the order in which members finished has decided something."""
+    """True if the order in which members finished has decided something."""

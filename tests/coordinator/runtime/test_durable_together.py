@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from stratagem.coordinator.effects import context
-from stratagem.coordinator.effects.context import Together
+from stratagem.coordinator.runtime import supervisor
+from stratagem.coordinator.runtime.supervisor import Together
 from tests.patience import PATIENCE_S
 
 
@@ -17,7 +17,7 @@ class Writers:
         self._clock_s = 0.0
         self._gates: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        monkeypatch.setattr(context, "LONGEST_WAIT_S", PATIENCE_S)
+        monkeypatch.setattr(supervisor, "LONGEST_WAIT_S", PATIENCE_S)
         monkeypatch.setattr(asyncio.get_running_loop(), "time", self._time)
 
     @classmethod
