@@ -39,7 +39,14 @@ from stratagem.coordinator.strategies.federated.rejections import (
     said,
 )
 from stratagem.coordinator.strategies.federated.row_ledger import row_metrics
-from stratagem.coordinator.strategies.federated.run import FederatedRun, Late, due_clients, spec_of
+from stratagem.coordinator.strategies.federated.run import (
+    FederatedRun,
+    Late,
+    Open,
+    due_clients,
+    spec_of,
+    without,
+)
 
 # ---- Closing ----
 
@@ -53,28 +60,28 @@ def begin_again(
     spec = spec_of(job).options.secure_aggregation
     if spec is None:
         return None
-    is_late = _is_late(value, now_s) and bool(value.secure.routed)
+    clients, secure = value.clients, value.clients.secure
+    is_late = _is_late(clients, now_s) and bool(secure.routed)
     left = () if is_late else value.unanswered()
-    why = ledgers.lack(spec, value.secure, {*value.updates, *left})
+    why = ledgers.lack(spec, secure, {*clients.updates, *left})
     if not why:
         return None
-    reason = f"round {value.round_num}: of {len(value.selected)} clients {why}"
-    if value.rejected:
+    reason = f"round {value.round_num}: of {len(clients.selected)} clients {why}"
+    if clients.rejected:
         reason += f"; {commonest_first(job, value)}"
-    if value.secure.attempt + 1 < ledgers.MAX_ATTEMPTS and (
-        len(ledgers.cured(value.rejected)) < len(value.rejected)
-    ):
+    are_curable = len(ledgers.cured(clients.rejected)) < len(clients.rejected)
+    if secure.attempt + 1 < ledgers.MAX_ATTEMPTS and are_curable:
         return RoundRestarted(
             party=value.party,
             round_num=value.round_num,
-            attempt=value.secure.attempt + 1,
+            attempt=secure.attempt + 1,
             reason=reason,
         )
     return RunFailed(reason=reason, error=commonest_error(value))
 
 
-def _is_late(value: FederatedRun, now_s: float) -> bool:
-    return value.deadline_s is not None and now_s >= value.deadline_s
+def _is_late(clients: Open, now_s: float) -> bool:
+    return clients.deadline_s is not None and now_s >= clients.deadline_s
 
 
 def close(
@@ -82,33 +89,31 @@ def close(
 ) -> Fact | None:
     """Close the round when all have answered, its deadline has passed, or enough updates are
     here."""
-    is_secure = spec_of(job).options.secure_aggregation is not None
-    if is_secure and not value.secure.routed:
+    clients, is_secure = value.clients, spec_of(job).options.secure_aggregation is not None
+    if is_secure and not clients.secure.routed:
         return None
-    num_selected, num_updates = len(value.selected), len(value.updates)
-    num_answered = num_updates + len(value.rejected) + len(value.left_unanswered())
-    is_late = _is_late(value, now_s)
-    suffices = value.num_needed is not None and num_updates >= value.num_needed
+    num_selected, num_updates = len(clients.selected), len(clients.updates)
+    num_answered = num_updates + len(clients.rejected) + len(value.left_unanswered())
+    is_late = _is_late(clients, now_s)
+    suffices = clients.num_needed is not None and num_updates >= clients.num_needed
     if num_answered < num_selected and not is_late and not suffices:
         return None
     count = f"round {value.round_num}: {num_updates} of {num_selected} updates"
     if num_answered < num_selected:
-        count += f", {value.num_needed} suffice" if suffices else ", deadline passed"
+        count += f", {clients.num_needed} suffice" if suffices else ", deadline passed"
     if num_updates < num_required(job, value):
         return _missing(job, value, workers, count, now_s)
-    if value.rejected:
-        count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    if clients.rejected:
+        count += f", {len(clients.rejected)} rejected ({said(job, value)})"
     if left := sorted(value.left_unanswered()):
         count += f", {len(left)} left ({names(job, value, left)})"
     late = accepted(value)
     if late:
-        clients = ", ".join(
-            f"client {a.client} of round {value.round_num - a.staleness}" for a in late
-        )
-        count += f", {len(late)} late ({clients})"
+        who = ", ".join(f"client {a.client} of round {value.round_num - a.staleness}" for a in late)
+        count += f", {len(late)} late ({who})"
     on_time = [
         Accepted(client=client, digest=update.digest, num_samples=update.num_samples)
-        for client, update in value.updates.items()
+        for client, update in clients.updates.items()
     ]
     return RoundClosed(
         party=value.party,
@@ -118,7 +123,7 @@ def close(
         by_policy=num_answered < num_selected
         or bool(late)
         or bool(left)
-        or (is_secure and ledgers.is_by_policy(value.rejected))
+        or (is_secure and ledgers.is_by_policy(clients.rejected))
         or _is_noised_secretly(job),
         metrics=_metrics(value),
     )
@@ -135,21 +140,21 @@ def _metrics(value: FederatedRun) -> dict[str, float]:
     if value.rows is not None:  # a mean loss would tell of rows
         return row_metrics(value.rows)
     num_skipped = value.trained.get(SKIPPED_STEPS, 0.0)
-    return round_metrics(value.updates, received(value), num_skipped=num_skipped)
+    return round_metrics(value.clients.updates, received(value), num_skipped=num_skipped)
 
 
 def num_required(job: JobSpec, value: FederatedRun) -> int:
     """Return the updates without which the round cannot close: the quorum, else any one of those
     that did not fail; those that a robust rule needs; none in a private run without a quorum."""
-    options = spec_of(job).options
-    if value.ledger is not None and (options.quorum is None or not value.selected):
+    options, clients = spec_of(job).options, value.clients
+    if value.ledger is not None and (options.quorum is None or not clients.selected):
         return 0  # nobody has to take part: the sum is noise then, and counts
     of_rule = fewest_updates(options.robust)
     if options.secure_aggregation is not None:
-        of_rule = ledgers.fewest_survivors(options.secure_aggregation, value.secure)
+        of_rule = ledgers.fewest_survivors(options.secure_aggregation, clients.secure)
     if options.quorum is None:
         return of_rule
-    needed = value.num_needed or quorum_of(options.quorum, len(value.selected))
+    needed = clients.num_needed or quorum_of(options.quorum, len(clients.selected))
     return max(of_rule, needed)
 
 
@@ -157,10 +162,10 @@ def _missing(
     job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], count: str, now_s: float
 ) -> Fact | None:
     """Go on with other clients, wait, or fail the run, when the round has too few updates."""
-    needed = num_required(job, value)
-    if value.rejected:
+    needed, rejected = num_required(job, value), value.clients.rejected
+    if rejected:
         count += f"; {commonest_first(job, value)}"
-    if needed > 1 or not value.rejected:
+    if needed > 1 or not rejected:
         count += f"; {needed} are needed" if needed > 1 else "; 1 is needed"
     if 1 < needed == fewest_updates(spec_of(job).options.robust):
         count += " for options.robust"
@@ -170,7 +175,7 @@ def _missing(
         return more or open_roster.wait(job, value, count, now_s, num_needed)
     if spec_of(job).options.on_missing_quorum != WAIT:
         return RunFailed(reason=count, error=commonest_error(value))
-    if value.is_waiting:
+    if value.clients.is_waiting:
         return None
     return RoundWaits(
         party=value.party,
@@ -186,27 +191,28 @@ def ask_again(
     """Ask again the failed clients of a round that waits for which there is another worker: a new
     start of their own, where their rows are on it. Those whose site has refused are asked now and
     then, too: it may have changed its file."""
-    if not value.is_waiting or not value.rejected:
+    clients = value.clients
+    if not clients.is_waiting or not clients.rejected:
         return None
-    is_time = value.asks_again_s is not None and now_s >= value.asks_again_s
+    is_time = clients.asks_again_s is not None and now_s >= clients.asks_again_s
     alive = {worker.member.worker_id: worker for worker in workers}
     again, refused = [], []
-    for client in sorted(value.rejected.keys() & value.assigned.keys()):
+    for client in sorted(clients.rejected.keys() & clients.assigned.keys()):
         binding = value.roster[client]
-        if is_time and value.rejected[client].cause.is_refusal and binding.worker_id in alive:
+        if is_time and clients.rejected[client].cause.is_refusal and binding.worker_id in alive:
             refused.append(client)
             continue
-        tried = value.tried.get(client, frozenset()) | {value.assigned[client][0]}
+        tried = clients.tried.get(client, frozenset()) | {clients.assigned[client][0]}
         if worker_for(job, binding, alive, Counter(), tried) is not None:
             again.append(client)
     if not again and not refused and not is_time:
         return None
-    num_updates, num_selected = len(value.updates), len(value.selected)
+    num_updates, num_selected = len(clients.updates), len(clients.selected)
     return RoundWaits(
         party=value.party,
         round_num=value.round_num,
         reason=f"round {value.round_num}: {num_updates} of {num_selected} updates",
-        num_needed=value.num_needed,
+        num_needed=clients.num_needed,
         asked_again=tuple(sorted([*again, *refused])),
         refused=tuple(refused),
     )
@@ -253,7 +259,7 @@ def of_open_round(value: FederatedRun, client: int) -> Late:
     """Return what a client of the open round trains from, and where."""
     assert value.committed is not None
     num_reductions = num_lr_reductions(value.metrics)
-    return Late(value.round_num, value.committed, *value.assigned[client], num_reductions)
+    return Late(value.round_num, value.committed, *value.clients.assigned[client], num_reductions)
 
 
 def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
@@ -270,8 +276,7 @@ def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
 
 def after_selection(value: FederatedRun) -> FederatedRun:
     """Drop late clients that are selected again: they train for the new round."""
-    chosen = set(value.selected)
-    return replace(value, late={c: late for c, late in value.late.items() if c not in chosen})
+    return replace(value, late=without(value.late, value.clients.selected))
 
 
 def is_late(value: FederatedRun, fact: Fact) -> bool:
@@ -358,7 +363,7 @@ def training(
     run_id: RunId, job: JobSpec, value: FederatedRun, client: int, own: Late
 ) -> TrainClient:
     """Return the training of one client; own: its round, base and worker, late or not."""
-    strategy, states = spec_of(job), value.client_states
+    strategy, states, secure = spec_of(job), value.client_states, value.clients.secure
     return TrainClient(
         run_id=run_id,
         party=value.party,
@@ -373,9 +378,9 @@ def training(
         clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
         rows=None if value.rows is None else row_ledger.asked(value.rows, client),
         state=None if states is None else states.newest.get(client),
-        attempt=value.secure.attempt,
-        routed=value.secure.routed,
-        num_members=len(value.secure.members),
+        attempt=secure.attempt,
+        routed=secure.routed,
+        num_members=len(secure.members),
     )
 
 

@@ -57,6 +57,7 @@ from stratagem.coordinator.strategies.federated.rejections import (
 )
 from stratagem.coordinator.strategies.federated.run import (
     FederatedRun,
+    Losses,
     evaluates_at_clients,
     lacking,
     spec_of,
@@ -217,7 +218,7 @@ def next_trainers(job: JobSpec, value: FederatedRun) -> frozenset[WorkerId]:
     able = {b.client: b for b in value.roster if value.attendance.is_able(b.client, number)}
     num_extra = strategy.options.over_select
     drawn = select(strategy.client_selection, [*able.values()], job.seed, number, num_extra)
-    at = {client: member.worker_id for client, (member, _) in value.assigned.items()}
+    at = {client: member.worker_id for client, (member, _) in value.clients.assigned.items()}
     return frozenset(at.get(client, able[client].worker_id) for client in drawn)
 
 
@@ -257,15 +258,15 @@ def assign(
     alive = {worker.member.worker_id: worker for worker in workers}
     if not lacking(value, lambda member: _is_alive(alive, member)):
         return None
-    waiting = list(value.unanswered())
-    current = {c: value.assigned[c][0] for c in waiting if c in value.assigned}
+    clients, waiting = value.clients, list(value.unanswered())
+    current = {c: clients.assigned[c][0] for c in waiting if c in clients.assigned}
     held = {c: m for c, m in current.items() if _is_alive(alive, m)}
     load = Counter(member.worker_id for member in held.values())
     new = []
     for client in waiting:
         if client in held:
             continue
-        tried = value.tried.get(client, frozenset())
+        tried = clients.tried.get(client, frozenset())
         worker = worker_for(job, value.roster[client], alive, load, tried)
         if worker is not None:
             load[worker.member.worker_id] += 1
@@ -409,8 +410,8 @@ def build_failed(
 ) -> BuildFailed | RunFailed | None:
     """Give up on a worker whose processes the build ends one after the other; fail the run when
     none is left."""
-    deaths = value.deaths.get(BUILD)
-    if deaths is not None and deaths.latest and deaths.are_too_many and may_move(job):
+    deaths = value.losses.of(BUILD)
+    if deaths is not None and deaths.latest and may_move(job):
         reason = why("it", deaths)
         return BuildFailed(party=value.party, member=deaths.latest.member, reason=reason)
     if not value.unfit or not workers or fit(value, workers):
@@ -436,19 +437,17 @@ def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed
         return replace(
             value,
             committed=Base(fact.segment, fact.step, fact.digest, average=_resumed_average(job)),
-            round_num=fact.segment + 1,
             num_rows=fact.num_rows,
             trained={name: n for name, n in metrics.items() if name not in course_of(metrics)},
             metrics=course_of(metrics),
-            left={},
-            deaths={},
+            losses=Losses(),
         )
     name = fact.member.worker_id
     return replace(
         value,
         helper=tuple(member for member in value.helper if member.worker_id != name),
         unfit={**value.unfit, name: fact},
-        deaths={task: count for task, count in value.deaths.items() if task != BUILD},
+        losses=value.losses.without([BUILD]),
     )
 
 

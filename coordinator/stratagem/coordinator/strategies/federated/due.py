@@ -39,7 +39,10 @@ from stratagem.coordinator.strategies.federated.evaluation import (
 )
 from stratagem.coordinator.strategies.federated.rejections import said
 from stratagem.coordinator.strategies.federated.run import (
+    Closed,
     FederatedRun,
+    Open,
+    Waiting,
     due_clients,
     lacking,
     spec_of,
@@ -67,8 +70,8 @@ def pending(
         if value.helper:
             effects.add(Build(run_id, value.party, value.membership, value.helper[0]))
         return frozenset(effects)
-    if value.is_closed:
-        effects.add(_fold(run_id, job, value, value.committed))
+    if isinstance(value.round, Closed):
+        effects.add(_fold(run_id, job, value, value.round, value.committed))
     elif horizon is None or value.round_num <= horizon:
         effects.update(_training(run_id, job, value))
         effects.update(_accounting(run_id, job, value))
@@ -87,10 +90,10 @@ def _training(
     run_id: RunId, job: JobSpec, value: FederatedRun
 ) -> Iterator[TrainClient | PostKeys | RouteShares]:
     """Yield the training of the clients that are due, after what a secure round exchanges."""
-    if spec_of(job).options.secure_aggregation is not None and value.is_opened:
+    if spec_of(job).options.secure_aggregation is not None and not isinstance(value.round, Waiting):
         workers = {client: value.roster[client].worker_id for client in value.unanswered()}
         may_leave_out = spec_of(job).options.quorum is not None
-        of_round = run_id, value.party, value.round_num, value.secure, workers
+        of_round = run_id, value.party, value.round_num, value.clients.secure, workers
         if due := ledgers.exchange(*of_round, may_leave_out=may_leave_out):
             yield due
             return
@@ -103,7 +106,7 @@ def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[Ac
     """Yield the accounting of the next round of a private run, as long as there is one."""
     if (
         value.ledger is None
-        or value.is_opened
+        or not isinstance(value.round, Waiting)
         or not value.roster
         or is_evaluated_first(job, value)
     ):
@@ -141,23 +144,25 @@ def _evaluating(
 
 
 def _fold(
-    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
+    run_id: RunId, job: JobSpec, value: FederatedRun, closed: Closed, base: Base
 ) -> JudgeUpdates | AggregateRound:
-    number, accepted = value.round_num, value.accepted
+    number, accepted, weights = value.round_num, closed.accepted, closed.weights
     options = spec_of(job).options
-    if (options.q is not None or is_judged(options.robust)) and not value.weights:
-        losses = _losses_before(value) if options.q is not None else ()
+    if (options.q is not None or is_judged(options.robust)) and not weights:
+        losses = _losses_before(closed) if options.q is not None else ()
         return JudgeUpdates(run_id, value.party, number, base, accepted, losses)
     trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
     trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
     metrics = commit_metrics(job, trained)
-    state, weights = value.server_state, value.weights
     noise = value.ledger.round if value.ledger is not None else None
-    steps = _applied_steps(value) if options.normalize is not None else ()
+    state, steps = (
+        value.server_state,
+        _applied_steps(closed) if options.normalize is not None else (),
+    )
     secure = None
     if options.secure_aggregation is not None:
         workers = {each.client: value.roster[each.client].worker_id for each in accepted}
-        secure = value.secure.party(workers)
+        secure = closed.clients.secure.party(workers)
     return AggregateRound(
         *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps),
         regions=places_by_region(spec_of(job), accepted, value.roster),
@@ -172,15 +177,17 @@ def _is_control_anew(job: JobSpec, value: FederatedRun) -> bool:
     return spec_of(job).options.control is not None and states is not None and states.is_incomplete
 
 
-def _losses_before(value: FederatedRun) -> tuple[float, ...]:
+def _losses_before(closed: Closed) -> tuple[float, ...]:
     """Return the losses before training of the clients whose updates count, in their order."""
-    found = (value.updates[accepted.client].loss_before for accepted in value.accepted)
+    updates = closed.clients.updates
+    found = (updates[accepted.client].loss_before for accepted in closed.accepted)
     return tuple(loss for loss in found if loss is not None)
 
 
-def _applied_steps(value: FederatedRun) -> tuple[int, ...]:
+def _applied_steps(closed: Closed) -> tuple[int, ...]:
     """Return the steps of the clients whose updates count, in their order."""
-    found = (value.updates[accepted.client].num_applied_steps for accepted in value.accepted)
+    updates = closed.clients.updates
+    found = (updates[accepted.client].num_applied_steps for accepted in closed.accepted)
     return tuple(number for number in found if number is not None)
 
 
@@ -194,8 +201,8 @@ def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
     strategy = spec_of(job)
     phase, strategy_phase, reason = _phase(job, value, world)
     done = value.committed.segment if value.committed else 0
-    num_left = len(value.left_unanswered())
-    members = value.holders | set(value.helper)
+    clients, num_left = value.clients, len(value.left_unanswered())
+    members = clients.holders | set(value.helper)
     return Status(
         phase=phase,
         strategy_phase=strategy_phase,
@@ -204,26 +211,27 @@ def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
         num_steps=strategy.rounds,
         segment=done,
         num_segments=strategy.rounds,
-        num_clients_done=len(value.updates) + len(value.rejected) + num_left,
-        num_clients=len(value.selected),
+        num_clients_done=len(clients.updates) + len(clients.rejected) + num_left,
+        num_clients=len(clients.selected),
         members=tuple(sorted(members, key=lambda m: m.worker_id)),
         counts=_counts(value),
     )
 
 
 def _counts(value: FederatedRun) -> RunCounts:
-    num_done = len(value.updates) + len(value.rejected)
+    clients = value.clients
+    num_done = len(clients.updates) + len(clients.rejected)
     return RunCounts(
         unit="rounds",
-        part_done=num_done / (len(value.selected) + 1),  # the last part is the aggregation
-        loss=mean_loss(value.updates) or value.trained.get(TRAIN_LOSS, 0.0),
-        num_clients_rejected=len(value.rejected),
+        part_done=num_done / (len(clients.selected) + 1),  # the last part is the aggregation
+        loss=mean_loss(clients.updates) or value.trained.get(TRAIN_LOSS, 0.0),
+        num_clients_rejected=len(clients.rejected),
         num_clients_late=len(value.late),
     )
 
 
 def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
-    if value.attendance.waits_until_s is not None and not value.selected:
+    if value.attendance.waits_until_s is not None and not value.clients.selected:
         phase = RunPhase.PLACING if value.committed is None else RunPhase.RECOVERING
         return phase, "WAITING", open_roster.lack(job, value, world, usable(job, value, world))
     if value.committed is None and not value.helper:
@@ -232,32 +240,36 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
         return RunPhase.RUNNING, "BUILDING", ""
     if not value.roster and open_roster.roster_of(job) is None:
         return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
-    if value.is_closed:
-        return RunPhase.RUNNING, "AGGREGATING", ""
-    if not value.is_opened:
-        return RunPhase.RUNNING, "SELECTING", _why_not_evaluated(value)
-    return _of_round(job, value, world)
+    match value.round:
+        case Closed():
+            return RunPhase.RUNNING, "AGGREGATING", ""
+        case Open() as clients:
+            return _of_round(job, value, clients, world)
+        case _:
+            return RunPhase.RUNNING, "SELECTING", _why_not_evaluated(value)
 
 
-def _of_round(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
+def _of_round(
+    job: JobSpec, value: FederatedRun, clients: Open, world: World
+) -> tuple[RunPhase, str, str]:
     """Return the phase of an open round: who has answered, and who is missing."""
-    answered, left = len(value.updates) + len(value.rejected), len(value.left_unanswered())
-    count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
+    answered, left = len(clients.updates) + len(clients.rejected), len(value.left_unanswered())
+    count = f"round {value.round_num}: {answered} of {len(clients.selected)} clients have answered"
     if left:
         count += f", {left} left"
-    if num_excused := sum(len(excuse.clients) for excuse in value.attendance.excused):
+    if num_excused := sum(len(excuse.clients) for excuse in clients.excused):
         count += f", {num_excused} not asked"
-    if value.rejected:
-        count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    if clients.rejected:
+        count += f", {len(clients.rejected)} rejected ({said(job, value)})"
     count += "".join(f"; {closed}" for closed in open_roster.closed_sites(value))
-    if value.is_waiting and not lacking(value, world.holds):
+    if clients.is_waiting and not lacking(value, world.holds):
         waits_for = (
             "more clients" if open_roster.roster_of(job) else "other workers of failed clients"
         )
         count += f"; that is too few: it waits for {waits_for}"
         return RunPhase.RECOVERING, "TRAINING", count
     is_secure = spec_of(job).options.secure_aggregation is not None
-    if is_secure and not value.secure.routed:
+    if is_secure and not clients.secure.routed:
         return RunPhase.RUNNING, "SHARING", f"{count}; keys and shares are exchanged"
     if value.late:
         count += f", {len(value.late)} of earlier rounds train on"

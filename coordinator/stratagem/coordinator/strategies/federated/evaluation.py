@@ -203,8 +203,7 @@ def _mergeable(known: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
 
 
 def _is_deadly(value: FederatedRun, member: Member) -> bool:
-    deaths = value.deaths.get(task_of_evaluator(member.worker_id))
-    return deaths is not None and deaths.are_too_many
+    return value.losses.of(task_of_evaluator(member.worker_id)) is not None
 
 
 def _sums(value: FederatedRun, segment: int) -> dict[int, Metrics]:
@@ -234,8 +233,8 @@ def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
     """Give up the evaluation of a client that ends every process that tries it."""
     for segment in value.evaluators:
         for client in evaluators_left(value, segment):
-            deaths = value.deaths.get(task_of_evaluator(value.roster[client].worker_id))
-            if deaths is not None and deaths.are_too_many:
+            task = task_of_evaluator(value.roster[client].worker_id)
+            if (deaths := value.losses.of(task)) is not None:
                 reason = why("it", deaths)
                 return ClientEvaluated(
                     party=value.party, segment=segment, client=client, sums={}, reason=reason

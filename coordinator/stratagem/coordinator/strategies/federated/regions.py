@@ -40,7 +40,7 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated import due
 from stratagem.coordinator.strategies.federated import strategy as federated
 from stratagem.coordinator.strategies.federated.evaluation import TRAFFIC
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.run import Closed, FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.silos import (
     PartiesRun,
     PartyKind,
@@ -147,6 +147,7 @@ def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
         own: FederatedRun = child.value
         if region in training or own.committed is None:
             continue
+        updates = own.clients.updates
         told = {n: x for n, x in own.trained.items() if not n.startswith(TRAIN_LOSS)}
         effects.add(
             SumRegion(
@@ -158,7 +159,7 @@ def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
                 round_inside=own.round_num,
                 base=own.committed,
                 accepted=own.accepted,
-                num_steps=sum(own.updates[each.client].num_steps for each in own.accepted),
+                num_steps=sum(updates[each.client].num_steps for each in own.accepted),
                 loss=own.trained.get(TRAIN_LOSS, math.nan),
                 metrics=tuple(sorted((n, x) for n, x in told.items() if n not in TRAFFIC)),
             )
@@ -180,7 +181,7 @@ def _largest(job: JobSpec, value: PartiesRun) -> int:
 
 def _has_trained(child: Child) -> bool:
     own: FederatedRun = child.value
-    return own.is_closed and own.round_num == child.horizon
+    return isinstance(own.round, Closed) and own.round_num == child.horizon
 
 
 def status(job: JobSpec, value: PartiesRun, world: World) -> Status:

@@ -103,10 +103,11 @@ def rejection(
 
 def forbidden(job: JobSpec, value: FederatedRun) -> RunFailed | None:
     """Fail a run in which no client may fail, once one has."""
-    if spec_of(job).options.on_client_error != FAIL or not value.rejected:
+    rejected = value.clients.rejected
+    if spec_of(job).options.on_client_error != FAIL or not rejected:
         return None
-    client = min(value.rejected)
-    fact = value.rejected[client]
+    client = min(rejected)
+    fact = rejected[client]
     who = names(job, value, [client])
     return RunFailed(reason=f"round {value.round_num}: {who}: {fact.reason}", error=fact.error)
 
@@ -131,7 +132,7 @@ def commonest_error(value: FederatedRun) -> ErrorRecord | None:
     """Return an exception for the commonest reason for which there is one."""
     for _, who in _by_number(value):
         for client in who:
-            if (error := value.rejected[client].error) is not None:
+            if (error := value.clients.rejected[client].error) is not None:
                 return error
     return None
 
@@ -153,7 +154,7 @@ Group = tuple[tuple[Cause, str], list[int]]
 def _groups(value: FederatedRun) -> list[Group]:
     """Return the rejected clients by cause and reason; in order of their first client."""
     groups: dict[tuple[Cause, str], list[int]] = defaultdict(list)
-    for client, fact in sorted(value.rejected.items()):
+    for client, fact in sorted(value.clients.rejected.items()):
         groups[fact.cause, fact.reason].append(client)
     return list(groups.items())
 
@@ -207,35 +208,34 @@ EVALUATION: Final = "the evaluation"
 
 def too_deadly(value: FederatedRun) -> RunFailed | None:
     """Fail the run when its build or its evaluation ends every process that tries it."""
-    deaths = {task: value.deaths[task] for task in (BUILD, EVALUATION) if task in value.deaths}
-    deadly = [task for task in deaths if deaths[task].are_too_many]
+    deadly = {task: d for task in (BUILD, EVALUATION) if (d := value.losses.of(task)) is not None}
     if not deadly:
         return None
-    work = why(", ".join(deadly), value.deaths[deadly[0]])
+    work = why(", ".join(deadly), next(iter(deadly.values())))
     return RunFailed(reason=f"round {value.round_num}: {work}")
 
 
 def crashed(value: FederatedRun) -> UpdateRejected | None:
     """Reject the first client of the open round that ends every process which trains it."""
     for client in value.unanswered():
-        deaths = value.deaths.get(task_of(client))
-        if deaths is not None and deaths.are_too_many:
+        if (deaths := value.losses.of(task_of(client))) is not None:
             return rejection(value, client, Cause.CRASHED, why("it", deaths))
     return None
 
 
 def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> FederatedRun:
     """Count a worker process that ended against what it did, or against all that it had to do."""
-    member, tasks = died.member, set(value.left.get(died.member, ()))
+    member, losses, assigned = died.member, value.losses, value.clients.assigned
+    tasks = set(losses.taken.get(member, ()))
     if member in value.helper and (value.committed is None or value.to_evaluate):
         tasks.add(task_of_helper(value, member))
     for client in value.unanswered():
-        if client in value.assigned and value.assigned[client][0] == member:
+        if client in assigned and assigned[client][0] == member:
             tasks.add(task_of(client))
     if died.at is not None:
         tasks &= {_task_at(value, died.at, member)}
-    deaths = {task: after(value.deaths.get(task, Deaths()), died, now_s, ()) for task in tasks}
-    return replace(value, deaths={**value.deaths, **deaths})
+    new = {task: after(losses.deaths.get(task, Deaths()), died, now_s, ()) for task in tasks}
+    return replace(value, losses=replace(losses, deaths={**losses.deaths, **new}))
 
 
 def task_of_helper(value: FederatedRun, member: Member) -> str:
@@ -260,14 +260,14 @@ def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
 
 def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
     """Note that another worker builds and evaluates, and what was taken from the one before."""
-    left = dict(value.left)
+    losses = value.losses
     for member in value.helper:
         if member not in fact.members and (value.committed is None or value.to_evaluate):
-            left[member] = (*left.get(member, ()), task_of_helper(value, member))
+            losses = losses.with_taken(member, task_of_helper(value, member))
     return replace(
         value,
         membership=fact.membership,
         helper=fact.members,
         fingerprint=fact.fingerprint,
-        left=left,
+        losses=losses,
     )

@@ -37,8 +37,10 @@ from stratagem.coordinator.strategies.federated.evaluation import evaluators_lef
 from stratagem.coordinator.strategies.federated.run import (
     Departure,
     FederatedRun,
+    Open,
     reassigned,
     spec_of,
+    with_clients,
     without,
 )
 
@@ -119,7 +121,7 @@ def closed_sites(value: FederatedRun) -> list[str]:
     said = {
         departure.reason: client
         for client, departure in sorted(value.attendance.left.items())
-        if departure.asked_again_s is not None and client not in value.rejected
+        if departure.asked_again_s is not None and client not in value.clients.rejected
     }
     shown = [f"{reason} (client {client})" for reason, client in [*said.items()][:MAX_NAMED]]
     more = len(said) - len(shown)
@@ -211,14 +213,14 @@ def more(
     here = by_name(workers)
     if new := joined(job, value, here, now_s):
         return new
-    asked = set(value.selected)
+    asked = set(value.clients.selected)
     fresh = [binding for binding in able_clients(value, here) if binding.client not in asked]
-    opened = open_round(job, value, fresh, value.attendance.excused, now_s)
+    opened = open_round(job, value, fresh, value.clients.excused, now_s)
     if not isinstance(opened, ClientsSelected):
         return None
     kept = asked - value.left_unanswered()
     clients = tuple(sorted(kept | set(opened.clients)))
-    return opened.model_copy(update={"clients": clients, "num_needed": value.num_needed})
+    return opened.model_copy(update={"clients": clients, "num_needed": value.clients.num_needed})
 
 
 def able_clients(value: FederatedRun, here: Here) -> list[ClientBinding]:
@@ -279,7 +281,7 @@ def with_joined(
     left = without(value.attendance.left, numbers)
     attendance = replace(value.attendance, left=left, waits_until_s=None)
     value = replace(value, roster=tuple(roster), attendance=attendance)
-    return awaiting_all(job, reassigned(value, value.assigned), now_s)
+    return awaiting_all(job, reassigned(value, value.clients), now_s)
 
 
 def with_left(
@@ -293,7 +295,8 @@ def with_left(
     departure = Departure(reason, asked_again_s, since_s=now_s)
     left = {**value.attendance.left, client: departure}
     attendance = replace(value.attendance.here([client]), left=left)
-    return reassigned(replace(value, attendance=attendance), without(value.assigned, [client]))
+    clients = replace(value.clients, assigned=without(value.clients.assigned, [client]))
+    return reassigned(replace(value, attendance=attendance), clients)
 
 
 def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
@@ -304,19 +307,21 @@ def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
 def asking_again(value: FederatedRun, now_s: float) -> FederatedRun:
     """Note when a round that waits asks the sites again that have refused: not before the first of
     them opens, where one says when."""
-    refused = [fact for fact in value.rejected.values() if fact.cause.is_refusal]
-    if not value.is_waiting or not refused:
-        return replace(value, asks_again_s=None)
-    wait_s = min(fact.opens_in_s or ASK_AGAIN_S for fact in refused)
-    return replace(value, asks_again_s=now_s + wait_s)
+    clients = value.clients
+    refused = [fact for fact in clients.rejected.values() if fact.cause.is_refusal]
+    again_s = None
+    if clients.is_waiting and refused:
+        again_s = now_s + min(fact.opens_in_s or ASK_AGAIN_S for fact in refused)
+    return with_clients(value, replace(clients, asks_again_s=again_s))
 
 
 def awaiting_all(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
     """Await the clients of the open round that have no worker yet."""
     roster = roster_of(job)
-    if roster is None or not value.num_unassigned:
+    clients = value.clients
+    if roster is None or not clients.num_unassigned:
         return value
-    waiting = [client for client in value.unanswered() if client not in value.assigned]
+    waiting = [client for client in value.unanswered() if client not in clients.assigned]
     attendance = value.attendance.awaiting(waiting, now_s + roster.wait_s)
     return replace(value, attendance=attendance)
 
@@ -352,7 +357,7 @@ def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> Fede
 
 def _expected(value: FederatedRun) -> Iterator[int]:
     """Yield the clients that something is expected of: an update, or an evaluation."""
-    if not value.accepted:
+    if isinstance(value.round, Open):
         yield from value.unanswered()
     yield from _evaluators(value)
 

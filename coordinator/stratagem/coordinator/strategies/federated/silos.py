@@ -51,7 +51,7 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated import due
 from stratagem.coordinator.strategies.federated import strategy as federated
 from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of, rejection
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.run import FederatedRun, Open, spec_of
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 
 # ---- Clients that are parties ----
@@ -106,7 +106,7 @@ class PartyKind:
                 return replace(value, clients={**value.clients, client: after})
         value = replace(value, rounds=federated.transition(job, value.rounds, fact, now_s))
         if isinstance(fact, ClientsSelected):
-            opened = {n: self.opened(job, value, n) for n in value.rounds.selected}
+            opened = {n: self.opened(job, value, n) for n in value.rounds.clients.selected}
             return replace(value, clients={**value.clients, **opened}, failures={})
         if isinstance(fact, RunResumed):
             clients = {n: nested.transition(c, fact, now_s) for n, c in value.clients.items()}
@@ -170,7 +170,7 @@ class PartyKind:
 
 def unanswered(value: PartiesRun) -> list[int]:
     """Return the clients of the open round without an update."""
-    return [] if value.rounds.is_closed else list(value.rounds.unanswered())
+    return list(value.rounds.unanswered()) if isinstance(value.rounds.round, Open) else []
 
 
 def party_of(value: PartiesRun, client: int) -> Party:

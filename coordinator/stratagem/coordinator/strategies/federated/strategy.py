@@ -94,11 +94,13 @@ from stratagem.coordinator.strategies.federated.rejections import (
 )
 from stratagem.coordinator.strategies.federated.run import (
     Attendance,
+    Closed,
     FederatedRun,
+    Open,
+    Waiting,
     after_commit,
     again_after_resumption,
     again_with_new_keys,
-    deadline_of,
     has_simulated_states,
     in_round,
     spec_of,
@@ -120,7 +122,11 @@ def decide_round(
 ) -> Fact | None:
     """Return the next fact of the round; while it is open, what `train` decides of its clients."""
     fact = _decided(job, value, world, now_s, train)
-    if isinstance(fact, RunFailed) and value.is_opened and draws_in_secret(job):
+    if (
+        isinstance(fact, RunFailed)
+        and draws_in_secret(job)
+        and not isinstance(value.round, Waiting)
+    ):
         why = f"round {value.round_num} cannot be closed as the job asks: clients have failed, or "
         return RunFailed(reason=f"{why}are too few; {WHY}, so only the journal says which")
     return fact
@@ -153,9 +159,9 @@ def _decided(
         return complete(job, value)
     if given_up := closing.give_up(value, workers):
         return given_up
-    if not value.is_opened:
+    if isinstance(value.round, Waiting):
         return _next_round(job, value, world, workers, now_s)
-    if value.is_closed:
+    if isinstance(value.round, Closed):
         return None
     ended = crashed(value) or begin_again(job, value, now_s) or close(job, value, workers, now_s)
     return ended or ask_again(job, value, workers, now_s) or train(workers)
@@ -207,7 +213,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
             committed = closing.after_commit(job, after_commit(job, value, fact))
             return open_roster.awaiting_evaluators(job, committed, now_s)
         case RoundClosed():
-            return closing.after_close(job, value, in_round(value, fact))
+            return closing.after_close(job, value, in_round(job, value, fact, now_s))
         case Evaluated() | ClientEvaluated() | MetricsMerged():
             return with_answer(job, value, fact)
         case RunResumed():
@@ -221,10 +227,11 @@ def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -
     """Fold a fact about the clients: who they are, and what becomes of them in the round."""
     match fact:
         case ClientsSelected():
-            opened = closing.after_selection(in_round(value, fact))
+            opened = closing.after_selection(in_round(job, value, fact, now_s))
             return open_roster.awaiting_all(job, opened, now_s)
         case ClientsAssigned():
-            return open_roster.after_assignment(job, in_round(value, fact), fact, now_s)
+            assigned = in_round(job, value, fact, now_s)
+            return open_roster.after_assignment(job, assigned, fact, now_s)
         case ClientsJoined():
             return open_roster.with_joined(job, value, fact, now_s)
         case ClientLeft():
@@ -233,9 +240,7 @@ def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -
             again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
             return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
         case UpdateRejected() | RoundWaits():
-            return open_roster.asking_again(in_round(value, fact), now_s)
-        case SharesRouted():
-            return replace(in_round(value, fact), deadline_s=deadline_of(job, now_s))
+            return open_roster.asking_again(in_round(job, value, fact, now_s), now_s)
         case RoundRestarted():
             return again_with_new_keys(job, value, fact.attempt, now_s)
         case ClientStateLost():
@@ -244,7 +249,7 @@ def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -
         case ClientBenched():
             return replace(value, attendance=value.attendance.with_bench(fact))
         case _:
-            return in_round(value, fact)
+            return in_round(job, value, fact, now_s)
 
 
 def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
@@ -254,7 +259,8 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             return "" if value.committed is None else "the model is built already"
         case RoundAccounted():
             waits = value.ledger is not None and value.ledger.round is None
-            is_next = waits and not value.is_opened and fact.round_num == value.round_num
+            is_waiting = waits and isinstance(value.round, Waiting)
+            is_next = is_waiting and fact.round_num == value.round_num
             return "" if is_next else f"round {fact.round_num} does not wait to be accounted"
         case UpdateReceived() | UpdateRejected():
             return _is_update_welcome(value, fact)
@@ -264,19 +270,21 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             )
             return _is_update_welcome(value, answer)
         case SegmentCommitted():
-            is_next = value.is_closed and fact.segment == value.round_num
+            is_next = isinstance(value.round, Closed) and fact.segment == value.round_num
             return "" if is_next else f"round {value.round_num} is to be committed next"
         case KeysPosted() | SharesRouted():
-            is_open = value.is_opened and not value.is_closed and fact.round_num == value.round_num
-            return value.secure.refuses(fact) if is_open else f"round {fact.round_num} is not open"
+            is_open = isinstance(value.round, Open) and fact.round_num == value.round_num
+            secure = value.clients.secure
+            return secure.refuses(fact) if is_open else f"round {fact.round_num} is not open"
         case RoundRestarted():
-            is_next = value.is_closed and fact.attempt == value.secure.attempt + 1
+            is_next = fact.attempt == value.clients.secure.attempt + 1
             is_due = is_next and fact.round_num == value.round_num
+            is_due = is_due and isinstance(value.round, Closed)
             return "" if is_due else f"round {fact.round_num} is not to be restarted"
         case UpdatesJudged():
-            is_due = (
-                bool(value.accepted) and not value.weights and fact.round_num == value.round_num
-            )
+            closed = value.round
+            waits = isinstance(closed, Closed) and bool(closed.accepted) and not closed.weights
+            is_due = waits and fact.round_num == value.round_num
             return "" if is_due else f"round {fact.round_num} does not wait for a verdict"
         case Evaluated():
             waits = any(base.segment == fact.segment for base in value.to_evaluate)
@@ -303,7 +311,9 @@ def begun(job: JobSpec, party: Party) -> FederatedRun:
 
 def own_deadline(value: FederatedRun) -> float | None:
     """Return when the round closes, or the patience with clients ends, whichever is earlier."""
-    times = (value.deadline_s, value.asks_again_s, open_roster.deadline(value))
+    times = [open_roster.deadline(value)]
+    if isinstance(value.round, Open):
+        times += [value.round.deadline_s, value.round.asks_again_s]
     return min((time for time in times if time is not None), default=None)
 
 
@@ -322,7 +332,7 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
     kept |= {f.states for known in value.evaluations.values() for f in known.values() if f.states}
     if value.client_states is not None:
         kept |= value.client_states.blobs
-    return frozenset(kept) | closing.blobs(value) | value.secure.blobs
+    return frozenset(kept) | closing.blobs(value) | value.clients.secure.blobs
 
 
 def progress(value: FederatedRun) -> NestedProgress:
@@ -357,7 +367,6 @@ def rebase(
         attendance=Attendance(left=value.attendance.resumed().left),
         num_rows=num_rows,
         committed=base,
-        round_num=base.segment + 1,
         ledger=ledgers.returned(value.ledger),
         rows=value.rows,
         client_states=value.client_states and value.client_states.returned(base.segment),
@@ -389,13 +398,14 @@ def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejecte
     if closing.is_late(value, fact):
         answered = value.late[client].update is not None
         return f"client {client} has answered round {round_num} already" if answered else ""
-    if round_num != value.round_num or value.is_closed:
+    if round_num != value.round_num or isinstance(value.round, Closed):
         return f"round {round_num} is closed"
-    if fact.attempt != value.secure.attempt:
+    clients = value.clients
+    if fact.attempt != clients.secure.attempt:
         return f"attempt {fact.attempt} of round {round_num} is over"
-    if client not in value.selected:
+    if client not in clients.selected:
         return f"client {client} was not selected in round {round_num}"
-    if client in value.updates or client in value.rejected:
+    if client in clients.updates or client in clients.rejected:
         return f"client {client} has answered round {round_num} already"
     if isinstance(fact, UpdateRejected) and client in value.attendance.left:
         return f"client {client} has left round {round_num}"
