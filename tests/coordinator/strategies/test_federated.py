@@ -319,7 +319,7 @@ def test_states_that_wait_for_clients_that_are_gone_are_kept_within_bounds() -> 
         return committed
 
     def waiting() -> list[int]:
-        return [base.segment for base in simulation.record.value.to_evaluate]
+        return [*simulation.record.value.evaluations]
 
     for number, name in enumerate("bcde", start=1):
         after(number, without="bcde"[: number - 1])

@@ -187,9 +187,7 @@ def kept_rounds(env: EffectContext, effect: TrainClient) -> tuple[int, ...]:
     """
     run = env.state.runs.get(effect.run_id)
     value = None if run is None else run.value
-    if not isinstance(value, FederatedRun) or value.client_states is None:
-        return ()
-    return value.client_states.kept_rounds(effect.client)
+    return value.kept_rounds(effect.client) if isinstance(value, FederatedRun) else ()
 
 
 async def report_lost_state(

@@ -126,7 +126,7 @@ def form_roster(
 
 def is_evaluated_first(job: JobSpec, value: FederatedRun) -> bool:
     """Return True while an evaluation is missing that decides about the next round."""
-    return follows_evaluations(job) and bool(value.to_evaluate)
+    return follows_evaluations(job) and bool(value.evaluations)
 
 
 def stopped_early(job: JobSpec, value: FederatedRun) -> StoppedEarly | None:
@@ -319,7 +319,7 @@ def worker_for(
 
 
 def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
-    if value.to_evaluate:
+    if value.evaluations:
         return None
     assert value.committed is not None
     done = f"{counted(value.committed.segment, 'round')} committed"

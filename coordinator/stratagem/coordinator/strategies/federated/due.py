@@ -33,13 +33,13 @@ from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.decisions import candidates_of, is_evaluated_first
 from stratagem.coordinator.strategies.federated.evaluation import (
     TRAFFIC,
-    evaluators_left,
     mean_loss,
     to_merge,
 )
 from stratagem.coordinator.strategies.federated.rejections import said
 from stratagem.coordinator.strategies.federated.run import (
     Closed,
+    Evaluation,
     FederatedRun,
     Open,
     Waiting,
@@ -77,8 +77,8 @@ def pending(
         effects.update(_accounting(run_id, job, value))
     if horizon is None or value.round_num <= horizon:
         effects.update(closing.effects(run_id, job, value))
-    for base in value.to_evaluate:
-        effects.update(_evaluating(run_id, job, value, base))
+    for owed in value.evaluations.values():
+        effects.update(_evaluating(run_id, job, value, owed))
     for segment, due in to_merge(job, value):
         if due.member is not None:
             of_round = run_id, value.party, segment, due.member, due.states, due.metrics
@@ -119,28 +119,26 @@ def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[Ac
 
 
 def _evaluating(
-    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
+    run_id: RunId, job: JobSpec, value: FederatedRun, owed: Evaluation
 ) -> Iterator[EvaluateState]:
     """Yield the evaluations of a state: by the helper, or by each client of the round on its own
     rows."""
     if job.evaluation is None or not value.helper:
         return
-    splits = (job.evaluation.split,)
+    splits, base = (job.evaluation.split,), owed.base
     if job.evaluation.of == "average" and base.average:
         base = replace(base, digest=base.average)
-    if base.segment not in value.evaluators:
+    if owed.clients is None:
         yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[:1])
         return
     here = {member.worker_id: member for member in value.helper}
-    states = value.client_states
-    for client in evaluators_left(value, base.segment):
+    for client in owed.left:
         member = here.get(value.roster[client].worker_id)
         if member is not None:
             at_client = EvaluateState(
                 run_id, value.party, 0, base, splits, (member,), client=client
             )
-            own = None if states is None else states.of_evaluation(base.segment, client)
-            yield replace(at_client, client_state=own)
+            yield replace(at_client, client_state=owed.states.get(client))
 
 
 def _fold(
@@ -291,12 +289,11 @@ def _why_not_evaluated(value: FederatedRun) -> str:
     """Return which clients an evaluation waits for, each on rows that only it has; "" where all are
     here."""
     here = {member.worker_id for member in value.helper}
-    for base in value.to_evaluate:
-        left = evaluators_left(value, base.segment) if base.segment in value.evaluators else ()
-        away = [c for c in left if value.roster[c].worker_id not in here]
+    for owed in value.evaluations.values():
+        away = [c for c in owed.left if value.roster[c].worker_id not in here]
         if away:
             names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in away[:4])
-            return f"round {base.segment} waits to be evaluated by {names}, not here"
+            return f"round {owed.base.segment} waits to be evaluated by {names}, not here"
     return ""
 
 

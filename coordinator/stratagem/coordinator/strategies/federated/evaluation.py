@@ -8,7 +8,7 @@ user's own metrics are sums, their states are merged before the evaluation is en
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import EvaluationSpec, JobSpec
@@ -20,18 +20,21 @@ from stratagem.coordinator.core.facts import (
     ClientEvaluated,
     Evaluated,
     Member,
-    Metrics,
     MetricsMerged,
     RunFailed,
     UpdateReceived,
 )
 from stratagem.coordinator.strategies.federated.rejections import FAIL, MAX_NAMED, task_of_evaluator
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.run import (
+    Evaluation,
+    FederatedRun,
+    spec_of,
+    without,
+)
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, WEIGHT, added, means
 
 # ---- Evaluation by clients ----
 
-T = TypeVar("T")
 MAX_TRIES: Final = 3
 """Workers that are asked to compute metrics of the same states."""
 
@@ -39,51 +42,31 @@ MAX_TRIES: Final = 3
 def with_answer(
     job: JobSpec, value: FederatedRun, fact: ClientEvaluated | MetricsMerged | Evaluated
 ) -> FederatedRun:
-    """Fold what a client has said, what came of merging, or the end of an evaluation."""
+    """Fold the answer of a client, the outcome of merging, or the end of an evaluation."""
+    owed = value.evaluations.get(fact.segment)
     match fact:
+        case Evaluated():
+            metrics = with_course(job, value.metrics, fact.metrics)
+            return replace(
+                value,
+                evaluations=without(value.evaluations, [fact.segment]),
+                metrics=value.metrics if fact.without else metrics,
+            )
         case ClientEvaluated():
-            known = {**value.evaluations.get(fact.segment, {}), fact.client: fact}
-            return replace(value, evaluations={**value.evaluations, fact.segment: known})
+            assert owed is not None
+            owed = replace(owed, answers={**owed.answers, fact.client: fact})
         case MetricsMerged():
-            merges = (*value.merges.get(fact.segment, ()), fact)
-            return replace(value, merges={**value.merges, fact.segment: merges})
-        case _:
-            return _with_metrics(job, value, fact)
-
-
-def evaluators_left(value: FederatedRun, segment: int) -> list[int]:
-    done = value.evaluations.get(segment, {})
-    return [client for client in value.evaluators.get(segment, ()) if client not in done]
-
-
-def _with_metrics(job: JobSpec, value: FederatedRun, fact: Evaluated) -> FederatedRun:
-    segment = fact.segment
-    metrics = with_course(job, value.metrics, fact.metrics)
-    return replace(
-        value,
-        client_states=value.client_states and value.client_states.evaluated(segment),
-        to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
-        evaluators={n: members for n, members in value.evaluators.items() if n != segment},
-        evaluations={n: received for n, received in value.evaluations.items() if n != segment},
-        merges={n: facts for n, facts in value.merges.items() if n != segment},
-        metrics=value.metrics if fact.without else metrics,
-    )
+            assert owed is not None
+            owed = replace(owed, merges=(*owed.merges, fact))
+    return replace(value, evaluations={**value.evaluations, fact.segment: owed})
 
 
 def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> FederatedRun:
     """Add the evaluations that `before` still owes to the commits up to a segment: evaluations may
     come some rounds after what they evaluate."""
-
-    def staying(of_segments: Mapping[int, T]) -> dict[int, T]:
-        return {number: entry for number, entry in of_segments.items() if number <= segment}
-
     return replace(
         fresh,
-        client_states=before.client_states and before.client_states.returned(segment),
-        to_evaluate=tuple(base for base in before.to_evaluate if base.segment <= segment),
-        evaluators=staying(before.evaluators),
-        evaluations=staying(before.evaluations),
-        merges=staying(before.merges),
+        evaluations={n: owed for n, owed in before.evaluations.items() if n <= segment},
         took_part={client: min(number, segment) for client, number in before.took_part.items()},
     )
 
@@ -93,42 +76,42 @@ def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None
     the failure of the run."""
     if job.evaluation is None:
         return None
-    for segment, clients in value.evaluators.items():
-        known = value.evaluations.get(segment, {})
-        sums = _sums(value, segment)
-        failed = {c: fact.reason for c, fact in known.items() if fact.reason and not fact.has_left}
-        is_done = known.keys() == set(clients)
+    for segment, owed in value.evaluations.items():
+        if owed.clients is None:
+            continue
+        answers, is_done = owed.answers, not owed.left
+        has_sums = any(not fact.reason for fact in answers.values())
+        failed = {c: f.reason for c, f in answers.items() if f.reason and not f.has_left}
         must_fail = bool(failed) and spec_of(job).options.on_client_error == FAIL
-        if is_done and known and not sums and not failed:
-            left = tuple(sorted(known))
+        if is_done and answers and not has_sums and not failed:
+            left = tuple(sorted(answers))
             return Evaluated(party=value.party, segment=segment, metrics={}, without=left)
-        if must_fail or (is_done and not sums):
+        if must_fail or (is_done and not has_sums):
             reason = f"the evaluation of round {segment} has failed: {_said(failed)}"
             return RunFailed(reason=reason)
-        if is_done and merging(value, segment) is None:
-            metrics = _metrics(job.evaluation, value, segment)
+        if is_done and merging(value, owed) is None:
+            metrics = _metrics(job.evaluation, owed)
             return Evaluated(party=value.party, segment=segment, metrics=metrics)
     return None
 
 
 def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
     """Enter the oldest of too many evaluations that wait for nobody but clients that are gone, from
-    what the others have said.
+    the answers of the others.
 
-    Each such evaluation keeps its state in the store. Gone is who is away and has had no part in
-    the newest `retention` rounds; so many evaluations wait for them on.
+    Each such evaluation keeps its state in the store. A client is gone that is away and has had no
+    part in the newest `retention` rounds; so many evaluations wait for them on.
     """
-    segment = _given_up(job, value)
-    if job.evaluation is None or segment is None or merging(value, segment) is not None:
+    owed = _given_up(job, value)
+    if job.evaluation is None or owed is None or merging(value, owed) is not None:
         return None
-    metrics = _metrics(job.evaluation, value, segment)
-    without = tuple(evaluators_left(value, segment))
-    return Evaluated(party=value.party, segment=segment, metrics=metrics, without=without)
+    metrics, segment = _metrics(job.evaluation, owed), owed.base.segment
+    return Evaluated(party=value.party, segment=segment, metrics=metrics, without=tuple(owed.left))
 
 
-def _given_up(job: JobSpec, value: FederatedRun) -> int | None:
+def _given_up(job: JobSpec, value: FederatedRun) -> Evaluation | None:
     """Return the evaluation that is entered without those that it waits for."""
-    if value.committed is None or len(value.evaluators) <= job.retention:
+    if value.committed is None or len(value.evaluations) <= job.retention:
         return None
     here = {member.worker_id for member in value.helper}
     last_but_those = value.committed.segment - job.retention
@@ -137,14 +120,15 @@ def _given_up(job: JobSpec, value: FederatedRun) -> int | None:
         took_part = value.took_part.get(client, 0)
         return took_part <= last_but_those and value.roster[client].worker_id not in here
 
-    left = {segment: evaluators_left(value, segment) for segment in value.evaluators}
-    waiting = [segment for segment in left if left[segment] and all(map(is_gone, left[segment]))]
-    return min(waiting) if len(waiting) > job.retention else None
+    waiting = [
+        owed for owed in value.evaluations.values() if owed.left and all(map(is_gone, owed.left))
+    ]
+    return waiting[0] if len(waiting) > job.retention else None
 
 
 class Merging(NamedTuple):
-    """The states of metrics that are to be merged, and who computes the values; nobody, while no
-    worker is here."""
+    """The states of metrics that are to be merged, and the worker that computes the values; None
+    while no worker is here."""
 
     states: tuple[tuple[int, Digest], ...]
     metrics: tuple[str, ...]
@@ -154,22 +138,20 @@ class Merging(NamedTuple):
 def to_merge(job: JobSpec, value: FederatedRun) -> Iterator[tuple[int, Merging]]:
     """Yield the evaluations that wait for nothing but the merging of their metrics."""
     given_up = _given_up(job, value)
-    for segment in value.evaluators:
-        if segment == given_up or not evaluators_left(value, segment):
-            due = merging(value, segment)
+    for segment, owed in value.evaluations.items():
+        if owed is given_up or not owed.left:
+            due = merging(value, owed)
             if due is not None:
                 yield segment, due
 
 
-def merging(value: FederatedRun, segment: int) -> Merging | None:
-    """Return what there is to merge in a round that nobody else evaluates; None: nothing, or it is
-    done, or has failed too often."""
-    known = value.evaluations.get(segment, {})
-    states = tuple((c, known[c].states) for c in sorted(known) if known[c].states)
-    metrics = _mergeable(known)
+def merging(value: FederatedRun, owed: Evaluation) -> Merging | None:
+    """Return the merging that is due in an evaluation without further answers; None: there is
+    nothing to merge, or it is done, or has failed too often."""
+    states, metrics = _states(owed), _mergeable(owed.answers)
     if not metrics:
         return None
-    tries = _tries(value, segment)
+    tries = _tries(owed)
     if tries and (not tries[-1].reason or not tries[-1].worker_id or len(tries) >= MAX_TRIES):
         return None
     tried = {fact.worker_id for fact in tries}
@@ -178,48 +160,42 @@ def merging(value: FederatedRun, segment: int) -> Merging | None:
     able = [
         member
         for member in sorted(value.helper, key=lambda m: givers.get(m.worker_id, last))
-        if member.worker_id not in tried and not _is_deadly(value, member)
+        if member.worker_id not in tried
+        and value.losses.of(task_of_evaluator(member.worker_id)) is None
     ]
     if value.helper and not able:
         return None
     return Merging(states, metrics, able[0] if able else None)
 
 
-def _tries(value: FederatedRun, segment: int) -> list[MetricsMerged]:
-    """Return what has come of merging the states of those that have evaluated by now."""
-    known = value.evaluations.get(segment, {})
-    clients = tuple(client for client in sorted(known) if known[client].states)
-    return [fact for fact in value.merges.get(segment, ()) if fact.clients == clients]
+def _states(owed: Evaluation) -> tuple[tuple[int, Digest], ...]:
+    """Return the states of metrics by client, in order."""
+    return tuple((c, fact.states) for c, fact in sorted(owed.answers.items()) if fact.states)
 
 
-def _mergeable(known: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
-    """Return the metrics whose states have been told by all that have a value of them."""
-    names = sorted({name for fact in known.values() for name in fact.summed})
+def _tries(owed: Evaluation) -> list[MetricsMerged]:
+    """Return the outcomes of merging the states of those that have evaluated by now."""
+    clients = tuple(client for client, _ in _states(owed))
+    return [fact for fact in owed.merges if fact.clients == clients]
+
+
+def _mergeable(answers: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
+    """Return the metrics whose states have come from all that have a value of them."""
+    names = sorted({name for fact in answers.values() for name in fact.summed})
 
     def is_told_by(fact: ClientEvaluated, name: str) -> bool:
         return name in fact.summed or not any(f"{own}.".startswith(f"{name}.") for own in fact.own)
 
-    return tuple(name for name in names if all(is_told_by(f, name) for f in known.values()))
+    return tuple(name for name in names if all(is_told_by(f, name) for f in answers.values()))
 
 
-def _is_deadly(value: FederatedRun, member: Member) -> bool:
-    return value.losses.of(task_of_evaluator(member.worker_id)) is not None
-
-
-def _sums(value: FederatedRun, segment: int) -> dict[int, Metrics]:
-    """Return the sums of the clients that have evaluated a round."""
-    known = value.evaluations.get(segment, {})
-    return {client: fact.sums for client, fact in known.items() if not fact.reason}
-
-
-def _metrics(spec: EvaluationSpec, value: FederatedRun, segment: int) -> dict[str, float]:
+def _metrics(spec: EvaluationSpec, owed: Evaluation) -> dict[str, float]:
     """Return the means over all clients, whose sums are added in order of client, and their
     spread."""
-    known = value.evaluations.get(segment, {})
-    said = [fact for _, fact in sorted(known.items()) if not fact.reason]
+    said = [fact for _, fact in sorted(owed.answers.items()) if not fact.reason]
     sums = [fact.sums for fact in said]
     over_each = over_clients(sums, [fact.own for fact in said], spec.metrics)
-    merged = [fact.metrics for fact in _tries(value, segment) if not fact.reason]
+    merged = [fact.metrics for fact in _tries(owed) if not fact.reason]
     return means(added(sums), spec.metrics) | over_each | dict(merged[-1] if merged else {})
 
 
@@ -231,8 +207,8 @@ def _said(failed: dict[int, str]) -> str:
 
 def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
     """Give up the evaluation of a client that ends every process that tries it."""
-    for segment in value.evaluators:
-        for client in evaluators_left(value, segment):
+    for segment, owed in value.evaluations.items():
+        for client in owed.left:
             task = task_of_evaluator(value.roster[client].worker_id)
             if (deaths := value.losses.of(task)) is not None:
                 reason = why("it", deaths)

@@ -4,7 +4,7 @@ rounds.
 The functions are pure folds over the facts.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -149,8 +149,6 @@ class ClientStates:
     are_blobs: bool = False
     newest: Mapping[int, KeptState] = field(default_factory=dict)
     """By client; without one it begins anew."""
-    owed: Mapping[int, Mapping[int, KeptState]] = field(default_factory=dict)
-    """By round of a commit that clients still evaluate: the state of each of them then."""
     is_incomplete: bool = False
     """Some client no longer has what its newest state is told to be, or all have begun anew from an
     earlier commit: where states add up to a common one, they do not any more."""
@@ -173,29 +171,9 @@ class ClientStates:
         """Begin all clients anew where states are gone that add up to a common one."""
         return replace(self, newest={}, is_incomplete=False) if self.is_incomplete else self
 
-    def with_evaluation(self, segment: int, clients: Iterable[int]) -> "ClientStates":
-        """Note with which states clients will evaluate a commit, however late they do."""
-        states = {client: self.newest[client] for client in clients if client in self.newest}
-        return replace(self, owed={**self.owed, segment: states})
-
-    def evaluated(self, segment: int) -> "ClientStates":
-        """Forget the states of a commit that is evaluated."""
-        return replace(self, owed={n: states for n, states in self.owed.items() if n != segment})
-
-    def returned(self, segment: int) -> "ClientStates":
-        """Begin all clients anew, as the run goes back to a commit; what is owed up to it stays."""
-        owed = {n: states for n, states in self.owed.items() if n <= segment}
-        return ClientStates(are_blobs=self.are_blobs, owed=owed, is_incomplete=True)
-
-    def of_evaluation(self, segment: int, client: int) -> KeptState | None:
-        """Return the state with which a client evaluates a commit."""
-        return self.owed.get(segment, {}).get(client)
-
-    def kept_rounds(self, client: int) -> tuple[int, ...]:
-        """Return the rounds whose states a client must still have while it trains."""
-        states = [of_clients.get(client) for of_clients in self.owed.values()]
-        states.append(self.newest.get(client))
-        return tuple(sorted({state.round_num for state in states if state is not None}))
+    def returned(self) -> "ClientStates":
+        """Begin all clients anew, as the run goes back to a commit."""
+        return ClientStates(are_blobs=self.are_blobs, is_incomplete=True)
 
 
 # ---- Setup of secure rounds ----

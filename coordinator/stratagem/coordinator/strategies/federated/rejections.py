@@ -227,7 +227,7 @@ def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> Federate
     """Count a worker process that ended against what it did, or against all that it had to do."""
     member, losses, assigned = died.member, value.losses, value.clients.assigned
     tasks = set(losses.taken.get(member, ()))
-    if member in value.helper and (value.committed is None or value.to_evaluate):
+    if member in value.helper and (value.committed is None or value.evaluations):
         tasks.add(task_of_helper(value, member))
     for client in value.unanswered():
         if client in assigned and assigned[client][0] == member:
@@ -242,7 +242,8 @@ def task_of_helper(value: FederatedRun, member: Member) -> str:
     """Return the task of a worker that builds or evaluates, as the key of its deaths."""
     if value.committed is None:
         return BUILD
-    return task_of_evaluator(member.worker_id) if value.evaluators else EVALUATION
+    are_clients = any(owed.clients is not None for owed in value.evaluations.values())
+    return task_of_evaluator(member.worker_id) if are_clients else EVALUATION
 
 
 def task_of_evaluator(worker_id: WorkerId) -> str:
@@ -262,7 +263,7 @@ def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
     """Note that another worker builds and evaluates, and what was taken from the one before."""
     losses = value.losses
     for member in value.helper:
-        if member not in fact.members and (value.committed is None or value.to_evaluate):
+        if member not in fact.members and (value.committed is None or value.evaluations):
             losses = losses.with_taken(member, task_of_helper(value, member))
     return replace(
         value,

@@ -33,7 +33,6 @@ from stratagem.coordinator.strategies.federated.decisions import (
     open_round,
     select,
 )
-from stratagem.coordinator.strategies.federated.evaluation import evaluators_left
 from stratagem.coordinator.strategies.federated.run import (
     Departure,
     FederatedRun,
@@ -164,8 +163,8 @@ def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> F
             return _left(value, client, STOPPED if record is None else _why_draining(record))
         if now_s >= until_s:
             return _left(value, client, f"{AWAY} for {roster.wait_s:g} s")
-    for segment in value.evaluators:
-        for client in evaluators_left(value, segment):
+    for segment, owed in value.evaluations.items():
+        for client in owed.left:
             if (departure := value.attendance.left.get(client)) is not None:
                 return ClientEvaluated(
                     party=value.party,
@@ -363,8 +362,8 @@ def _expected(value: FederatedRun) -> Iterator[int]:
 
 
 def _evaluators(value: FederatedRun) -> Iterator[int]:
-    for segment in value.evaluators:
-        yield from evaluators_left(value, segment)
+    for owed in value.evaluations.values():
+        yield from owed.left
 
 
 def _gone(value: FederatedRun, world: World) -> ClientLeft | None:

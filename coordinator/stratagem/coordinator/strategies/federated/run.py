@@ -12,7 +12,7 @@ from stratagem.common.base.ids import Digest, Party, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.courses import Deaths
-from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.effects import Base, KeptState
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Accepted,
@@ -155,6 +155,25 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The evaluation of a committed state, until its metrics are entered."""
+
+    base: Base
+    clients: tuple[int, ...] | None = None
+    """The clients that evaluate the state on their own rows; None: the helper does."""
+    states: Mapping[int, KeptState] = field(default_factory=dict)
+    """By client: what it had kept when the state was committed."""
+    answers: Mapping[int, ClientEvaluated] = field(default_factory=dict)
+    merges: tuple[MetricsMerged, ...] = ()
+    """What has come of merging the states of metrics, the newest last."""
+
+    @property
+    def left(self) -> list[int]:
+        """The clients that have not answered."""
+        return [client for client in self.clients or () if client not in self.answers]
+
+
+@dataclass(frozen=True, slots=True)
 class Losses:
     """The work that worker processes had to do when they ended, since the last commit."""
 
@@ -258,13 +277,8 @@ class FederatedRun:
     rejections: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     """By client: how many closed rounds have rejected it, and why the newest of them did."""
     attendance: Attendance = field(default_factory=Attendance)
-    to_evaluate: tuple[Base, ...] = ()
-    evaluators: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Round -> the clients that evaluate it on their own rows; without any, the helper does."""
-    evaluations: Mapping[int, Mapping[int, ClientEvaluated]] = field(default_factory=dict)
-    """Round -> client -> its answer."""
-    merges: Mapping[int, tuple[MetricsMerged, ...]] = field(default_factory=dict)
-    """Round -> what has come of merging the states of metrics, the newest last."""
+    evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
+    """The evaluations that are still owed, by round."""
     took_part: Mapping[int, int] = field(default_factory=dict)
     """Client -> the newest round that has its update, where clients evaluate."""
     unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)
@@ -290,6 +304,13 @@ class FederatedRun:
     def accepted(self) -> tuple[Accepted, ...]:
         """The updates that the round was closed with; none before."""
         return self.round.accepted if isinstance(self.round, Closed) else ()
+
+    def kept_rounds(self, client: int) -> tuple[int, ...]:
+        """Return the rounds whose states a client must still have while it trains."""
+        states = [owed.states.get(client) for owed in self.evaluations.values()]
+        if self.client_states is not None:
+            states.append(self.client_states.newest.get(client))
+        return tuple(sorted({state.round_num for state in states if state is not None}))
 
     def left_unanswered(self) -> set[int]:
         """Return the selected clients that have left without an answer."""
@@ -529,18 +550,16 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
     """Return the run before its next round, which begins from the state that is committed."""
     base = Base(fact.segment, fact.step, fact.digest, average=fact.average)
     has_strikes = spec_of(job).options.strikes is not None
-    due = schedule_of(job, value.num_rows).evaluates_at(fact.segment)
-    evaluators, took_part = dict(value.evaluators), value.took_part
-    states = value.client_states
+    evaluations, states = value.evaluations, value.client_states
     if spec_of(job).options.control is not None:
         states = states and states.anew()
+    evaluators = None
     if evaluates_at_clients(job):
-        clients = tuple(accepted.client for accepted in value.accepted)
-        took_part = {**took_part, **dict.fromkeys(clients, fact.segment)}
-        if due:
-            evaluators[fact.segment] = clients
-        if due and spec_of(job).options.has_own_models:
-            states = states and states.with_evaluation(fact.segment, clients)
+        evaluators = tuple(accepted.client for accepted in value.accepted)
+    if schedule_of(job, value.num_rows).evaluates_at(fact.segment):
+        newest = states.newest if states and spec_of(job).options.has_own_models else {}
+        kept = {client: newest[client] for client in evaluators or () if client in newest}
+        evaluations = {**evaluations, fact.segment: Evaluation(base, evaluators, kept)}
     answered, rejected = value.clients.updates, value.clients.rejected
     return replace(
         value,
@@ -552,7 +571,6 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
         client_states=states,
         rejections=_with_rejections(value),
         attendance=value.attendance.after_round(has_strikes, answered, rejected),
-        to_evaluate=(*value.to_evaluate, base) if due else value.to_evaluate,
-        evaluators=evaluators,
-        took_part=took_part,
+        evaluations=evaluations,
+        took_part={**value.took_part, **dict.fromkeys(evaluators or (), fact.segment)},
     )

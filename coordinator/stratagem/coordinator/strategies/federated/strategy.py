@@ -78,7 +78,6 @@ from stratagem.coordinator.strategies.federated.evaluation import (
     evaluated,
     evaluated_without,
     evaluation_crashed,
-    evaluators_left,
     merging,
     with_answer,
     with_owed,
@@ -287,13 +286,15 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             is_due = waits and fact.round_num == value.round_num
             return "" if is_due else f"round {fact.round_num} does not wait for a verdict"
         case Evaluated():
-            waits = any(base.segment == fact.segment for base in value.to_evaluate)
+            waits = fact.segment in value.evaluations
             return "" if waits else f"round {fact.segment} does not wait for an evaluation"
         case ClientEvaluated():
-            waits = fact.client in evaluators_left(value, fact.segment)
+            owed = value.evaluations.get(fact.segment)
+            waits = owed is not None and fact.client in owed.left
             return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
         case MetricsMerged():
-            due = merging(value, fact.segment)
+            owed = value.evaluations.get(fact.segment)
+            due = None if owed is None else merging(value, owed)
             is_due = due is not None and tuple(client for client, _ in due.states) == fact.clients
             return "" if is_due else f"round {fact.segment} does not wait for these metrics"
         case _:
@@ -326,10 +327,12 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
     """Return the global state, what the server optimizer and simulated clients keep with it, and
     the states that wait for an evaluation: also while no worker can do it, and while the run is
     stopped."""
-    bases = (*value.to_evaluate, *((value.committed,) if value.committed else ()))
+    bases = [owed.base for owed in value.evaluations.values()]
+    bases += [value.committed] if value.committed else []
     kept = {digest for base in bases for digest in (base.digest, base.average) if digest}
     kept |= {*value.server_state} if value.committed else set()
-    kept |= {f.states for known in value.evaluations.values() for f in known.values() if f.states}
+    for owed in value.evaluations.values():
+        kept |= {answer.states for answer in owed.answers.values() if answer.states}
     if value.client_states is not None:
         kept |= value.client_states.blobs
     return frozenset(kept) | closing.blobs(value) | value.clients.secure.blobs
@@ -343,7 +346,7 @@ def progress(value: FederatedRun) -> NestedProgress:
         metrics,
         value.num_rows,
         loss,
-        is_idle=not value.to_evaluate,
+        is_idle=not value.evaluations,
         keeps_more=bool(
             value.server_state
             or value.late
@@ -369,7 +372,7 @@ def rebase(
         committed=base,
         ledger=ledgers.returned(value.ledger),
         rows=value.rows,
-        client_states=value.client_states and value.client_states.returned(base.segment),
+        client_states=value.client_states and value.client_states.returned(),
     )
 
 
