@@ -244,15 +244,13 @@ def weight(job: JobSpec, accepted: Accepted) -> float:
     return float(accepted.num_samples * discount**accepted.staleness)
 
 
-def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> FederatedRun:
+def after_close(job: JobSpec, value: FederatedRun) -> FederatedRun:
     """Mark the clients that still train as a round closes as late, and drop the late updates it
     took."""
     if not max_staleness(job):
         return value
-    late = {client: training for client, training in before.late.items() if training.update is None}
-    for client in due_clients(before):
-        late[client] = of_open_round(before, client)
-    return replace(value, late=late)
+    due = {client: of_open_round(value, client) for client in due_clients(value)}
+    return replace(value, late={**dict(_training(value)), **due})
 
 
 def of_open_round(value: FederatedRun, client: int) -> Late:
@@ -274,41 +272,32 @@ def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
     return replace(value, late=late)
 
 
-def after_selection(value: FederatedRun) -> FederatedRun:
-    """Drop late clients that are selected again: they train for the new round."""
-    return replace(value, late=without(value.late, value.clients.selected))
-
-
 def is_late(value: FederatedRun, fact: Fact) -> bool:
     """Return True for a fact about clients that an earlier round was closed without."""
     match fact:
         case UpdateReceived() | UpdateRejected():
-            late = value.late.get(fact.client)
-            return late is not None and late.round_num == fact.round_num
+            clients = [fact.client]
         case ClientsAssigned():
-            return all(
-                (late := value.late.get(a.client)) is not None and late.round_num == fact.round_num
-                for a in fact.assignments
-            )
+            clients = [assignment.client for assignment in fact.assignments]
         case _:
             return False
+    late = [value.late.get(client) for client in clients]
+    return all(each is not None and each.round_num == fact.round_num for each in late)
 
 
 def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
     """Fold a fact about late clients: an update that waits for the next closing, or a client that
     is given up."""
-    late = dict(value.late)
     match fact:
         case UpdateReceived():
-            late[fact.client] = replace(late[fact.client], update=fact)
+            late = replace(value.late[fact.client], update=fact)
+            return replace(value, late={**value.late, fact.client: late})
         case UpdateRejected():
-            del late[fact.client]
+            return replace(value, late=without(value.late, [fact.client]))
         case _:
             assert isinstance(fact, ClientsAssigned), "is_late was asked"
-            for assignment in fact.assignments:
-                del late[assignment.client]
-            value = replace(value, membership=fact.membership)
-    return replace(value, late=late)
+            others = without(value.late, [each.client for each in fact.assignments])
+            return replace(value, late=others, membership=fact.membership)
 
 
 def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned | None:

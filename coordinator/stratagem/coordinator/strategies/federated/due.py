@@ -106,6 +106,7 @@ def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[Ac
     """Yield the accounting of the next round of a private run, as long as there is one."""
     if (
         value.ledger is None
+        or value.ledger.round is not None
         or not isinstance(value.round, Waiting)
         or not value.roster
         or is_evaluated_first(job, value)
@@ -113,9 +114,7 @@ def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[Ac
         return
     if value.round_num <= spec_of(job).rounds and not why_stopped(job, value.metrics):
         candidates = candidates_of(job, value)
-        due = ledgers.accounting(run_id, value.party, value.ledger, value.round_num, candidates)
-        if due is not None:
-            yield due
+        yield value.ledger.due(run_id, value.party, value.round_num, candidates)
 
 
 def _evaluating(
@@ -165,14 +164,8 @@ def _fold(
         *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps),
         regions=places_by_region(spec_of(job), accepted, value.roster),
         secure=secure,
-        is_control_anew=_is_control_anew(job, value),
+        is_control_anew=value.client_states is not None and value.client_states.are_due_anew,
     )
-
-
-def _is_control_anew(job: JobSpec, value: FederatedRun) -> bool:
-    """Return True where the common control variate counts on states that clients have lost."""
-    states = value.client_states
-    return spec_of(job).options.control is not None and states is not None and states.is_incomplete
 
 
 def _losses_before(closed: Closed) -> tuple[float, ...]:

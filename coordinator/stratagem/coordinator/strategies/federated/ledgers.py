@@ -21,6 +21,9 @@ from stratagem.coordinator.core.effects import (
     SecureParty,
 )
 from stratagem.coordinator.core.facts import (
+    ClientsSelected,
+    ClientStateLost,
+    Fact,
     KeysPosted,
     RoundAccounted,
     RunFailed,
@@ -58,54 +61,37 @@ class PrivacyLedger:
     round: RoundAccounted | None = None
     """The round that is open, or is accounted and about to be."""
 
+    def fold(self, fact: Fact) -> "PrivacyLedger":
+        """Fold the account of the next round, its opening, or its commit."""
+        match fact:
+            case RoundAccounted(noise_multiplier=noise, fingerprint=fingerprint):
+                return replace(self, round=fact, noise_multiplier=noise, fingerprint=fingerprint)
+            case ClientsSelected():
+                assert self.round is not None
+                return replace(self, num_spent=self.num_spent + 1, epsilon=self.round.epsilon)
+            case SegmentCommitted(clip_norm=norm):
+                return replace(self, round=None, clip_norm=self.clip_norm if norm is None else norm)
+            case _:
+                return self
+
+    def returned(self) -> "PrivacyLedger":
+        """Return the ledger after a return to an earlier commit: what is spent stays spent."""
+        return replace(self, round=None)
+
+    def due(
+        self, run_id: RunId, party: Party, round_num: int, candidates: tuple[int, ...]
+    ) -> AccountRound:
+        """Return the effect that accounts the next round."""
+        of_round = run_id, party, round_num, candidates
+        noise = self.noise_multiplier, self.fingerprint
+        return AccountRound(*of_round, self.num_spent, self.clip_norm, *noise)
+
 
 def begun(job: JobSpec) -> PrivacyLedger | None:
     """Return the ledger of a run that has spent nothing; None where no clients are protected."""
     if job.privacy is None or job.privacy.unit != "client":
         return None
     return PrivacyLedger(job.privacy.clip.norm, job.privacy.noise_multiplier)
-
-
-def with_fact(ledger: PrivacyLedger, fact: RoundAccounted | SegmentCommitted) -> PrivacyLedger:
-    """Fold the account of the next round, or the commit of the open one."""
-    if isinstance(fact, RoundAccounted):
-        noise, fingerprint = fact.noise_multiplier, fact.fingerprint
-        return replace(ledger, round=fact, noise_multiplier=noise, fingerprint=fingerprint)
-    norm = ledger.clip_norm if fact.clip_norm is None else fact.clip_norm
-    return replace(ledger, round=None, clip_norm=norm)
-
-
-def with_opened(ledger: PrivacyLedger) -> PrivacyLedger:
-    """Return the ledger after the accounted round was opened."""
-    assert ledger.round is not None
-    return replace(ledger, num_spent=ledger.num_spent + 1, epsilon=ledger.round.epsilon)
-
-
-def returned(ledger: PrivacyLedger | None) -> PrivacyLedger | None:
-    """Return the ledger after the run went back to an earlier commit: what is spent stays spent."""
-    return None if ledger is None else replace(ledger, round=None)
-
-
-def accounting(
-    run_id: RunId,
-    party: Party,
-    ledger: PrivacyLedger,
-    round_num: int,
-    candidates: tuple[int, ...],
-) -> AccountRound | None:
-    """Return the effect that accounts the next round; None where that has been done."""
-    if ledger.round is not None:
-        return None
-    return AccountRound(
-        run_id,
-        party,
-        round_num,
-        candidates,
-        ledger.num_spent,
-        ledger.clip_norm,
-        ledger.noise_multiplier,
-        ledger.fingerprint,
-    )
 
 
 def beyond_budget(
@@ -147,33 +133,40 @@ class ClientStates:
     """The states of all clients, which lie at their workers, or as blobs in the store."""
 
     are_blobs: bool = False
+    are_summed: bool = False
+    """They add up to a common one, for which all are needed."""
     newest: Mapping[int, KeptState] = field(default_factory=dict)
     """By client; without one it begins anew."""
     is_incomplete: bool = False
-    """Some client no longer has what its newest state is told to be, or all have begun anew from an
-    earlier commit: where states add up to a common one, they do not any more."""
+    """Some client has lost its newest state, or all have begun anew from an earlier commit: their
+    sum is not the common one any more."""
 
     @property
     def blobs(self) -> frozenset[Digest]:
         """The states that the store keeps."""
         return frozenset(state.digest for state in self.newest.values() if self.are_blobs)
 
-    def with_update(self, fact: UpdateReceived) -> "ClientStates":
-        """Note what a client keeps from the round of its update on."""
-        state = KeptState(fact.round_num, fact.client_state)
-        return replace(self, newest={**self.newest, fact.client: state})
+    @property
+    def are_due_anew(self) -> bool:
+        """True when all clients begin anew with the next commit."""
+        return self.are_summed and self.is_incomplete
 
-    def with_loss(self) -> "ClientStates":
-        """Note that a client has lost its state."""
-        return replace(self, is_incomplete=True)
-
-    def anew(self) -> "ClientStates":
-        """Begin all clients anew where states are gone that add up to a common one."""
-        return replace(self, newest={}, is_incomplete=False) if self.is_incomplete else self
+    def fold(self, fact: Fact) -> "ClientStates":
+        """Fold the update of a client, the loss of its state, or a commit."""
+        match fact:
+            case UpdateReceived():
+                state = KeptState(fact.round_num, fact.client_state)
+                return replace(self, newest={**self.newest, fact.client: state})
+            case ClientStateLost():
+                return replace(self, is_incomplete=True)
+            case SegmentCommitted() if self.are_due_anew:
+                return replace(self, newest={}, is_incomplete=False)
+            case _:
+                return self
 
     def returned(self) -> "ClientStates":
         """Begin all clients anew, as the run goes back to a commit."""
-        return ClientStates(are_blobs=self.are_blobs, is_incomplete=True)
+        return replace(self, newest={}, is_incomplete=True)
 
 
 # ---- Setup of secure rounds ----
@@ -209,7 +202,7 @@ class SecureSetup:
     """The clients that have shared their secrets; empty before."""
     shares: Digest = NO_DIGEST
 
-    def with_fact(self, fact: KeysPosted | SharesRouted) -> "SecureSetup":
+    def fold(self, fact: KeysPosted | SharesRouted) -> "SecureSetup":
         """Fold one fact of the attempt."""
         if isinstance(fact, KeysPosted):
             return SecureSetup(self.attempt, fact.clients, fact.ring_seed, fact.directory)

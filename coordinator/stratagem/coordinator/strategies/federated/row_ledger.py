@@ -39,24 +39,23 @@ class RowLedger:
     refused: frozenset[int] = frozenset()
     """The clients that have refused a round beyond their budget."""
 
+    def fold(self, fact: Fact) -> "RowLedger":
+        """Fold the opening of a round, or an answer of one of its clients."""
+        match fact:
+            case ClientsSelected():
+                more = {client: self.num_asked.get(client, 0) + 1 for client in fact.clients}
+                return replace(self, num_asked={**self.num_asked, **more})
+            case UpdateReceived(client=client, spent=RowsSpent() as spent):
+                return replace(self, spent={**self.spent, client: spent})
+            case UpdateRejected(client=client, cause=Cause.BUDGET):
+                return replace(self, refused=self.refused | {client})
+            case _:
+                return self
+
 
 def begun(job: JobSpec) -> RowLedger | None:
     """Return the ledger of a run that has spent nothing; None where no rows are protected."""
     return RowLedger() if job.privacy is not None and job.privacy.unit == "row" else None
-
-
-def with_fact(ledger: RowLedger, fact: Fact) -> RowLedger:
-    """Fold the opening of a round, or an answer of one of its clients."""
-    match fact:
-        case ClientsSelected():
-            more = {client: ledger.num_asked.get(client, 0) + 1 for client in fact.clients}
-            return replace(ledger, num_asked={**ledger.num_asked, **more})
-        case UpdateReceived(client=client, spent=RowsSpent() as spent):
-            return replace(ledger, spent={**ledger.spent, client: spent})
-        case UpdateRejected(client=client, cause=Cause.BUDGET):
-            return replace(ledger, refused=ledger.refused | {client})
-        case _:
-            return ledger
 
 
 def asked(ledger: RowLedger, client: int) -> RowsAsked:

@@ -27,16 +27,14 @@ from stratagem.coordinator.core.facts import (
     KeysPosted,
     Member,
     MetricsMerged,
-    RoundAccounted,
     RoundClosed,
     RoundWaits,
     SegmentCommitted,
     SharesRouted,
     UpdateReceived,
     UpdateRejected,
-    UpdatesJudged,
 )
-from stratagem.coordinator.strategies.federated import ledgers, row_ledger
+from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated.ledgers import (
     ClientStates,
     PrivacyLedger,
@@ -408,46 +406,19 @@ def evaluates_at_clients(job: JobSpec) -> bool:
     return job.data.worker_local is not None and job.evaluation is not None
 
 
-def in_round(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
-    """Fold what happens between the opening of a round and its closing."""
-    if value.rows is not None:
-        value = replace(value, rows=row_ledger.with_fact(value.rows, fact))
-    clients = value.clients
-    match fact:
-        case RoundAccounted() if value.ledger is not None:
-            return replace(value, ledger=ledgers.with_fact(value.ledger, fact))
-        case ClientsSelected():
-            return _opened(value, fact)
-        case KeysPosted() | SharesRouted():
-            rejected = {**clients.rejected, **ledgers.rejections(fact)}
-            clients = replace(clients, rejected=rejected, secure=clients.secure.with_fact(fact))
-            if isinstance(fact, SharesRouted):
-                clients = replace(clients, deadline_s=deadline_of(job, now_s))
-            return reassigned(value, clients)
-        case ClientsAssigned():
-            return with_assignments(value, fact)
-        case UpdateReceived():
-            updates = {**clients.updates, fact.client: fact}
-            value = replace(value, trained=_counted(value, fact))
-            return with_clients(value, replace(clients, updates=updates))
-        case UpdateRejected():
-            rejected = {**clients.rejected, fact.client: fact}
-            return with_clients(value, replace(clients, rejected=rejected))
-        case RoundWaits():
-            return _waiting(value, fact)
-        case RoundClosed():
-            attendance = replace(value.attendance, waits_until_s=None)
-            trained, closed = {**value.trained, **fact.metrics}, Closed(clients, fact.accepted)
-            return replace(value, round=closed, trained=trained, attendance=attendance)
-        case UpdatesJudged():
-            assert isinstance(value.round, Closed)
-            return replace(value, round=replace(value.round, weights=fact.weights))
-        case _:
-            return value
+def with_ledgers(value: FederatedRun, fact: Fact) -> FederatedRun:
+    """Fold a fact into what is counted over all rounds."""
+    return replace(
+        value,
+        ledger=value.ledger and value.ledger.fold(fact),
+        rows=value.rows and value.rows.fold(fact),
+        client_states=value.client_states and value.client_states.fold(fact),
+    )
 
 
-def _opened(value: FederatedRun, fact: ClientsSelected) -> FederatedRun:
-    """Open the round, or let further clients take part in it."""
+def opened(value: FederatedRun, fact: ClientsSelected) -> FederatedRun:
+    """Open the round, or let further clients take part in it. Late clients that are selected again
+    train for it."""
     clients = replace(
         value.clients,
         selected=fact.clients,
@@ -458,11 +429,43 @@ def _opened(value: FederatedRun, fact: ClientsSelected) -> FederatedRun:
         asks_again_s=None,
     )
     attendance = replace(value.attendance, waits_until_s=None)
-    ledger = value.ledger and ledgers.with_opened(value.ledger)
-    return reassigned(replace(value, round=clients, attendance=attendance, ledger=ledger), clients)
+    late = without(value.late, fact.clients)
+    return reassigned(replace(value, round=clients, attendance=attendance, late=late), clients)
 
 
-def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
+def exchanged(
+    job: JobSpec, value: FederatedRun, fact: KeysPosted | SharesRouted, now_s: float
+) -> FederatedRun:
+    """Fold what the clients of a secure round have exchanged: once all is routed they train."""
+    rejected = {**value.clients.rejected, **ledgers.rejections(fact)}
+    clients = replace(value.clients, rejected=rejected, secure=value.clients.secure.fold(fact))
+    if isinstance(fact, SharesRouted):
+        clients = replace(clients, deadline_s=deadline_of(job, now_s))
+    return reassigned(value, clients)
+
+
+def answered(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> FederatedRun:
+    """Fold the update or the rejection of a client of the round."""
+    clients = value.clients
+    if isinstance(fact, UpdateRejected):
+        rejected = {**clients.rejected, fact.client: fact}
+        return with_clients(value, replace(clients, rejected=rejected))
+    updates = {**clients.updates, fact.client: fact}
+    value = replace(value, trained=_counted(value, fact))
+    return with_clients(value, replace(clients, updates=updates))
+
+
+def closed(value: FederatedRun, fact: RoundClosed) -> FederatedRun:
+    """Close the round."""
+    return replace(
+        value,
+        round=Closed(value.clients, fact.accepted),
+        trained={**value.trained, **fact.metrics},
+        attendance=replace(value.attendance, waits_until_s=None),
+    )
+
+
+def waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
     """Lift the deadline, and give some of the clients that have failed another chance."""
     clients, again = value.clients, set(fact.asked_again)
     tried = {
@@ -471,7 +474,7 @@ def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
     }
     attendance = replace(value.attendance, waits_until_s=fact.until_s)
     losses = value.losses.without({*map(task_of, again)})
-    waiting = replace(
+    clients = replace(
         clients,
         is_waiting=True,
         deadline_s=None,
@@ -480,7 +483,7 @@ def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
         rejected=without(clients.rejected, again),
         assigned=without(clients.assigned, again),
     )
-    return reassigned(replace(value, attendance=attendance, losses=losses), waiting)
+    return reassigned(replace(value, attendance=attendance, losses=losses), clients)
 
 
 def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
@@ -550,10 +553,7 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
     """Return the run before its next round, which begins from the state that is committed."""
     base = Base(fact.segment, fact.step, fact.digest, average=fact.average)
     has_strikes = spec_of(job).options.strikes is not None
-    evaluations, states = value.evaluations, value.client_states
-    if spec_of(job).options.control is not None:
-        states = states and states.anew()
-    evaluators = None
+    evaluations, states, evaluators = value.evaluations, value.client_states, None
     if evaluates_at_clients(job):
         evaluators = tuple(accepted.client for accepted in value.accepted)
     if schedule_of(job, value.num_rows).evaluates_at(fact.segment):
@@ -567,8 +567,6 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
         server_state=fact.server_state,
         round=Waiting(),
         losses=Losses(),
-        ledger=value.ledger and ledgers.with_fact(value.ledger, fact),
-        client_states=states,
         rejections=_with_rejections(value),
         attendance=value.attendance.after_round(has_strikes, answered, rejected),
         evaluations=evaluations,

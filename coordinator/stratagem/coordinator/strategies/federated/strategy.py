@@ -100,9 +100,15 @@ from stratagem.coordinator.strategies.federated.run import (
     after_commit,
     again_after_resumption,
     again_with_new_keys,
+    answered,
+    closed,
+    exchanged,
     has_simulated_states,
-    in_round,
+    opened,
     spec_of,
+    waiting,
+    with_assignments,
+    with_ledgers,
 )
 from stratagem.coordinator.strategies.schedule import is_evaluated
 
@@ -195,8 +201,7 @@ def _next_round(
 
 def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
     """Fold one fact."""
-    if isinstance(fact, UpdateReceived) and value.client_states is not None:
-        value = replace(value, client_states=value.client_states.with_update(fact))
+    value = with_ledgers(value, fact)
     if closing.is_late(value, fact):
         return closing.with_late(value, fact)
     match fact:
@@ -211,44 +216,49 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case SegmentCommitted():
             committed = closing.after_commit(job, after_commit(job, value, fact))
             return open_roster.awaiting_evaluators(job, committed, now_s)
-        case RoundClosed():
-            return closing.after_close(job, value, in_round(job, value, fact, now_s))
         case Evaluated() | ClientEvaluated() | MetricsMerged():
             return with_answer(job, value, fact)
         case RunResumed():
             again = again_after_resumption(job, value, now_s)
             return open_roster.awaiting_all(job, again, now_s)
-        case _:
-            return _with_clients(job, value, fact, now_s)
-
-
-def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
-    """Fold a fact about the clients: who they are, and what becomes of them in the round."""
-    match fact:
-        case ClientsSelected():
-            opened = closing.after_selection(in_round(job, value, fact, now_s))
-            return open_roster.awaiting_all(job, opened, now_s)
-        case ClientsAssigned():
-            assigned = in_round(job, value, fact, now_s)
-            return open_roster.after_assignment(job, assigned, fact, now_s)
         case ClientsJoined():
             return open_roster.with_joined(job, value, fact, now_s)
         case ClientLeft():
             return open_roster.with_left(value, fact.client, fact.reason, now_s)
-        case UpdateRejected() if open_roster.is_refusal(job, fact):
-            again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
-            return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
-        case UpdateRejected() | RoundWaits():
-            return open_roster.asking_again(in_round(job, value, fact, now_s), now_s)
-        case RoundRestarted():
-            return again_with_new_keys(job, value, fact.attempt, now_s)
-        case ClientStateLost():
-            states = value.client_states
-            return replace(value, client_states=states and states.with_loss())
         case ClientBenched():
             return replace(value, attendance=value.attendance.with_bench(fact))
         case _:
-            return in_round(job, value, fact, now_s)
+            return _in_round(job, value, fact, now_s)
+
+
+def _in_round(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+    """Fold a fact of the round, from its opening to its commit."""
+    match fact:
+        case ClientsSelected():
+            return open_roster.awaiting_all(job, opened(value, fact), now_s)
+        case KeysPosted() | SharesRouted():
+            return exchanged(job, value, fact, now_s)
+        case ClientsAssigned():
+            assigned = with_assignments(value, fact)
+            return open_roster.after_assignment(job, assigned, fact, now_s)
+        case UpdateReceived():
+            return answered(value, fact)
+        case UpdateRejected() if open_roster.is_refusal(job, fact):
+            again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
+            return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
+        case UpdateRejected():
+            return open_roster.asking_again(answered(value, fact), now_s)
+        case RoundWaits():
+            return open_roster.asking_again(waiting(value, fact), now_s)
+        case RoundClosed():
+            return closing.after_close(job, closed(value, fact))
+        case RoundRestarted():
+            return again_with_new_keys(job, value, fact.attempt, now_s)
+        case UpdatesJudged():
+            assert isinstance(value.round, Closed)
+            return replace(value, round=replace(value.round, weights=fact.weights))
+        case _:
+            return value
 
 
 def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
@@ -305,7 +315,8 @@ def begun(job: JobSpec, party: Party) -> FederatedRun:
     """Return the value of a run before its first fact."""
     states = None
     if spec_of(job).options.has_client_state:
-        states = ClientStates(are_blobs=has_simulated_states(job))
+        are_summed = spec_of(job).options.control is not None
+        states = ClientStates(are_blobs=has_simulated_states(job), are_summed=are_summed)
     ledger, rows = ledgers.begun(job), row_ledger.begun(job)
     return FederatedRun(party, ledger=ledger, rows=rows, client_states=states)
 
@@ -370,7 +381,7 @@ def rebase(
         attendance=Attendance(left=value.attendance.resumed().left),
         num_rows=num_rows,
         committed=base,
-        ledger=ledgers.returned(value.ledger),
+        ledger=value.ledger and value.ledger.returned(),
         rows=value.rows,
         client_states=value.client_states and value.client_states.returned(),
     )
