@@ -27,18 +27,17 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.state import WorkerRecord
-from stratagem.coordinator.strategies.federated import ledgers, row_ledger
+from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.decisions import quorum_of, worker_for
 from stratagem.coordinator.strategies.federated.evaluation import round_metrics
-from stratagem.coordinator.strategies.federated.ledgers import privacy_metrics
+from stratagem.coordinator.strategies.federated.ledgers import privacy_metrics, row_metrics
 from stratagem.coordinator.strategies.federated.rejections import (
     commonest_error,
     commonest_first,
     names,
     said,
 )
-from stratagem.coordinator.strategies.federated.row_ledger import row_metrics
 from stratagem.coordinator.strategies.federated.run import (
     FederatedRun,
     Late,
@@ -365,7 +364,7 @@ def training(
         base=own.base,
         num_lr_reductions=own.num_lr_reductions,
         clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
-        rows=None if value.rows is None else row_ledger.asked(value.rows, client),
+        rows=None if value.rows is None else ledgers.asked(value.rows, client),
         state=None if states is None else states.newest.get(client),
         attempt=secure.attempt,
         routed=secure.routed,

@@ -45,7 +45,7 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_calls import draws_in_secret
-from stratagem.coordinator.strategies.federated import row_ledger
+from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated.ledgers import PrivacyLedger, beyond_budget
 from stratagem.coordinator.strategies.federated.rejections import (
     BUILD,
@@ -176,11 +176,11 @@ def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelect
     able = [binding for binding in value.roster if attendance.is_able(binding.client, number)]
     excused = excused_by_bench(value) if attendance.benched else ()
     if value.rows is not None:
-        able, spent = row_ledger.with_budget(job, value.rows, able)
+        able, spent = ledgers.with_budget(job, value.rows, able)
         excused += spent
     opened = open_round(job, value, able, excused, now_s)
     if opened is None and value.rows is not None:
-        return row_ledger.budget_spent(job, value.rows, number - 1)
+        return ledgers.budget_spent(job, value.rows, number - 1)
     assert opened is not None, "whose updates closed the round before are not on the bench"
     return opened
 

@@ -55,7 +55,7 @@ def with_answer(
         case ClientEvaluated():
             assert owed is not None
             owed = replace(owed, answers={**owed.answers, fact.client: fact})
-        case MetricsMerged():
+        case _:
             assert owed is not None
             owed = replace(owed, merges=(*owed.merges, fact))
     return replace(value, evaluations={**value.evaluations, fact.segment: owed})

@@ -38,9 +38,9 @@ from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated.ledgers import (
     ClientStates,
     PrivacyLedger,
+    RowLedger,
     SecureSetup,
 )
-from stratagem.coordinator.strategies.federated.row_ledger import RowLedger
 from stratagem.coordinator.strategies.schedule import schedule_of
 
 # ---- Attendance ----
@@ -290,13 +290,9 @@ class FederatedRun:
     @property
     def clients(self) -> Open:
         """The clients of the round, open or closed; none before they are selected."""
-        match self.round:
-            case Closed():
-                return self.round.clients
-            case Open():
-                return self.round
-            case _:
-                return NOBODY
+        if isinstance(self.round, Closed):
+            return self.round.clients
+        return self.round if isinstance(self.round, Open) else NOBODY
 
     @property
     def accepted(self) -> tuple[Accepted, ...]:
@@ -305,9 +301,9 @@ class FederatedRun:
 
     def kept_rounds(self, client: int) -> tuple[int, ...]:
         """Return the rounds whose states a client must still have while it trains."""
-        states = [owed.states.get(client) for owed in self.evaluations.values()]
-        if self.client_states is not None:
-            states.append(self.client_states.newest.get(client))
+        newest = self.client_states.newest if self.client_states else {}
+        states = [newest.get(client)]
+        states += [owed.states.get(client) for owed in self.evaluations.values()]
         return tuple(sorted({state.round_num for state in states if state is not None}))
 
     def left_unanswered(self) -> set[int]:

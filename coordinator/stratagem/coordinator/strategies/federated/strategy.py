@@ -56,7 +56,7 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_calls import WHY, draws_in_secret
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
-from stratagem.coordinator.strategies.federated import closing, ledgers, row_ledger
+from stratagem.coordinator.strategies.federated import closing, ledgers
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.closing import ask_again, begin_again, close
 from stratagem.coordinator.strategies.federated.decisions import (
@@ -317,7 +317,7 @@ def begun(job: JobSpec, party: Party) -> FederatedRun:
     if spec_of(job).options.has_client_state:
         are_summed = spec_of(job).options.control is not None
         states = ClientStates(are_blobs=has_simulated_states(job), are_summed=are_summed)
-    ledger, rows = ledgers.begun(job), row_ledger.begun(job)
+    ledger, rows = ledgers.privacy_ledger(job), ledgers.row_ledger(job)
     return FederatedRun(party, ledger=ledger, rows=rows, client_states=states)
 
 
