@@ -31,7 +31,6 @@ from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.decisions import quorum_of, worker_for
 from stratagem.coordinator.strategies.federated.evaluation import round_metrics
-from stratagem.coordinator.strategies.federated.ledgers import privacy_metrics, row_metrics
 from stratagem.coordinator.strategies.federated.rejections import (
     commonest_error,
     commonest_first,
@@ -68,8 +67,8 @@ def begin_again(
     reason = f"round {value.round_num}: of {len(clients.selected)} clients {why}"
     if clients.rejected:
         reason += f"; {commonest_first(job, value)}"
-    are_curable = len(ledgers.cured(clients.rejected)) < len(clients.rejected)
-    if secure.attempt + 1 < ledgers.MAX_ATTEMPTS and are_curable:
+    has_attempts = secure.attempt + 1 < ledgers.MAX_ATTEMPTS
+    if has_attempts and ledgers.may_be_cured(clients.rejected):
         return RoundRestarted(
             party=value.party,
             round_num=value.round_num,
@@ -122,22 +121,15 @@ def close(
         by_policy=num_answered < num_selected
         or bool(late)
         or bool(left)
-        or (is_secure and ledgers.is_by_policy(clients.rejected))
-        or _is_noised_secretly(job),
+        or (is_secure and ledgers.may_be_cured(clients.rejected))
+        or (job.privacy is not None and job.privacy.noise == "secret"),  # not in the job
         metrics=_metrics(value),
     )
 
 
-def _is_noised_secretly(job: JobSpec) -> bool:
-    """Return True when the run cannot be made again from its job, whose noise it has not."""
-    return job.privacy is not None and job.privacy.noise == "secret"
-
-
 def _metrics(value: FederatedRun) -> dict[str, float]:
-    if value.ledger is not None:  # a mean over few clients would tell of each of them
-        return privacy_metrics(value.ledger)
-    if value.rows is not None:  # a mean loss would tell of rows
-        return row_metrics(value.rows)
+    if (ledger := value.ledger or value.rows) is not None:
+        return ledger.metrics
     num_skipped = value.trained.get(SKIPPED_STEPS, 0.0)
     return round_metrics(value.clients.updates, received(value), num_skipped=num_skipped)
 
@@ -364,7 +356,7 @@ def training(
         base=own.base,
         num_lr_reductions=own.num_lr_reductions,
         clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
-        rows=None if value.rows is None else ledgers.asked(value.rows, client),
+        rows=None if value.rows is None else value.rows.due(client),
         state=None if states is None else states.newest.get(client),
         attempt=secure.attempt,
         routed=secure.routed,

@@ -5,8 +5,9 @@ The functions are pure. `pending` names the effects that a state calls for. The 
 that do not run yet, and a restarted coordinator names the same ones again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
@@ -59,6 +60,8 @@ from stratagem.coordinator.strategies.placement import (
 from stratagem.coordinator.strategies.schedule import commit_metrics
 
 # ---- Effects ----
+
+T = TypeVar("T")
 
 
 def pending(
@@ -124,62 +127,52 @@ def _evaluating(
     rows."""
     if job.evaluation is None or not value.helper:
         return
-    splits, base = (job.evaluation.split,), owed.base
+    base = owed.base
     if job.evaluation.of == "average" and base.average:
         base = replace(base, digest=base.average)
+    of_state = run_id, value.party, 0, base, (job.evaluation.split,)
     if owed.clients is None:
-        yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[:1])
+        yield EvaluateState(*of_state, value.helper[:1])
         return
     here = {member.worker_id: member for member in value.helper}
     for client in owed.left:
         member = here.get(value.roster[client].worker_id)
         if member is not None:
-            at_client = EvaluateState(
-                run_id, value.party, 0, base, splits, (member,), client=client
-            )
-            yield replace(at_client, client_state=owed.states.get(client))
+            state = owed.states.get(client)
+            yield EvaluateState(*of_state, (member,), client=client, client_state=state)
 
 
 def _fold(
     run_id: RunId, job: JobSpec, value: FederatedRun, closed: Closed, base: Base
 ) -> JudgeUpdates | AggregateRound:
     number, accepted, weights = value.round_num, closed.accepted, closed.weights
-    options = spec_of(job).options
+    options, updates = spec_of(job).options, closed.clients.updates
     if (options.q is not None or is_judged(options.robust)) and not weights:
-        losses = _losses_before(closed) if options.q is not None else ()
+        losses: tuple[float, ...] = ()
+        if options.q is not None:
+            losses = _told(updates[each.client].loss_before for each in accepted)
         return JudgeUpdates(run_id, value.party, number, base, accepted, losses)
     trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
     trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
-    metrics = commit_metrics(job, trained)
-    noise = value.ledger.round if value.ledger is not None else None
-    state, steps = (
-        value.server_state,
-        _applied_steps(closed) if options.normalize is not None else (),
-    )
+    steps: tuple[int, ...] = ()
+    if options.normalize is not None:
+        steps = _told(updates[each.client].num_applied_steps for each in accepted)
+    noise = None if value.ledger is None else value.ledger.round
     secure = None
     if options.secure_aggregation is not None:
         workers = {each.client: value.roster[each.client].worker_id for each in accepted}
         secure = closed.clients.secure.party(workers)
     return AggregateRound(
-        *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps),
+        *(run_id, value.party, number, base, accepted, value.server_state),
+        *(commit_metrics(job, trained), weights, noise, steps),
         regions=places_by_region(spec_of(job), accepted, value.roster),
         secure=secure,
         is_control_anew=value.client_states is not None and value.client_states.are_due_anew,
     )
 
 
-def _losses_before(closed: Closed) -> tuple[float, ...]:
-    """Return the losses before training of the clients whose updates count, in their order."""
-    updates = closed.clients.updates
-    found = (updates[accepted.client].loss_before for accepted in closed.accepted)
-    return tuple(loss for loss in found if loss is not None)
-
-
-def _applied_steps(closed: Closed) -> tuple[int, ...]:
-    """Return the steps of the clients whose updates count, in their order."""
-    updates = closed.clients.updates
-    found = (updates[accepted.client].num_applied_steps for accepted in closed.accepted)
-    return tuple(number for number in found if number is not None)
+def _told(numbers: Iterable[T | None]) -> tuple[T, ...]:
+    return tuple(number for number in numbers if number is not None)
 
 
 # ---- Status ----

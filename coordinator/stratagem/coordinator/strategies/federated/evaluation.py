@@ -61,16 +61,6 @@ def with_answer(
     return replace(value, evaluations={**value.evaluations, fact.segment: owed})
 
 
-def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> FederatedRun:
-    """Add the evaluations that `before` still owes to the commits up to a segment: evaluations may
-    come some rounds after what they evaluate."""
-    return replace(
-        fresh,
-        evaluations={n: owed for n, owed in before.evaluations.items() if n <= segment},
-        took_part={client: min(number, segment) for client, number in before.took_part.items()},
-    )
-
-
 def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None:
     """Return the metrics of a round that all its clients have evaluated, from those that could; or
     the failure of the run."""

@@ -78,6 +78,12 @@ class PrivacyLedger:
             case _:
                 return self
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the round: nothing of its clients, of whom a mean over few would tell."""
+        assert self.round is not None
+        return {EPSILON: self.epsilon, "privacy.clip_norm": self.round.clip_norm}
+
     def returned(self) -> "PrivacyLedger":
         """Return the ledger after a return to an earlier commit: what is spent stays spent."""
         return replace(self, round=None)
@@ -119,12 +125,6 @@ def beyond_budget(
     )
 
 
-def privacy_metrics(ledger: PrivacyLedger) -> dict[str, float]:
-    """Return the metrics of a private round: nothing of its clients."""
-    assert ledger.round is not None
-    return {EPSILON: ledger.epsilon, "privacy.clip_norm": ledger.round.clip_norm}
-
-
 # ---- Privacy of rows ----
 #
 # A client's worker, which knows its rows, computes what its rounds cost and refuses a round beyond
@@ -156,16 +156,25 @@ class RowLedger:
             case _:
                 return self
 
+    def due(self, client: int) -> RowsAsked:
+        """Return the message about earlier rounds to the worker of a client in the open one."""
+        known, num_rounds = self.spent.get(client), self.num_asked.get(client, 1) - 1
+        return RowsAsked(num_rounds, "" if known is None else known.fingerprint)
+
+    @property
+    def most_spent(self) -> float:
+        """The epsilon of the client that has spent most."""
+        return max((known.epsilon for known in self.spent.values()), default=0.0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of a round: nothing of its rows, of which a mean loss would tell."""
+        return {EPSILON: self.most_spent}
+
 
 def row_ledger(job: JobSpec) -> RowLedger | None:
     """Return the ledger of a run that has spent nothing; None where no rows are protected."""
     return RowLedger() if job.privacy is not None and job.privacy.unit == "row" else None
-
-
-def asked(ledger: RowLedger, client: int) -> RowsAsked:
-    """Return what the worker of a client in the open round is told."""
-    known, num_rounds = ledger.spent.get(client), ledger.num_asked.get(client, 1) - 1
-    return RowsAsked(num_rounds, "" if known is None else known.fingerprint)
 
 
 def with_budget(
@@ -191,19 +200,9 @@ def budget_spent(job: JobSpec, ledger: RowLedger, segment: int) -> StoppedEarly:
     newest committed one."""
     assert job.privacy is not None
     target = job.privacy.target.epsilon or 0.0
-    text = f"up to {most_spent(ledger):.3g} of {target:g} spent by a client"
+    text = f"up to {ledger.most_spent:.3g} of {target:g} spent by a client"
     reason = f"stopped early after {counted(segment, 'round')}: privacy budget: {text}, and one "
     return StoppedEarly(reason=f"{reason}more round would cost each of them more", step=segment)
-
-
-def most_spent(ledger: RowLedger) -> float:
-    """Return the epsilon of the client that has spent most."""
-    return max((known.epsilon for known in ledger.spent.values()), default=0.0)
-
-
-def row_metrics(ledger: RowLedger) -> dict[str, float]:
-    """Return the metrics of a round: nothing of its rows."""
-    return {EPSILON: most_spent(ledger)}
 
 
 # ---- Client states ----
@@ -387,6 +386,6 @@ def cured(rejected: Mapping[int, UpdateRejected]) -> dict[int, UpdateRejected]:
     return {client: fact for client, fact in rejected.items() if not cures(fact.cause)}
 
 
-def is_by_policy(rejected: Mapping[int, UpdateRejected]) -> bool:
-    """Return whether another run of the job might have had a client that this round is without."""
+def may_be_cured(rejected: Mapping[int, UpdateRejected]) -> bool:
+    """Return whether new keys may bring back a client, which another run of the job might have."""
     return any(cures(fact.cause) for fact in rejected.values())

@@ -19,9 +19,7 @@ from dataclasses import replace
 from stratagem.common.base.ids import Digest, Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.courses import course_of
-from stratagem.coordinator.core.effects import (
-    Base,
-)
+from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import (
     TRAIN_LOSS,
     BuildFailed,
@@ -80,7 +78,6 @@ from stratagem.coordinator.strategies.federated.evaluation import (
     evaluation_crashed,
     merging,
     with_answer,
-    with_owed,
 )
 from stratagem.coordinator.strategies.federated.ledgers import ClientStates
 from stratagem.coordinator.strategies.federated.rejections import (
@@ -264,51 +261,63 @@ def _in_round(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> Fe
 def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
     """Return why a reported fact is stale or late; "" when it is welcome."""
     match fact:
-        case ModelBuilt() | BuildFailed():
-            return "" if value.committed is None else "the model is built already"
-        case RoundAccounted():
-            waits = value.ledger is not None and value.ledger.round is None
-            is_waiting = waits and isinstance(value.round, Waiting)
-            is_next = is_waiting and fact.round_num == value.round_num
-            return "" if is_next else f"round {fact.round_num} does not wait to be accounted"
         case UpdateReceived() | UpdateRejected():
-            return _is_update_welcome(value, fact)
+            return _why_unwelcome(value, fact)
         case ClientStateLost():
             answer = UpdateRejected(
                 party=fact.party, round_num=fact.round_num, client=fact.client, reason=fact.reason
             )
-            return _is_update_welcome(value, answer)
-        case SegmentCommitted():
-            is_next = isinstance(value.round, Closed) and fact.segment == value.round_num
-            return "" if is_next else f"round {value.round_num} is to be committed next"
+            return _why_unwelcome(value, answer)
         case KeysPosted() | SharesRouted():
             is_open = isinstance(value.round, Open) and fact.round_num == value.round_num
             secure = value.clients.secure
             return secure.refuses(fact) if is_open else f"round {fact.round_num} is not open"
+        case _:
+            is_due, why_not = _is_due(value, fact)
+            return "" if is_due else why_not
+
+
+def _is_due(value: FederatedRun, fact: Fact) -> tuple[bool, str]:
+    """Return whether the run waits for a fact, and the reason for a refusal."""
+    current, number = value.round, value.round_num
+    match fact:
+        case ModelBuilt() | BuildFailed():
+            return value.committed is None, "the model is built already"
+        case RoundAccounted():
+            waits = isinstance(current, Waiting) and fact.round_num == number
+            is_due = waits and value.ledger is not None and value.ledger.round is None
+            return is_due, f"round {fact.round_num} does not wait to be accounted"
+        case SegmentCommitted():
+            is_due = isinstance(current, Closed) and fact.segment == number
+            return is_due, f"round {number} is to be committed next"
         case RoundRestarted():
             is_next = fact.attempt == value.clients.secure.attempt + 1
-            is_due = is_next and fact.round_num == value.round_num
-            is_due = is_due and isinstance(value.round, Closed)
-            return "" if is_due else f"round {fact.round_num} is not to be restarted"
+            is_due = isinstance(current, Closed) and is_next and fact.round_num == number
+            return is_due, f"round {fact.round_num} is not to be restarted"
         case UpdatesJudged():
-            closed = value.round
-            waits = isinstance(closed, Closed) and bool(closed.accepted) and not closed.weights
-            is_due = waits and fact.round_num == value.round_num
-            return "" if is_due else f"round {fact.round_num} does not wait for a verdict"
+            waits = isinstance(current, Closed) and bool(current.accepted) and not current.weights
+            is_due = waits and fact.round_num == number
+            return is_due, f"round {fact.round_num} does not wait for a verdict"
+        case Evaluated() | ClientEvaluated() | MetricsMerged():
+            return _is_evaluation_due(value, fact)
+        case _:
+            return False, f"no round waits for {type(fact).__name__}"
+
+
+def _is_evaluation_due(
+    value: FederatedRun, fact: Evaluated | ClientEvaluated | MetricsMerged
+) -> tuple[bool, str]:
+    owed, text = value.evaluations.get(fact.segment), f"round {fact.segment} does not wait for"
+    match fact:
         case Evaluated():
-            waits = fact.segment in value.evaluations
-            return "" if waits else f"round {fact.segment} does not wait for an evaluation"
+            return owed is not None, f"{text} an evaluation"
         case ClientEvaluated():
-            owed = value.evaluations.get(fact.segment)
-            waits = owed is not None and fact.client in owed.left
-            return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
-        case MetricsMerged():
-            owed = value.evaluations.get(fact.segment)
+            is_due = owed is not None and fact.client in owed.left
+            return is_due, f"{text} client {fact.client}"
+        case _:
             due = None if owed is None else merging(value, owed)
             is_due = due is not None and tuple(client for client, _ in due.states) == fact.clients
-            return "" if is_due else f"round {fact.segment} does not wait for these metrics"
-        case _:
-            return f"no round waits for {type(fact).__name__}"
+            return is_due, f"{text} these metrics"
 
 
 def begun(job: JobSpec, party: Party) -> FederatedRun:
@@ -390,31 +399,27 @@ def rebase(
 def returned(
     job: JobSpec, value: FederatedRun, base: Base, metrics: Mapping[str, float]
 ) -> FederatedRun:
-    """Rebase to an earlier commit with its metrics, such as the steps skipped up to it, keeping the
-    evaluations that are still owed."""
-    fresh = replace(
+    """Go back to an earlier commit with its metrics, such as the steps skipped up to it. The
+    evaluations up to it are still owed: they may come some rounds after what they evaluate."""
+    segment, course = base.segment, course_of(metrics)
+    evaluated = {name: n for name, n in metrics.items() if is_evaluated(job, name)} | course
+    return replace(
         rebase(job, value, base, value.num_rows),
-        trained={
-            name: n
-            for name, n in metrics.items()
-            if not is_evaluated(job, name) and name not in course_of(metrics)
-        },
-        metrics={
-            **{name: n for name, n in metrics.items() if is_evaluated(job, name)},
-            **course_of(metrics),
-        },
+        trained={name: n for name, n in metrics.items() if name not in evaluated},
+        metrics=evaluated,
+        evaluations={n: owed for n, owed in value.evaluations.items() if n <= segment},
+        took_part={client: min(number, segment) for client, number in value.took_part.items()},
     )
-    return with_owed(fresh, value, base.segment)
 
 
-def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:
-    round_num, client = fact.round_num, fact.client
+def _why_unwelcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:
+    """Return why the answer of a client is stale; "" when it is welcome."""
+    clients, round_num, client = value.clients, fact.round_num, fact.client
     if closing.is_late(value, fact):
         answered = value.late[client].update is not None
         return f"client {client} has answered round {round_num} already" if answered else ""
     if round_num != value.round_num or isinstance(value.round, Closed):
         return f"round {round_num} is closed"
-    clients = value.clients
     if fact.attempt != clients.secure.attempt:
         return f"attempt {fact.attempt} of round {round_num} is over"
     if client not in clients.selected:
