@@ -33,7 +33,7 @@ SHORT = {
 IN_CIRCLES = {
     *("common.job.accumulation", "common.job.job", "common.job.privacy", "common.job.rules"),
     *("common.job.training_rules", "common.strategy.federated", "common.strategy.nested_regions"),
-    *("common.strategy.regions", "common.strategy.strategies", "coordinator.core.ended_runs"),
+    *("common.strategy.regions", "common.strategy.strategies"),
     *("coordinator.core.state", "coordinator.core.strategy_contract"),
 }
 """Three circles, each closed by an import for types alone: the rules of jobs, the federated
