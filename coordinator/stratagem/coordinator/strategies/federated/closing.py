@@ -1,4 +1,4 @@
-"""Close a federated round: decide when, with which updates, and what follows from too few.
+"""Close a federated round: decide the time, the updates, and the course after too few of them.
 
 The functions are pure functions of the run value and of the present workers; strategy.py calls
 them.
@@ -135,8 +135,8 @@ def _metrics(value: FederatedRun) -> dict[str, float]:
 
 
 def num_required(job: JobSpec, value: FederatedRun) -> int:
-    """Return the updates without which the round cannot close: the quorum, else any one of those
-    that did not fail; those that a robust rule needs; none in a private run without a quorum."""
+    """Return the number of updates without which the round cannot close: the quorum, else one;
+    at least those that a robust rule needs; none in a private run without a quorum."""
     options, clients = spec_of(job).options, value.clients
     if value.ledger is not None and (options.quorum is None or not clients.selected):
         return 0  # nobody has to take part: the sum is noise then, and counts
@@ -179,9 +179,9 @@ def _missing(
 def ask_again(
     job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
 ) -> RoundWaits | None:
-    """Ask again the failed clients of a round that waits for which there is another worker: a new
-    start of their own, where their rows are on it. Those whose site has refused are asked now and
-    then, too: it may have changed its file."""
+    """Ask again, in a round that waits, the failed clients for which there is another worker, or a
+    new start of the one that has their rows. Sites that have refused are asked now and then, too:
+    they may have changed their file."""
     clients = value.clients
     if not clients.is_waiting or not clients.rejected:
         return None
@@ -211,17 +211,18 @@ def ask_again(
 
 # ---- Late updates ----
 #
-# Clients that a round was closed without train on, and their updates enter a later round.
+# With `options.late_updates`, clients that a round was closed without train on, and their updates
+# enter a later round.
 #
-# This applies only where the job says so (`options.late_updates`). The change of such a client on
-# its own base is applied to the present state and counts n · d^staleness, where staleness is the
-# number of rounds between the one it trained for and the one it enters (as in FedAsync,
-# https://arxiv.org/abs/1903.03934, and FedBuff, https://arxiv.org/abs/2106.06639).
+# The change that such a client has made to its base is applied to the present state and counts
+# n · d^staleness, where staleness is the number of rounds between the one it trained for and the
+# one it enters (as in FedAsync, https://arxiv.org/abs/1903.03934, and FedBuff,
+# https://arxiv.org/abs/2106.06639).
 
 
 def max_staleness(job: JobSpec) -> int:
-    """Return for how many rounds updates of a closed round may still be needed; 0: late ones are
-    refused."""
+    """Return the number of rounds for which updates of a closed round may still be needed; 0: late
+    ones are refused."""
     strategy = job.strategy
     if not isinstance(strategy, Federated) or strategy.options.late_updates == "refuse":
         return 0
@@ -245,7 +246,7 @@ def after_close(job: JobSpec, value: FederatedRun) -> FederatedRun:
 
 
 def of_open_round(value: FederatedRun, client: int) -> Late:
-    """Return what a client of the open round trains from, and where."""
+    """Return the base and the worker of a client of the open round."""
     assert value.committed is not None
     num_reductions = num_lr_reductions(value.metrics)
     return Late(value.round_num, value.committed, *value.clients.assigned[client], num_reductions)
@@ -340,21 +341,21 @@ def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainC
 
 
 def training(
-    run_id: RunId, job: JobSpec, value: FederatedRun, client: int, own: Late
+    run_id: RunId, job: JobSpec, value: FederatedRun, client: int, at: Late
 ) -> TrainClient:
-    """Return the training of one client; own: its round, base and worker, late or not."""
+    """Return the training of one client; at: its round, base and worker, late or not."""
     strategy, states, secure = spec_of(job), value.client_states, value.clients.secure
     return TrainClient(
         run_id=run_id,
         party=value.party,
-        membership=own.membership,
-        round_num=own.round_num,
+        membership=at.membership,
+        round_num=at.round_num,
         client=client,
         num_clients=strategy.num_clients,
         local_epochs=strategy.options.local_epochs,
-        member=own.member,
-        base=own.base,
-        num_lr_reductions=own.num_lr_reductions,
+        member=at.member,
+        base=at.base,
+        num_lr_reductions=at.num_lr_reductions,
         clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
         rows=None if value.rows is None else value.rows.due(client),
         state=None if states is None else states.newest.get(client),
@@ -365,10 +366,9 @@ def training(
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """Return the states that late clients train from, or that accepted late updates were trained
-    from."""
-    kept = {late.base.digest for late in value.late.values()}
-    return frozenset(kept | {update.base for update in value.accepted if update.base})
+    """Return the bases of late clients and of accepted late updates."""
+    bases = {late.base.digest for late in value.late.values()}
+    return frozenset(bases | {update.base for update in value.accepted if update.base})
 
 
 def _training(value: FederatedRun) -> Iterator[tuple[int, Late]]:

@@ -125,7 +125,7 @@ def form_roster(
 
 
 def is_evaluated_first(job: JobSpec, value: FederatedRun) -> bool:
-    """Return True while an evaluation is missing that decides about the next round."""
+    """Return True while the next round depends on a missing evaluation."""
     return follows_evaluations(job) and bool(value.evaluations)
 
 
@@ -170,8 +170,8 @@ def excused_by_bench(value: FederatedRun) -> tuple[Excused, ...]:
 
 
 def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected | StoppedEarly:
-    """Open the next round with the clients of a roster that stays, without those on the bench and
-    those whose rows have spent their privacy; end the run where none is left."""
+    """Open the next round of a fixed roster, without clients on the bench and clients whose rows
+    have spent their privacy; end the run where none is left."""
     attendance, number = value.attendance, value.round_num
     able = [binding for binding in value.roster if attendance.is_able(binding.client, number)]
     excused = excused_by_bench(value) if attendance.benched else ()
@@ -201,8 +201,8 @@ def private_round(
 
 
 def candidates_of(job: JobSpec, value: FederatedRun) -> tuple[int, ...]:
-    """Return the clients of which those of a private round are drawn: all, or, where the draw is no
-    secret, those that take part."""
+    """Return the clients from which a private round is drawn: all, or, where the draw is no secret,
+    those that take part."""
     strategy, roster = spec_of(job), value.roster
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
         return tuple(binding.client for binding in roster)
@@ -211,7 +211,7 @@ def candidates_of(job: JobSpec, value: FederatedRun) -> tuple[int, ...]:
 
 def next_trainers(job: JobSpec, value: FederatedRun) -> frozenset[WorkerId]:
     """Return the workers on which clients of the round after the open one are expected to train;
-    none where the draw is a secret. A guess: who comes or goes until then is not in it."""
+    none where the draw is a secret. It is a guess: workers may come and go until then."""
     strategy, number = spec_of(job), value.round_num + 1
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
         return frozenset()
@@ -260,11 +260,11 @@ def assign(
         return None
     clients, waiting = value.clients, list(value.unanswered())
     current = {c: clients.assigned[c][0] for c in waiting if c in clients.assigned}
-    held = {c: m for c, m in current.items() if _is_alive(alive, m)}
-    load = Counter(member.worker_id for member in held.values())
+    staying = {c: m for c, m in current.items() if _is_alive(alive, m)}
+    load = Counter(member.worker_id for member in staying.values())
     new = []
     for client in waiting:
-        if client in held:
+        if client in staying:
             continue
         tried = clients.tried.get(client, frozenset())
         worker = worker_for(job, value.roster[client], alive, load, tried)
@@ -303,9 +303,9 @@ def worker_for(
 ) -> WorkerRecord | None:
     """Return the worker that a client trains on: its own, else the one with fewest clients; none of
     `tried`."""
-    own = alive.get(binding.worker_id)
-    if own is not None and own.member not in tried:
-        return own
+    home = alive.get(binding.worker_id)
+    if home is not None and home.member not in tried:
+        return home
     if has_homes(job):
         return None
     selection = spec_of(job).client_selection
@@ -372,12 +372,11 @@ def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) ->
 
 # ---- Model building ----
 #
-# One worker builds the federation's model. Where each worker has rows of its own, any that can
-# build it will do.
+# One worker builds the model of the federation.
 #
-# A site whose data or code raises during the build would otherwise end the federation before its
-# first round. All its workers are tried, and the run fails when none can build the model. The run
-# also fails where a worker lacks a file, a package or memory, whatever the data are.
+# Where each worker has rows of its own, all are tried until one can build the model: a single site
+# whose data or code raises would otherwise end the federation before its first round. Elsewhere
+# another worker is tried where the first lacks a file, a package or memory.
 
 _OF_THE_PLACE: Final = frozenset(
     {
@@ -385,13 +384,13 @@ _OF_THE_PLACE: Final = frozenset(
         *("ImportError", "ModuleNotFoundError"),
     }
 )
-"""Types of errors that say what is not there."""
+"""The types of errors about something that is missing."""
 _UNWILLING: Final = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
 
 
 def may_move(job: JobSpec, error: ErrorRecord | None = None) -> bool:
-    """Return True when a build that fails on one worker may succeed on another one. error: by which
-    it has failed, unless its process has ended."""
+    """Return True when a build that fails on one worker may succeed on another one; error: None
+    where its process has ended."""
     if not isinstance(job.strategy, Federated):
         return False
     if job.data.worker_local is None:
@@ -408,24 +407,24 @@ def _is_of_the_place(error: ErrorRecord) -> bool:
 def build_failed(
     job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
 ) -> BuildFailed | RunFailed | None:
-    """Give up on a worker whose processes the build ends one after the other; fail the run when
-    none is left."""
+    """Give up on a worker where the build ends process after process; fail the run when no worker
+    is left."""
     deaths = value.losses.of(BUILD)
     if deaths is not None and deaths.latest and may_move(job):
         reason = why("it", deaths)
         return BuildFailed(party=value.party, member=deaths.latest.member, reason=reason)
     if not value.unfit or not workers or fit(value, workers):
         return None
-    said = [f"{name}: {fact.reason}" for name, fact in sorted(value.unfit.items())]
-    more = [f"{len(said) - MAX_NAMED} more"] if len(said) > MAX_NAMED else []
-    errors = [fact.error for _, fact in sorted(value.unfit.items()) if fact.error is not None]
-    text = f"no worker can build the model: {'; '.join(said[:MAX_NAMED] + more)}"
+    in_order = sorted(value.unfit.items())
+    reasons = [f"{name}: {fact.reason}" for name, fact in in_order]
+    more = [f"{len(reasons) - MAX_NAMED} more"] if len(reasons) > MAX_NAMED else []
+    errors = [fact.error for _, fact in in_order if fact.error is not None]
+    text = f"no worker can build the model: {'; '.join(reasons[:MAX_NAMED] + more)}"
     return RunFailed(reason=text, error=errors[0] if errors else None)
 
 
 def only_one_to_build(job: JobSpec, value: FederatedRun, world: World, member: Member) -> bool:
-    """Return True when no other worker is left that may build the model: one whose site is closed
-    is waited for then."""
+    """Return True when no other worker may build the model, so that a closed site is waited for."""
     workers = [w for w in world.usable() if is_site_of(job, w)]
     return all(worker.member == member for worker in fit(value, workers))
 
@@ -433,10 +432,11 @@ def only_one_to_build(job: JobSpec, value: FederatedRun, world: World, member: M
 def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
     """Fold the outcome of a build: the first state, or a worker that cannot build it."""
     if isinstance(fact, ModelBuilt):
-        metrics = resumed_metrics(job)
+        metrics, initial = resumed_metrics(job), job.initial
+        average = Digest((initial and initial.average) or "")
         return replace(
             value,
-            committed=Base(fact.segment, fact.step, fact.digest, average=_resumed_average(job)),
+            committed=Base(fact.segment, fact.step, fact.digest, average=average),
             num_rows=fact.num_rows,
             trained={name: n for name, n in metrics.items() if name not in course_of(metrics)},
             metrics=course_of(metrics),
@@ -449,12 +449,6 @@ def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed
         unfit={**value.unfit, name: fact},
         losses=value.losses.without([BUILD]),
     )
-
-
-def _resumed_average(job: JobSpec) -> Digest:
-    """Return the average that a run goes on from which resumes a commit of another one."""
-    initial = job.initial
-    return Digest((initial and initial.average) or "")
 
 
 def fit(value: FederatedRun, workers: list[WorkerRecord]) -> list[WorkerRecord]:

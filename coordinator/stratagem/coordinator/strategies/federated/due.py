@@ -92,7 +92,8 @@ def pending(
 def _training(
     run_id: RunId, job: JobSpec, value: FederatedRun
 ) -> Iterator[TrainClient | PostKeys | RouteShares]:
-    """Yield the training of the clients that are due, after what a secure round exchanges."""
+    """Yield the exchange of keys and shares of a secure round, then the training of the clients
+    that are due."""
     if spec_of(job).options.secure_aggregation is not None and not isinstance(value.round, Waiting):
         workers = {client: value.roster[client].worker_id for client in value.unanswered()}
         may_leave_out = spec_of(job).options.quorum is not None
@@ -101,8 +102,7 @@ def _training(
             yield due
             return
     for client in due_clients(value):
-        own = closing.of_open_round(value, client)
-        yield closing.training(run_id, job, value, client, own)
+        yield closing.training(run_id, job, value, client, closing.of_open_round(value, client))
 
 
 def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[AccountRound]:
@@ -272,8 +272,8 @@ def usable(job: JobSpec, value: FederatedRun, world: World) -> list[WorkerRecord
 
 
 def _why_not_evaluated(value: FederatedRun) -> str:
-    """Return which clients an evaluation waits for, each on rows that only it has; "" where all are
-    here."""
+    """Return a sentence about absent clients that an evaluation on their rows waits for; "" where
+    all are here."""
     here = {member.worker_id for member in value.helper}
     for owed in value.evaluations.values():
         away = [c for c in owed.left if value.roster[c].worker_id not in here]

@@ -1,8 +1,8 @@
 """Evaluate a federated state by the clients that have made it, each on its own rows, and compute
 the metrics of rounds.
 
-A client that cannot evaluate is left out of the evaluation alone, with the reason. Where the
-user's own metrics are sums, their states are merged before the evaluation is entered.
+A client that cannot evaluate is left out of the evaluation alone, with the reason. States of
+metrics that are sums are merged before the evaluation is entered.
 """
 
 import math
@@ -36,7 +36,7 @@ from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, WEIGHT, added
 # ---- Evaluation by clients ----
 
 MAX_TRIES: Final = 3
-"""Workers that are asked to compute metrics of the same states."""
+"""The number of workers that are asked to compute metrics of the same states."""
 
 
 def with_answer(
@@ -170,21 +170,21 @@ def _tries(owed: Evaluation) -> list[MetricsMerged]:
 
 
 def _mergeable(answers: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
-    """Return the metrics whose states have come from all that have a value of them."""
+    """Return the metrics whose states have come from all clients that have a value of them."""
     names = sorted({name for fact in answers.values() for name in fact.summed})
 
-    def is_told_by(fact: ClientEvaluated, name: str) -> bool:
+    def has_state(fact: ClientEvaluated, name: str) -> bool:
         return name in fact.summed or not any(f"{own}.".startswith(f"{name}.") for own in fact.own)
 
-    return tuple(name for name in names if all(is_told_by(f, name) for f in answers.values()))
+    return tuple(name for name in names if all(has_state(f, name) for f in answers.values()))
 
 
 def _metrics(spec: EvaluationSpec, owed: Evaluation) -> dict[str, float]:
     """Return the means over all clients, whose sums are added in order of client, and their
     spread."""
-    said = [fact for _, fact in sorted(owed.answers.items()) if not fact.reason]
-    sums = [fact.sums for fact in said]
-    over_each = over_clients(sums, [fact.own for fact in said], spec.metrics)
+    answers = [fact for _, fact in sorted(owed.answers.items()) if not fact.reason]
+    sums = [fact.sums for fact in answers]
+    over_each = over_clients(sums, [fact.own for fact in answers], spec.metrics)
     merged = [fact.metrics for fact in _tries(owed) if not fact.reason]
     return means(added(sums), spec.metrics) | over_each | dict(merged[-1] if merged else {})
 
@@ -210,12 +210,11 @@ def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
 
 # ---- Training metrics of a round ----
 #
-# The training metrics cover all accepted updates of a round together. They depend on the set of
-# accepted updates only: neither on the order of arrival nor on what a coordinator that was killed
-# had seen.
+# They depend on the set of accepted updates only: neither on the order of arrival nor on what a
+# coordinator that was killed had seen.
 
 TRAFFIC = frozenset({f"{TRAIN_SPLIT}.sent_bytes", f"{TRAIN_SPLIT}.uncompressed_bytes"})
-"""Metrics that depend on who was there, and so belong to no commit."""
+"""Metrics that depend on the present workers, and so belong to no commit."""
 _LARGEST = f"{TRAIN_SPLIT}.max_"
 
 
@@ -226,10 +225,9 @@ def round_metrics(
 ) -> dict[str, float]:
     """Return the training metrics by name, of the clients of a round and of the late ones it takes.
 
-    The loss is the mean over rows and, with its spread over clients, that of the clients of the
-    round that tell theirs: late ones have trained another state. Bytes and skipped steps are sums,
-    norms the largest ones, of all. num_skipped: steps that earlier rounds have skipped, which are
-    added.
+    The loss and its spread are those of the clients of the round that report a loss, weighted by
+    rows: late ones have trained another state. Bytes and skipped steps are sums over all clients,
+    norms are maxima. num_skipped: the steps that earlier rounds have skipped, which are added.
     """
     in_order = [update for _, update in sorted(on_time.items())]
     everybody = [*in_order, *late]
@@ -276,16 +274,16 @@ def _of_steps(updates: Sequence[UpdateReceived]) -> dict[str, float]:
     over rows."""
     metrics = {}
     for name in sorted({name for update in updates for name in update.metrics}):
-        saying = [update for update in updates if name in update.metrics]
-        values = [update.metrics[name] for update in saying]
+        having = [update for update in updates if name in update.metrics]
+        values = [update.metrics[name] for update in having]
         if name == SKIPPED_STEPS:
-            # What an earlier version has received is counted already.
-            metrics[name] = _sum(update.metrics[name] for update in saying if update.num_steps)
+            # Those of updates without num_steps were counted when an earlier version received them.
+            metrics[name] = _sum(update.metrics[name] for update in having if update.num_steps)
         elif name.startswith(_LARGEST):
             metrics[name] = max(values)
         else:
-            weighted = _sum(update.num_samples * update.metrics[name] for update in saying)
-            metrics[name] = weighted / sum(update.num_samples for update in saying)
+            weighted = _sum(update.num_samples * update.metrics[name] for update in having)
+            metrics[name] = weighted / sum(update.num_samples for update in having)
     return metrics
 
 
@@ -298,7 +296,7 @@ def _traffic(updates: Sequence[UpdateReceived]) -> dict[str, float]:
 
 
 def _sum(values: Iterable[float]) -> float:
-    """Left to right: fsum refuses what overflows."""
+    """Return the sum from left to right: fsum refuses one that overflows."""
     total = 0.0
     for value in values:
         total += value
@@ -307,29 +305,29 @@ def _sum(values: Iterable[float]) -> float:
 
 # ---- Spread over clients ----
 #
-# Each client measures a metric on its own rows; these functions describe how the metric spreads
-# over the clients.
+# Each client measures a metric on its own rows; these functions describe the spread over clients.
 
 
 def spread(of_clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the least, the greatest and three values between them of each metric, over the clients
     that have it; each client counts as one."""
-    found: dict[str, float] = {}
+    spreads: dict[str, float] = {}
     for name in sorted({name for metrics in of_clients for name in metrics}):
         values = sorted(metrics[name] for metrics in of_clients if name in metrics)
         if not any(map(math.isnan, values)):
-            found |= {f"{name}.{last}": _at(values, share) for last, share in SHARES.items()}
-    return found
+            spreads |= {f"{name}.{last}": _at(values, share) for last, share in SHARES.items()}
+    return spreads
 
 
 def over_clients(
     sums: Sequence[Mapping[str, float]], own: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the spread of metrics that are sums over rows, and mean and spread of the user's own.
+    """Return the spread of metrics that are sums over rows, and mean and spread of the user's.
 
-    sums and own: of each client; see schedule.py. Own ones are weighted by rows.
+    sums and own: the sums of each client (see schedule.py) and its values of metrics of the user,
+    which are weighted by rows.
     """
-    found = spread([means(each, names) for each in sums])
+    over_all = spread([means(of_client, names) for of_client in sums])
     for name in sorted({name for metrics in own for name in metrics}):
         weight = f"{name.partition('.')[0]}/{WEIGHT}"
         pairs = [
@@ -342,8 +340,8 @@ def over_clients(
             total += rows * value
         num_rows = math.fsum(rows for rows, _ in pairs)
         if num_rows > 0:
-            found[f"{name}.{CLIENT_MEAN}"] = total / num_rows
-    return found | spread(own)
+            over_all[f"{name}.{CLIENT_MEAN}"] = total / num_rows
+    return over_all | spread(own)
 
 
 def _at(values: Sequence[float], share: float) -> float:

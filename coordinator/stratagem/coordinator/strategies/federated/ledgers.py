@@ -47,20 +47,20 @@ from stratagem.coordinator.core.facts.fact_values import Cause
 # since returned to a commit before it.
 
 EPSILON = "privacy.epsilon"
-"""Metric: what a run has spent with the round of its commit."""
+"""The metric of the privacy that a run has spent with the round of its commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivacyLedger:
-    """What a run has spent, and what is known of the round that is open or comes next."""
+    """The privacy that a run has spent, and the account of the open or the next round."""
 
     clip_norm: float
-    """That of the next round to be accounted."""
+    """The bound of the next round to be accounted."""
     noise_multiplier: float | None
     """None: the first round calibrates it."""
     num_spent: int = 0
     epsilon: float = 0.0
-    """Spent with all rounds that were opened."""
+    """The privacy spent with all rounds that were opened."""
     fingerprint: str = ""
     round: RoundAccounted | None = None
     """The round that is open, or is accounted and about to be."""
@@ -134,12 +134,12 @@ def beyond_budget(
 
 @dataclass(frozen=True, slots=True)
 class RowLedger:
-    """What the clients of a run have spent."""
+    """The privacy that each client of a run has spent."""
 
     num_asked: Mapping[int, int] = field(default_factory=dict)
-    """By client: the rounds that were opened with it, also those that the run went back behind."""
+    """The rounds that were opened with each client, also those that the run went back behind."""
     spent: Mapping[int, RowsSpent] = field(default_factory=dict)
-    """By client, with its newest update."""
+    """The account of each client with its newest update."""
     refused: frozenset[int] = frozenset()
     """The clients that have refused a round beyond their budget."""
 
@@ -157,14 +157,14 @@ class RowLedger:
                 return self
 
     def due(self, client: int) -> RowsAsked:
-        """Return the message about earlier rounds to the worker of a client in the open one."""
-        known, num_rounds = self.spent.get(client), self.num_asked.get(client, 1) - 1
-        return RowsAsked(num_rounds, "" if known is None else known.fingerprint)
+        """Return the account of earlier rounds for the worker of a client in the open one."""
+        spent, num_rounds = self.spent.get(client), self.num_asked.get(client, 1) - 1
+        return RowsAsked(num_rounds, "" if spent is None else spent.fingerprint)
 
     @property
     def most_spent(self) -> float:
         """The epsilon of the client that has spent most."""
-        return max((known.epsilon for known in self.spent.values()), default=0.0)
+        return max((spent.epsilon for spent in self.spent.values()), default=0.0)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -220,7 +220,7 @@ class ClientStates:
     are_summed: bool = False
     """They add up to a common one, for which all are needed."""
     newest: Mapping[int, KeptState] = field(default_factory=dict)
-    """By client; without one it begins anew."""
+    """The state of each client; one without a state begins anew."""
     is_incomplete: bool = False
     """Some client has lost its newest state, or all have begun anew from an earlier commit: their
     sum is not the common one any more."""
@@ -275,7 +275,7 @@ _CURED: Final = (Cause.KEYS_LOST, Cause.ABSENT)
 
 @dataclass(frozen=True, slots=True)
 class SecureSetup:
-    """How far the open round is, in its present attempt."""
+    """The keys and shares that were exchanged in the present attempt of a round."""
 
     attempt: int = 0
     members: tuple[int, ...] = ()
@@ -290,23 +290,15 @@ class SecureSetup:
         """Fold one fact of the attempt."""
         if isinstance(fact, KeysPosted):
             return SecureSetup(self.attempt, fact.clients, fact.ring_seed, fact.directory)
-        known = self.attempt, self.members, self.ring_seed, self.directory
-        return SecureSetup(*known, fact.clients, fact.shares)
+        return replace(self, routed=fact.clients, shares=fact.shares)
 
     def party(self, workers: Mapping[int, WorkerId]) -> SecureParty:
-        """Return the attempt as effects have it. workers: of each client."""
-        return SecureParty(
-            self.attempt,
-            tuple(sorted(workers.items())),
-            self.members,
-            self.ring_seed,
-            self.directory,
-            self.shares,
-            self.routed,
-        )
+        """Return the attempt for effects; workers: the worker of each client."""
+        exchanged = self.members, self.ring_seed, self.directory, self.shares, self.routed
+        return SecureParty(self.attempt, tuple(sorted(workers.items())), *exchanged)
 
     def refuses(self, fact: KeysPosted | SharesRouted) -> str:
-        """Return why a fact of the open round is stale; "" when it is welcome."""
+        """Return the reason why a fact of the open round is stale; "" when it is welcome."""
         done = self.members if isinstance(fact, KeysPosted) else self.routed
         is_next = not done and (isinstance(fact, KeysPosted) or bool(self.members))
         if fact.attempt == self.attempt and is_next:
@@ -342,19 +334,20 @@ def exchange(
     *,
     may_leave_out: bool,
 ) -> PostKeys | RouteShares | None:
-    """Return what is to be exchanged next; None once clients can train. workers: of the clients
-    that are still in the round."""
+    """Return the exchange that is due; None once clients can train. workers: the workers of the
+    clients that are still in the round."""
     of_round = run_id, party, round_num
     if not setup.members:
         return PostKeys(*of_round, setup.party(workers), may_leave_out)
     if not setup.routed:
-        own = {client: workers[client] for client in setup.members if client in workers}
-        return RouteShares(*of_round, setup.party(own), may_leave_out)
+        workers = {client: workers[client] for client in setup.members if client in workers}
+        return RouteShares(*of_round, setup.party(workers), may_leave_out)
     return None
 
 
 def lack(spec: SecureAggregation, setup: SecureSetup, possible: Collection[int]) -> str:
-    """Return why no sum of these clients can be unmasked; "" where it can, as far as is known."""
+    """Return the reason why no sum of these clients can be unmasked; "" where one can, as far as
+    is known."""
     group = setup.members or possible
     if len(group) < MIN_CLIENTS:
         return f"{len(group)} exchange keys, and fewer than {MIN_CLIENTS} hide nobody"
@@ -377,7 +370,7 @@ def fewest_survivors(spec: SecureAggregation, setup: SecureSetup) -> int:
 
 
 def cures(cause: Cause) -> bool:
-    """Return whether new keys may do away with a cause."""
+    """Return True when new keys may do away with a cause."""
     return cause in _CURED
 
 
@@ -387,5 +380,6 @@ def cured(rejected: Mapping[int, UpdateRejected]) -> dict[int, UpdateRejected]:
 
 
 def may_be_cured(rejected: Mapping[int, UpdateRejected]) -> bool:
-    """Return whether new keys may bring back a client, which another run of the job might have."""
+    """Return True when new keys may bring back a client, which another run of the job might
+    have."""
     return any(cures(fact.cause) for fact in rejected.values())

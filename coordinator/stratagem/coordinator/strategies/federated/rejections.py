@@ -48,7 +48,7 @@ _VERBS: Final = {
 }
 _OUT_OF_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
 _NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
-"""Words of torch's messages about memory in exceptions that have no type of their own."""
+"""Words in messages of torch about memory, whose exceptions have no special type."""
 _NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
 """Words of a worker's message about an entry point that its `--allow` does not have."""
 
@@ -58,12 +58,12 @@ _BY_THE_SITE: Final = {
     "BudgetSpentError": Cause.BUDGET,
     "KeysLostError": Cause.KEYS_LOST,
 }
-"""The answers of those who keep the rows, by their types."""
+"""The causes of refusals by a site, by the type of its error."""
 
 
 def cause_of(error: ErrorRecord) -> Cause:
-    """Return the kind of failure an exception is; one without a traceback is a worker's own
-    message."""
+    """Return the kind of failure that an exception is; one without a traceback is the message of a
+    worker."""
     kind = error.type.rpartition(".")[2]
     if kind.endswith(_OUT_OF_MEMORY):
         return Cause.MEMORY
@@ -140,12 +140,12 @@ def commonest_error(value: FederatedRun) -> ErrorRecord | None:
 def names(job: JobSpec, value: FederatedRun, clients: list[int]) -> str:
     """Name clients, as "clients 0, 2"; with their workers where each has its own rows on one."""
     has_homes = job.data.worker_local is not None
-    shown = [
+    numbers = [
         f"{client} ({value.roster[client].worker_id})" if has_homes else str(client)
         for client in clients[:MAX_NAMED]
     ]
     more = f" and {len(clients) - MAX_NAMED} more" if len(clients) > MAX_NAMED else ""
-    return f"client{'s' if len(clients) > 1 else ''} {', '.join(shown)}{more}"
+    return f"client{'s' if len(clients) > 1 else ''} {', '.join(numbers)}{more}"
 
 
 Group = tuple[tuple[Cause, str], list[int]]
@@ -260,7 +260,7 @@ def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
 
 
 def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
-    """Note that another worker builds and evaluates, and what was taken from the one before."""
+    """Note that another worker builds and evaluates, and the task taken from the one before."""
     losses = value.losses
     for member in value.helper:
         if member not in fact.members and (value.committed is None or value.evaluations):

@@ -46,9 +46,8 @@ from stratagem.coordinator.strategies.federated.run import (
 MAX_JOINS: Final = 1000
 """Clients that join with one fact."""
 ASK_AGAIN_S: Final = 300.0
-"""How long a client that has refused, as its site is closed, is left alone while its worker stays,
-where it has not said when it opens: a round that waits for clients over a night leaves some hundred
-facts of each."""
+"""The time for which a client is left alone that has refused, as its site is closed, and has not
+said when it opens: a round that waits over a night leaves some hundred facts of each."""
 MAX_NAMED: Final = 8
 AWAY: Final = "away"
 STOPPED: Final = "its worker was stopped"
@@ -71,7 +70,7 @@ def by_name(workers: Iterable[WorkerRecord]) -> Here:
 def before_build(
     job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return whether enough clients are here for the model to be built, and the fact that follows
+    """Return True when enough clients are here for the model to be built, and the fact that follows
     where they are not."""
     roster = roster_of(job)
     assert roster is not None
@@ -98,8 +97,8 @@ def next_round(
 
 
 def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord]) -> str:
-    """Return how many of the clients that a round takes are able to take part, and where others
-    are."""
+    """Return a sentence about the number of clients that can take part in a round, and about the
+    others."""
     if value.committed is None:
         return _count(job, _num_fitting(job, workers))
     here = by_name(workers)
@@ -115,16 +114,16 @@ def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRe
 
 
 def closed_sites(value: FederatedRun) -> list[str]:
-    """Return what some sites say that are closed; not those that the open round has rejected for
-    it, which it names."""
-    said = {
+    """Return the messages of some closed sites, but those of rejected clients, which the open round
+    names."""
+    reasons = {
         departure.reason: client
         for client, departure in sorted(value.attendance.left.items())
         if departure.asked_again_s is not None and client not in value.clients.rejected
     }
-    shown = [f"{reason} (client {client})" for reason, client in [*said.items()][:MAX_NAMED]]
-    more = len(said) - len(shown)
-    return [*shown, f"{more} more closed"] if more else shown
+    texts = [f"{reason} (client {client})" for reason, client in [*reasons.items()][:MAX_NAMED]]
+    more = len(reasons) - len(texts)
+    return [*texts, f"{more} more closed"] if more else texts
 
 
 def wait(
@@ -150,7 +149,7 @@ def wait(
 
 
 def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
-    """Return the departure of a client that something is expected of, or what it leaves open."""
+    """Return the departure of a client that is awaited, or an evaluation without one that left."""
     roster = roster_of(job)
     if roster is None:
         return None
@@ -179,12 +178,12 @@ def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> F
 
 def joined(job: JobSpec, value: FederatedRun, here: Here, now_s: float) -> ClientsJoined | None:
     """Return the clients that are back, by number, and those that are new, by name."""
-    known = {binding.worker_id for binding in value.roster}
+    names_before = {binding.worker_id for binding in value.roster}
     left = value.attendance.left
     names = {client: value.roster[client].worker_id for client in sorted(left)}
     back = [c for c, name in names.items() if _is_back(left[c], here.get(name), now_s)]
     room = spec_of(job).num_clients - len(value.roster)
-    new = sorted(here.keys() - known)[:room] if room > 0 else []
+    new = sorted(here.keys() - names_before)[:room] if room > 0 else []
     clients = [(client, value.roster[client].worker_id) for client in back]
     clients += enumerate(new, start=len(value.roster))
     if not clients:
@@ -217,8 +216,7 @@ def more(
     opened = open_round(job, value, fresh, value.clients.excused, now_s)
     if not isinstance(opened, ClientsSelected):
         return None
-    kept = asked - value.left_unanswered()
-    clients = tuple(sorted(kept | set(opened.clients)))
+    clients = tuple(sorted((asked - value.left_unanswered()) | set(opened.clients)))
     return opened.model_copy(update={"clients": clients, "num_needed": value.clients.num_needed})
 
 
@@ -331,8 +329,8 @@ def after_assignment(
     """Await the clients that have lost their worker, and no longer those that have one."""
     if roster_of(job) is None:
         return value
-    found = [a.client for a in fact.assignments if a.member is not None]
-    value = replace(value, attendance=value.attendance.here(found))
+    placed = [a.client for a in fact.assignments if a.member is not None]
+    value = replace(value, attendance=value.attendance.here(placed))
     return awaiting_all(job, value, now_s)
 
 
@@ -345,9 +343,9 @@ def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> Fede
         return replace(value, attendance=replace(value.attendance, waits_until_s=None))
     here = {member.worker_id for member in value.helper}
     expected = set(_evaluators(value))
-    found = {client for client in expected if value.roster[client].worker_id in here}
-    attendance = value.attendance.here(found - set(value.unanswered()))
-    attendance = attendance.awaiting(expected - found, now_s + roster.wait_s)
+    present = {client for client in expected if value.roster[client].worker_id in here}
+    attendance = value.attendance.here(present - set(value.unanswered()))
+    attendance = attendance.awaiting(expected - present, now_s + roster.wait_s)
     return replace(value, attendance=attendance)
 
 
@@ -403,8 +401,8 @@ def _count(job: JobSpec, num_able: int) -> str:
 
 
 def _named(value: FederatedRun, clients: tuple[int, ...]) -> str:
-    shown = ", ".join(
+    text = ", ".join(
         f"client {client} ({value.roster[client].worker_id})" for client in clients[:MAX_NAMED]
     )
     more = len(clients) - MAX_NAMED
-    return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
+    return f"{text} and {counted(more, 'other')}" if more > 0 else text

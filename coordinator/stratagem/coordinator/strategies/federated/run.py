@@ -1,4 +1,4 @@
-"""This module defines the run value of a federated party and the folds of facts into it.
+"""The run value of a federation, and the folds of facts into it.
 
 The folds are pure; decisions.py, roster.py and their neighbours decide on the value.
 """
@@ -44,15 +44,13 @@ from stratagem.coordinator.strategies.federated.ledgers import (
 from stratagem.coordinator.strategies.schedule import schedule_of
 
 # ---- Attendance ----
-#
-# Attendance records which clients have left, which are awaited, and which sit on the bench.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Why a client of an open roster has left."""
+    """The departure of a client of an open roster."""
 
     reason: str
     asked_again_s: float | None = None
@@ -64,7 +62,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """What is known of the clients of a federation besides what they answer."""
+    """The clients that have left, that are awaited, and that sit on the bench."""
 
     left: Mapping[int, Departure] = field(default_factory=dict)
     """The clients that have left, until they join again; of an open roster."""
@@ -102,18 +100,16 @@ class Attendance:
         awaited = without(self.awaited_until_s, clients)
         return self if awaited is self.awaited_until_s else replace(self, awaited_until_s=awaited)
 
-    def after_round(
-        self, has_strikes: bool, answered: Iterable[int], rejected: Mapping[int, UpdateRejected]
-    ) -> "Attendance":
-        """Return the attendance after a round: who has answered is free of strikes, who has failed
-        has one more."""
+    def after_round(self, has_strikes: bool, clients: "Open") -> "Attendance":
+        """Return the attendance after a round: a client that answered is free of strikes, and one
+        that failed has one more."""
         ended = replace(self, waits_until_s=None)
         if not has_strikes:
             return ended
-        failed = (client for client, fact in rejected.items() if fact.cause.is_fault)
-        strikes = dict(without(self.strikes, answered))
-        for client in failed:
-            strikes[client] = strikes.get(client, 0) + 1
+        strikes = dict(without(self.strikes, clients.updates))
+        for client, fact in clients.rejected.items():
+            if fact.cause.is_fault:
+                strikes[client] = strikes.get(client, 0) + 1
         return replace(ended, strikes=strikes)
 
     def with_bench(self, fact: ClientBenched) -> "Attendance":
@@ -160,10 +156,10 @@ class Evaluation:
     clients: tuple[int, ...] | None = None
     """The clients that evaluate the state on their own rows; None: the helper does."""
     states: Mapping[int, KeptState] = field(default_factory=dict)
-    """By client: what it had kept when the state was committed."""
+    """The states that the clients had kept when it was committed, by client."""
     answers: Mapping[int, ClientEvaluated] = field(default_factory=dict)
     merges: tuple[MetricsMerged, ...] = ()
-    """What has come of merging the states of metrics, the newest last."""
+    """The outcomes of merging the states of metrics, the newest last."""
 
     @property
     def left(self) -> list[int]:
@@ -173,19 +169,19 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The work that worker processes had to do when they ended, since the last commit."""
+    """The work that lost workers had to do, since the last commit."""
 
     taken: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
-    """Tasks that were taken from a worker, because it was lost."""
+    """The tasks that were taken from each worker."""
     deaths: Mapping[str, Deaths] = field(default_factory=dict)
-    """By task: the worker processes that ended while they had it to do."""
+    """The worker processes that ended while they had a task to do, by task."""
 
     def with_taken(self, member: Member, task: str) -> "Losses":
         """Return the losses with one more task that was taken from a worker."""
         return replace(self, taken={**self.taken, member: (*self.taken.get(member, ()), task)})
 
     def without(self, tasks: Collection[str]) -> "Losses":
-        """Return the losses with the whole budget of some tasks."""
+        """Return the losses without the deaths of some tasks."""
         return replace(self, deaths={t: d for t, d in self.deaths.items() if t not in tasks})
 
     def of(self, task: str) -> Deaths | None:
@@ -204,7 +200,7 @@ class Open:
     """A round whose clients train or have answered."""
 
     selected: tuple[int, ...] = ()
-    """Of a private round perhaps none."""
+    """The clients of the round; a private one may have none."""
     num_needed: int | None = None
     """Number of updates with which the round closes; None: not before all have answered."""
     deadline_s: float | None = None
@@ -225,7 +221,7 @@ class Open:
     tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
     """The workers on which a client has failed in this round, and is not asked again."""
     secure: SecureSetup = field(default_factory=SecureSetup)
-    """With secure aggregation: what the clients have exchanged."""
+    """The keys and shares that the clients have exchanged, with secure aggregation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +231,9 @@ class Closed:
     clients: Open
     """The round as it was when it closed."""
     accepted: tuple[Accepted, ...]
-    """Of a private round perhaps none."""
+    """The updates; a private round may have none."""
     weights: tuple[float, ...] = ()
-    """The weight of each; empty until they have been judged, and where they are not."""
+    """The weights of the updates; empty before they are judged, and where they are not."""
 
 
 NOBODY = Open()
@@ -256,7 +252,7 @@ class FederatedRun:
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     server_state: tuple[Digest, ...] = ()
-    """What the server optimizer keeps besides the committed state, one blob per slot."""
+    """The state of the server optimizer besides the committed state, one blob per slot."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
     trained: Mapping[str, float] = field(default_factory=dict)
@@ -267,13 +263,13 @@ class FederatedRun:
     late: Mapping[int, Late] = field(default_factory=dict)
     """Late clients, by client; empty where late updates are refused."""
     ledger: PrivacyLedger | None = None
-    """What a run whose clients are protected has spent."""
+    """The privacy spent by a run whose clients are protected."""
     rows: RowLedger | None = None
-    """What each client has spent of a run whose rows are protected."""
+    """The privacy spent by each client of a run whose rows are protected."""
     client_states: ClientStates | None = None
-    """What the clients keep to themselves; None where they keep nothing."""
+    """The states that clients keep between rounds; None where they keep nothing."""
     rejections: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    """By client: how many closed rounds have rejected it, and why the newest of them did."""
+    """Client -> (number of closed rounds that have rejected it, reason of the newest of them)."""
     attendance: Attendance = field(default_factory=Attendance)
     evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
     """The evaluations that are still owed, by round."""
@@ -359,7 +355,7 @@ def reassigned(value: FederatedRun, clients: Open) -> FederatedRun:
 
 
 def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun:
-    """Assign other workers to some clients, and remember whose they were."""
+    """Assign other workers to some clients, and note the workers that they were taken from."""
     clients, losses = value.clients, value.losses
     moved = {a.client for a in fact.assignments}
     new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
@@ -403,7 +399,7 @@ def evaluates_at_clients(job: JobSpec) -> bool:
 
 
 def with_ledgers(value: FederatedRun, fact: Fact) -> FederatedRun:
-    """Fold a fact into what is counted over all rounds."""
+    """Fold a fact into the values that go on from round to round."""
     return replace(
         value,
         ledger=value.ledger and value.ledger.fold(fact),
@@ -432,7 +428,7 @@ def opened(value: FederatedRun, fact: ClientsSelected) -> FederatedRun:
 def exchanged(
     job: JobSpec, value: FederatedRun, fact: KeysPosted | SharesRouted, now_s: float
 ) -> FederatedRun:
-    """Fold what the clients of a secure round have exchanged: once all is routed they train."""
+    """Fold the keys or shares that clients have exchanged; once shares are routed they train."""
     rejected = {**value.clients.rejected, **ledgers.rejections(fact)}
     clients = replace(value.clients, rejected=rejected, secure=value.clients.secure.fold(fact))
     if isinstance(fact, SharesRouted):
@@ -506,7 +502,7 @@ def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> F
 def again_with_new_keys(
     job: JobSpec, value: FederatedRun, attempt: int, now_s: float
 ) -> FederatedRun:
-    """Restart the round with secure aggregation: what was masked cannot be unmasked."""
+    """Restart the round, whose masked updates cannot be unmasked any more."""
     again = replace(
         value.clients,
         secure=SecureSetup(attempt),
@@ -518,7 +514,8 @@ def again_with_new_keys(
 
 
 def deadline_of(job: JobSpec, now_s: float) -> float | None:
-    """Return when a round that is opened now closes with what it has; None: never."""
+    """Return the time at which a round that is opened now closes with the updates it has; None:
+    never."""
     time_s = spec_of(job).options.round_deadline_s
     return None if time_s is None else now_s + time_s
 
@@ -526,14 +523,6 @@ def deadline_of(job: JobSpec, now_s: float) -> float | None:
 def task_of(client: int) -> str:
     """Return the task of a client in a round, as the key of its deaths."""
     return f"client {client}"
-
-
-def _with_rejections(value: FederatedRun) -> Mapping[int, tuple[int, str]]:
-    new = {
-        client: (value.rejections.get(client, (0, ""))[0] + 1, fact.reason)
-        for client, fact in value.clients.rejected.items()
-    }
-    return {**value.rejections, **new}
 
 
 def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]:
@@ -556,15 +545,19 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
         newest = states.newest if states and spec_of(job).options.has_own_models else {}
         kept = {client: newest[client] for client in evaluators or () if client in newest}
         evaluations = {**evaluations, fact.segment: Evaluation(base, evaluators, kept)}
-    answered, rejected = value.clients.updates, value.clients.rejected
+    clients = value.clients
+    rejections = {
+        client: (value.rejections.get(client, (0, ""))[0] + 1, fact.reason)
+        for client, fact in clients.rejected.items()
+    }
     return replace(
         value,
         committed=base,
         server_state=fact.server_state,
         round=Waiting(),
         losses=Losses(),
-        rejections=_with_rejections(value),
-        attendance=value.attendance.after_round(has_strikes, answered, rejected),
+        rejections={**value.rejections, **rejections},
+        attendance=value.attendance.after_round(has_strikes, clients),
         evaluations=evaluations,
         took_part={**value.took_part, **dict.fromkeys(evaluators or (), fact.segment)},
     )

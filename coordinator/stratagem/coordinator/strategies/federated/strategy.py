@@ -8,9 +8,9 @@ its kin hand the mean to an optimizer on the coordinator. One round:
     AGGREGATING  w = sum n_k w_k / sum n_k over the accepted updates, in client order
     (commit)     the new global state is a blob; next round
 
-The state that a client keeps between rounds is known by its digest (ledgers.py), so a lost client
-is trained again elsewhere (or waited for, where its rows are on one worker). Only a deadline with a
-quorum, or over-selection, leaves clients out; closing.py decides what becomes of those.
+A lost client is trained again elsewhere, or waited for, where its rows are on one worker; the
+journal has the digest of the state that it keeps between rounds (ledgers.py). Only a deadline with
+a quorum, or over-selection, leaves clients out (closing.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -122,7 +122,7 @@ def decide_round(
     now_s: float,
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
-    """Return the next fact of the round; while it is open, what `train` decides of its clients."""
+    """Return the next fact of the round; `train` decides about its clients while it is open."""
     fact = _decided(job, value, world, now_s, train)
     if (
         isinstance(fact, RunFailed)
@@ -151,10 +151,9 @@ def _decided(
         return helper
     if value.committed is None:
         return None
-    spoken: Fact | None
-    spoken = evaluation_crashed(value) or evaluated(job, value) or evaluated_without(job, value)
-    if spoken or (spoken := open_roster.departed(job, value, world, now_s)):
-        return spoken
+    fact = evaluation_crashed(value) or evaluated(job, value) or evaluated_without(job, value)
+    if fact := fact or open_roster.departed(job, value, world, now_s):
+        return fact
     if not value.roster and open_roster.roster_of(job) is None:
         return form_roster(job, value, workers)
     if value.committed.segment == spec_of(job).rounds:
@@ -172,7 +171,8 @@ def _decided(
 def _gathered(
     job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return whether the model can be built, and the fact that follows where it cannot."""
+    """Return True when enough workers are here for the build, and the fact that follows where they
+    are not."""
     if value.committed is not None or value.helper:
         return True, None
     if open_roster.roster_of(job) is not None:
@@ -183,8 +183,8 @@ def _gathered(
 def _next_round(
     job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
-    """Open the next round, or end the run where the evaluations say so; None while one that the job
-    follows is missing, or clients are."""
+    """Open the next round, or end the run where the evaluations say so; None while an evaluation
+    that decides about it is missing, or clients are."""
     if is_evaluated_first(job, value):
         return None
     if ended := stopped_early(job, value) or bench(job, value):
@@ -259,7 +259,7 @@ def _in_round(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> Fe
 
 
 def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
-    """Return why a reported fact is stale or late; "" when it is welcome."""
+    """Return the reason why a reported fact is stale or late; "" when it is welcome."""
     match fact:
         case UpdateReceived() | UpdateRejected():
             return _why_unwelcome(value, fact)
@@ -278,7 +278,7 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
 
 
 def _is_due(value: FederatedRun, fact: Fact) -> tuple[bool, str]:
-    """Return whether the run waits for a fact, and the reason for a refusal."""
+    """Return True when the run waits for a fact, and the reason for a refusal."""
     current, number = value.round, value.round_num
     match fact:
         case ModelBuilt() | BuildFailed():
@@ -331,7 +331,8 @@ def begun(job: JobSpec, party: Party) -> FederatedRun:
 
 
 def own_deadline(value: FederatedRun) -> float | None:
-    """Return when the round closes, or the patience with clients ends, whichever is earlier."""
+    """Return the time at which the round closes or the patience with clients ends, whichever is
+    earlier."""
     times = [open_roster.deadline(value)]
     if isinstance(value.round, Open):
         times += [value.round.deadline_s, value.round.asks_again_s]
@@ -344,28 +345,24 @@ def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """Return the global state, what the server optimizer and simulated clients keep with it, and
-    the states that wait for an evaluation: also while no worker can do it, and while the run is
-    stopped."""
-    bases = [owed.base for owed in value.evaluations.values()]
-    bases += [value.committed] if value.committed else []
-    kept = {digest for base in bases for digest in (base.digest, base.average) if digest}
-    kept |= {*value.server_state} if value.committed else set()
+    """Return the global state with those of the server optimizer and of simulated clients, and the
+    states that wait for an evaluation, also while no worker can do it or the run is stopped."""
+    needed = {*value.server_state} if value.committed else set()
+    bases = [value.committed] if value.committed else []
     for owed in value.evaluations.values():
-        kept |= {answer.states for answer in owed.answers.values() if answer.states}
+        bases.append(owed.base)
+        needed |= {answer.states for answer in owed.answers.values() if answer.states}
+    needed |= {digest for base in bases for digest in (base.digest, base.average) if digest}
     if value.client_states is not None:
-        kept |= value.client_states.blobs
-    return frozenset(kept) | closing.blobs(value) | value.clients.secure.blobs
+        needed |= value.client_states.blobs
+    return frozenset(needed) | closing.blobs(value) | value.clients.secure.blobs
 
 
 def progress(value: FederatedRun) -> NestedProgress:
     """Return the progress of the party, up to the committed round."""
     metrics, loss = {**value.trained, **value.metrics}, value.trained.get(TRAIN_LOSS, 0.0)
     return NestedProgress(
-        value.committed,
-        metrics,
-        value.num_rows,
-        loss,
+        *(value.committed, metrics, value.num_rows, loss),
         is_idle=not value.evaluations,
         keeps_more=bool(
             value.server_state
@@ -413,11 +410,11 @@ def returned(
 
 
 def _why_unwelcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:
-    """Return why the answer of a client is stale; "" when it is welcome."""
+    """Return the reason why the answer of a client is stale; "" when it is welcome."""
     clients, round_num, client = value.clients, fact.round_num, fact.client
     if closing.is_late(value, fact):
-        answered = value.late[client].update is not None
-        return f"client {client} has answered round {round_num} already" if answered else ""
+        has_answered = value.late[client].update is not None
+        return f"client {client} has answered round {round_num} already" if has_answered else ""
     if round_num != value.round_num or isinstance(value.round, Closed):
         return f"round {round_num} is closed"
     if fact.attempt != clients.secure.attempt:
