@@ -10,7 +10,7 @@ from stratagem.coordinator.core.effects import AggregateRound, Base
 from stratagem.coordinator.core.facts import ROOT, ClientBinding, Member
 from stratagem.coordinator.effects.aggregate import _bring_ahead
 from stratagem.coordinator.effects.context import EffectContext
-from stratagem.coordinator.strategies.federated.run import FederatedRun
+from stratagem.coordinator.strategies.federated.run import Federation
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, start
 
@@ -22,9 +22,9 @@ ROSTER = tuple(
 )
 
 
-def in_round(number: int) -> FederatedRun:
+def in_round(number: int) -> Federation:
     committed = Base(number - 1, number - 1, Digest("o" * 64))
-    return FederatedRun(party=ROOT, roster=ROSTER, committed=committed)
+    return Federation(party=ROOT, roster=ROSTER, committed=committed)
 
 
 def brought(value: Any, round_num: int = 1, members: Sequence[Any] = ()) -> list[str]:

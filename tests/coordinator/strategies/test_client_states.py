@@ -10,7 +10,7 @@ from stratagem.coordinator.core.effects import AggregateRound, EvaluateState, Ke
 from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.federated.ledgers import ClientStates
-from stratagem.coordinator.strategies.federated.run import FederatedRun
+from stratagem.coordinator.strategies.federated.run import Federation
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, digest, do, rejected, start, trained
 
@@ -43,9 +43,9 @@ def states(round_num: int) -> dict[int, KeptState | None]:
     return {client: state_of(round_num, client) for client in range(4)}
 
 
-def run_of(simulation: Simulation) -> FederatedRun:
+def run_of(simulation: Simulation) -> Federation:
     value = simulation.record.value
-    assert isinstance(value, FederatedRun)
+    assert isinstance(value, Federation)
     return value
 
 

@@ -29,7 +29,7 @@ from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.store.step_history import HistoryRow
 from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of
 from stratagem.coordinator.strategies.federated.run import (
-    FederatedRun,
+    Federation,
     has_simulated_states,
     spec_of,
 )
@@ -187,7 +187,7 @@ def kept_rounds(env: EffectContext, effect: TrainClient) -> tuple[int, ...]:
     """
     run = env.state.runs.get(effect.run_id)
     value = None if run is None else run.value
-    return value.kept_rounds(effect.client) if isinstance(value, FederatedRun) else ()
+    return value.kept_rounds(effect.client) if isinstance(value, Federation) else ()
 
 
 async def report_lost_state(

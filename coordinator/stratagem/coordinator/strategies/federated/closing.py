@@ -38,7 +38,7 @@ from stratagem.coordinator.strategies.federated.rejections import (
     said,
 )
 from stratagem.coordinator.strategies.federated.run import (
-    FederatedRun,
+    Federation,
     Late,
     Open,
     due_clients,
@@ -51,9 +51,7 @@ from stratagem.coordinator.strategies.federated.run import (
 WAIT = "wait"
 
 
-def begin_again(
-    job: JobSpec, value: FederatedRun, now_s: float
-) -> RoundRestarted | RunFailed | None:
+def begin_again(job: JobSpec, value: Federation, now_s: float) -> RoundRestarted | RunFailed | None:
     """Begin a secure round again, or fail the run, when no sum of it can be unmasked any more."""
     spec = spec_of(job).options.secure_aggregation
     if spec is None:
@@ -83,7 +81,7 @@ def _is_late(clients: Open, now_s: float) -> bool:
 
 
 def close(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
     """Close the round when all have answered, its deadline has passed, or enough updates are
     here."""
@@ -127,14 +125,14 @@ def close(
     )
 
 
-def _metrics(value: FederatedRun) -> dict[str, float]:
+def _metrics(value: Federation) -> dict[str, float]:
     if (ledger := value.ledger or value.rows) is not None:
         return ledger.metrics
     num_skipped = value.trained.get(SKIPPED_STEPS, 0.0)
     return round_metrics(value.clients.updates, received(value), num_skipped=num_skipped)
 
 
-def num_required(job: JobSpec, value: FederatedRun) -> int:
+def num_required(job: JobSpec, value: Federation) -> int:
     """Return the number of updates without which the round cannot close: the quorum, else one;
     at least those that a robust rule needs; none in a private run without a quorum."""
     options, clients = spec_of(job).options, value.clients
@@ -150,7 +148,7 @@ def num_required(job: JobSpec, value: FederatedRun) -> int:
 
 
 def _missing(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], count: str, now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], count: str, now_s: float
 ) -> Fact | None:
     """Go on with other clients, wait, or fail the run, when the round has too few updates."""
     needed, rejected = num_required(job, value), value.clients.rejected
@@ -177,7 +175,7 @@ def _missing(
 
 
 def ask_again(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> RoundWaits | None:
     """Ask again, in a round that waits, the failed clients for which there is another worker, or a
     new start of the one that has their rows. Sites that have refused are asked now and then, too:
@@ -236,7 +234,7 @@ def weight(job: JobSpec, accepted: Accepted) -> float:
     return float(accepted.num_samples * discount**accepted.staleness)
 
 
-def after_close(job: JobSpec, value: FederatedRun) -> FederatedRun:
+def after_close(job: JobSpec, value: Federation) -> Federation:
     """Mark the clients that still train as a round closes as late, and drop the late updates it
     took."""
     if not max_staleness(job):
@@ -245,14 +243,14 @@ def after_close(job: JobSpec, value: FederatedRun) -> FederatedRun:
     return replace(value, late={**dict(_training(value)), **due})
 
 
-def of_open_round(value: FederatedRun, client: int) -> Late:
+def of_open_round(value: Federation, client: int) -> Late:
     """Return the base and the worker of a client of the open round."""
     assert value.committed is not None
     num_reductions = num_lr_reductions(value.metrics)
     return Late(value.round_num, value.committed, *value.clients.assigned[client], num_reductions)
 
 
-def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
+def after_commit(job: JobSpec, value: Federation) -> Federation:
     """Give up the late clients that would be too stale in the next round, or all after the last."""
     is_over = value.round_num > spec_of(job).rounds
     limit = -1 if is_over else max_staleness(job)
@@ -264,7 +262,7 @@ def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
     return replace(value, late=late)
 
 
-def is_late(value: FederatedRun, fact: Fact) -> bool:
+def is_late(value: Federation, fact: Fact) -> bool:
     """Return True for a fact about clients that an earlier round was closed without."""
     match fact:
         case UpdateReceived() | UpdateRejected():
@@ -277,7 +275,7 @@ def is_late(value: FederatedRun, fact: Fact) -> bool:
     return all(each is not None and each.round_num == fact.round_num for each in late)
 
 
-def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
+def with_late(value: Federation, fact: Fact) -> Federation:
     """Fold a fact about late clients: an update that waits for the next closing, or a client that
     is given up."""
     match fact:
@@ -292,7 +290,7 @@ def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
             return replace(value, late=others, membership=fact.membership)
 
 
-def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned | None:
+def give_up(value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned | None:
     """Give up late clients whose worker is lost; they are not trained again. None while there are
     none."""
     if not value.late:
@@ -314,7 +312,7 @@ def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned
     )
 
 
-def accepted(value: FederatedRun) -> list[Accepted]:
+def accepted(value: Federation) -> list[Accepted]:
     """Return the late updates that the open round takes if it closes now."""
     return [
         Accepted(
@@ -329,20 +327,18 @@ def accepted(value: FederatedRun) -> list[Accepted]:
     ]
 
 
-def received(value: FederatedRun) -> list[UpdateReceived]:
+def received(value: Federation) -> list[UpdateReceived]:
     """Return the facts of the late updates that have arrived, in order of client."""
     return [late.update for _, late in sorted(value.late.items()) if late.update is not None]
 
 
-def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
+def effects(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[TrainClient]:
     """Yield the training of the late clients, unchanged from when their round was open."""
     for client, late in _training(value):
         yield training(run_id, job, value, client, late)
 
 
-def training(
-    run_id: RunId, job: JobSpec, value: FederatedRun, client: int, at: Late
-) -> TrainClient:
+def training(run_id: RunId, job: JobSpec, value: Federation, client: int, at: Late) -> TrainClient:
     """Return the training of one client; at: its round, base and worker, late or not."""
     strategy, states, secure = spec_of(job), value.client_states, value.clients.secure
     return TrainClient(
@@ -365,13 +361,13 @@ def training(
     )
 
 
-def blobs(value: FederatedRun) -> frozenset[Digest]:
+def blobs(value: Federation) -> frozenset[Digest]:
     """Return the bases of late clients and of accepted late updates."""
     bases = {late.base.digest for late in value.late.values()}
     return frozenset(bases | {update.base for update in value.accepted if update.base})
 
 
-def _training(value: FederatedRun) -> Iterator[tuple[int, Late]]:
+def _training(value: Federation) -> Iterator[tuple[int, Late]]:
     for client, late in value.late.items():
         if late.update is None:
             yield client, late

@@ -50,13 +50,13 @@ from stratagem.coordinator.strategies.federated.ledgers import PrivacyLedger, be
 from stratagem.coordinator.strategies.federated.rejections import (
     BUILD,
     FAIL,
-    MAX_NAMED,
     cause_of,
+    few,
     in_all,
     in_closed_rounds,
 )
 from stratagem.coordinator.strategies.federated.run import (
-    FederatedRun,
+    Federation,
     Losses,
     evaluates_at_clients,
     lacking,
@@ -68,7 +68,7 @@ from stratagem.coordinator.strategies.placement import is_site_of, sites_of
 
 
 def new_helper(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+    job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> MembersFormed | None:
     """Choose the worker that builds at first and evaluates later, or all clients' workers where
     these evaluate; None while it stays."""
@@ -98,7 +98,7 @@ def new_helper(
 
 
 def form_roster(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+    job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> RosterFormed | None:
     """Bind every client to a worker; None while the workers that it takes are not here."""
     strategy = spec_of(job)
@@ -124,12 +124,12 @@ def form_roster(
     return RosterFormed(party=value.party, clients=bindings)
 
 
-def is_evaluated_first(job: JobSpec, value: FederatedRun) -> bool:
+def is_evaluated_first(job: JobSpec, value: Federation) -> bool:
     """Return True while the next round depends on a missing evaluation."""
     return follows_evaluations(job) and bool(value.evaluations)
 
 
-def stopped_early(job: JobSpec, value: FederatedRun) -> StoppedEarly | None:
+def stopped_early(job: JobSpec, value: Federation) -> StoppedEarly | None:
     """End the run where the evaluations say so."""
     why = why_stopped(job, value.metrics)
     if not why:
@@ -140,7 +140,7 @@ def stopped_early(job: JobSpec, value: FederatedRun) -> StoppedEarly | None:
     return StoppedEarly(reason=_with_rejections(job, value, done), step=num_rounds)
 
 
-def bench(job: JobSpec, value: FederatedRun) -> ClientBenched | None:
+def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
     """Let a client that has failed too many rounds in a row take no part in the next ones."""
     strikes = spec_of(job).options.strikes
     if strikes is None:
@@ -157,7 +157,7 @@ def bench(job: JobSpec, value: FederatedRun) -> ClientBenched | None:
     return None
 
 
-def excused_by_bench(value: FederatedRun) -> tuple[Excused, ...]:
+def excused_by_bench(value: Federation) -> tuple[Excused, ...]:
     """Return the clients on the bench in the next round, by its end."""
     sitting: dict[int, list[int]] = {}
     for client, until in sorted(value.attendance.benched.items()):
@@ -169,7 +169,7 @@ def excused_by_bench(value: FederatedRun) -> tuple[Excused, ...]:
     )
 
 
-def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected | StoppedEarly:
+def next_round(job: JobSpec, value: Federation, now_s: float) -> ClientsSelected | StoppedEarly:
     """Open the next round of a fixed roster, without clients on the bench and clients whose rows
     have spent their privacy; end the run where none is left."""
     attendance, number = value.attendance, value.round_num
@@ -186,7 +186,7 @@ def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelect
 
 
 def private_round(
-    job: JobSpec, value: FederatedRun, ledger: PrivacyLedger, now_s: float
+    job: JobSpec, value: Federation, ledger: PrivacyLedger, now_s: float
 ) -> ClientsSelected | StoppedEarly | RunFailed | None:
     """Open the next round of a private run with the clients that were drawn for it, or end the run
     where it would cost too much; None while it is not accounted."""
@@ -200,7 +200,7 @@ def private_round(
     return opened.model_copy(update={"clients": ledger.round.drawn})
 
 
-def candidates_of(job: JobSpec, value: FederatedRun) -> tuple[int, ...]:
+def candidates_of(job: JobSpec, value: Federation) -> tuple[int, ...]:
     """Return the clients from which a private round is drawn: all, or, where the draw is no secret,
     those that take part."""
     strategy, roster = spec_of(job), value.roster
@@ -209,7 +209,7 @@ def candidates_of(job: JobSpec, value: FederatedRun) -> tuple[int, ...]:
     return select(strategy.client_selection, roster, job.seed, value.round_num)
 
 
-def next_trainers(job: JobSpec, value: FederatedRun) -> frozenset[WorkerId]:
+def next_trainers(job: JobSpec, value: Federation) -> frozenset[WorkerId]:
     """Return the workers on which clients of the round after the open one are expected to train;
     none where the draw is a secret. It is a guess: workers may come and go until then."""
     strategy, number = spec_of(job), value.round_num + 1
@@ -224,7 +224,7 @@ def next_trainers(job: JobSpec, value: FederatedRun) -> frozenset[WorkerId]:
 
 def open_round(
     job: JobSpec,
-    value: FederatedRun,
+    value: Federation,
     roster: Sequence[ClientBinding],
     excused: tuple[Excused, ...],
     now_s: float,
@@ -250,9 +250,7 @@ def open_round(
     )
 
 
-def assign(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
-) -> ClientsAssigned | None:
+def assign(job: JobSpec, value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned | None:
     """Assign a live worker to every client that has none: its own, else the one with fewest
     clients."""
     alive = {worker.member.worker_id: worker for worker in workers}
@@ -318,7 +316,7 @@ def worker_for(
     return min(fitting, key=lambda w: (load[w.member.worker_id], w.member.worker_id), default=None)
 
 
-def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
+def complete(job: JobSpec, value: Federation) -> RunCompleted | None:
     if value.evaluations:
         return None
     assert value.committed is not None
@@ -326,7 +324,7 @@ def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
     return RunCompleted(reason=_with_rejections(job, value, done))
 
 
-def _with_rejections(job: JobSpec, value: FederatedRun, done: str) -> str:
+def _with_rejections(job: JobSpec, value: Federation, done: str) -> str:
     rejected = () if draws_in_secret(job) else in_closed_rounds(value)
     return "; ".join(filter(None, (done, in_all(job, rejected))))
 
@@ -405,7 +403,7 @@ def _is_of_the_place(error: ErrorRecord) -> bool:
 
 
 def build_failed(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+    job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> BuildFailed | RunFailed | None:
     """Give up on a worker where the build ends process after process; fail the run when no worker
     is left."""
@@ -417,19 +415,18 @@ def build_failed(
         return None
     in_order = sorted(value.unfit.items())
     reasons = [f"{name}: {fact.reason}" for name, fact in in_order]
-    more = [f"{len(reasons) - MAX_NAMED} more"] if len(reasons) > MAX_NAMED else []
     errors = [fact.error for _, fact in in_order if fact.error is not None]
-    text = f"no worker can build the model: {'; '.join(reasons[:MAX_NAMED] + more)}"
+    text = f"no worker can build the model: {'; '.join(few(reasons))}"
     return RunFailed(reason=text, error=errors[0] if errors else None)
 
 
-def only_one_to_build(job: JobSpec, value: FederatedRun, world: World, member: Member) -> bool:
+def only_one_to_build(job: JobSpec, value: Federation, world: World, member: Member) -> bool:
     """Return True when no other worker may build the model, so that a closed site is waited for."""
     workers = [w for w in world.usable() if is_site_of(job, w)]
     return all(worker.member == member for worker in fit(value, workers))
 
 
-def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
+def with_build(job: JobSpec, value: Federation, fact: ModelBuilt | BuildFailed) -> Federation:
     """Fold the outcome of a build: the first state, or a worker that cannot build it."""
     if isinstance(fact, ModelBuilt):
         metrics, initial = resumed_metrics(job), job.initial
@@ -451,7 +448,7 @@ def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed
     )
 
 
-def fit(value: FederatedRun, workers: list[WorkerRecord]) -> list[WorkerRecord]:
+def fit(value: Federation, workers: list[WorkerRecord]) -> list[WorkerRecord]:
     """Return the workers that have not failed to build, while there is no model."""
     if value.committed is not None:
         return workers

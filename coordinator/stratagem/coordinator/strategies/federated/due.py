@@ -37,11 +37,11 @@ from stratagem.coordinator.strategies.federated.evaluation import (
     mean_loss,
     to_merge,
 )
-from stratagem.coordinator.strategies.federated.rejections import said
+from stratagem.coordinator.strategies.federated.rejections import at_workers, said
 from stratagem.coordinator.strategies.federated.run import (
     Closed,
     Evaluation,
-    FederatedRun,
+    Federation,
     Open,
     Waiting,
     due_clients,
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def pending(
-    run_id: RunId, job: JobSpec, value: FederatedRun, horizon: int | None
+    run_id: RunId, job: JobSpec, value: Federation, horizon: int | None
 ) -> frozenset[Effect]:
     """Return the build, the clients still to be trained, the fold, the evaluations."""
     effects: set[Effect] = set()
@@ -90,7 +90,7 @@ def pending(
 
 
 def _training(
-    run_id: RunId, job: JobSpec, value: FederatedRun
+    run_id: RunId, job: JobSpec, value: Federation
 ) -> Iterator[TrainClient | PostKeys | RouteShares]:
     """Yield the exchange of keys and shares of a secure round, then the training of the clients
     that are due."""
@@ -105,7 +105,7 @@ def _training(
         yield closing.training(run_id, job, value, client, closing.of_open_round(value, client))
 
 
-def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[AccountRound]:
+def _accounting(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[AccountRound]:
     """Yield the accounting of the next round of a private run, as long as there is one."""
     if (
         value.ledger is None
@@ -121,7 +121,7 @@ def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[Ac
 
 
 def _evaluating(
-    run_id: RunId, job: JobSpec, value: FederatedRun, owed: Evaluation
+    run_id: RunId, job: JobSpec, value: Federation, owed: Evaluation
 ) -> Iterator[EvaluateState]:
     """Yield the evaluations of a state: by the helper, or by each client of the round on its own
     rows."""
@@ -143,7 +143,7 @@ def _evaluating(
 
 
 def _fold(
-    run_id: RunId, job: JobSpec, value: FederatedRun, closed: Closed, base: Base
+    run_id: RunId, job: JobSpec, value: Federation, closed: Closed, base: Base
 ) -> JudgeUpdates | AggregateRound:
     number, accepted, weights = value.round_num, closed.accepted, closed.weights
     options, updates = spec_of(job).options, closed.clients.updates
@@ -180,7 +180,7 @@ def _told(numbers: Iterable[T | None]) -> tuple[T, ...]:
 # The status is for people and for the enclosing strategy.
 
 
-def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
+def status(job: JobSpec, value: Federation, world: World) -> Status:
     """Return the run's status, for people."""
     strategy = spec_of(job)
     phase, strategy_phase, reason = _phase(job, value, world)
@@ -202,7 +202,7 @@ def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
     )
 
 
-def _counts(value: FederatedRun) -> RunCounts:
+def _counts(value: Federation) -> RunCounts:
     clients = value.clients
     num_done = len(clients.updates) + len(clients.rejected)
     return RunCounts(
@@ -214,7 +214,7 @@ def _counts(value: FederatedRun) -> RunCounts:
     )
 
 
-def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
+def _phase(job: JobSpec, value: Federation, world: World) -> tuple[RunPhase, str, str]:
     if value.attendance.waits_until_s is not None and not value.clients.selected:
         phase = RunPhase.PLACING if value.committed is None else RunPhase.RECOVERING
         return phase, "WAITING", open_roster.lack(job, value, world, usable(job, value, world))
@@ -234,7 +234,7 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
 
 
 def _of_round(
-    job: JobSpec, value: FederatedRun, clients: Open, world: World
+    job: JobSpec, value: Federation, clients: Open, world: World
 ) -> tuple[RunPhase, str, str]:
     """Return the phase of an open round: who has answered, and who is missing."""
     answered, left = len(clients.updates) + len(clients.rejected), len(value.left_unanswered())
@@ -258,12 +258,12 @@ def _of_round(
     if value.late:
         count += f", {len(value.late)} of earlier rounds train on"
     if lost := lacking(value, world.holds):
-        names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
-        return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"
+        count += f"; without a worker: {at_workers(value, lost[:4])}"
+        return RunPhase.RECOVERING, "TRAINING", count
     return RunPhase.RUNNING, "TRAINING", count
 
 
-def usable(job: JobSpec, value: FederatedRun, world: World) -> list[WorkerRecord]:
+def usable(job: JobSpec, value: Federation, world: World) -> list[WorkerRecord]:
     """Return the workers that can be clients."""
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is None:
@@ -271,19 +271,19 @@ def usable(job: JobSpec, value: FederatedRun, world: World) -> list[WorkerRecord
     return [w for w in workers if is_site_of(job, w)]
 
 
-def _why_not_evaluated(value: FederatedRun) -> str:
+def _why_not_evaluated(value: Federation) -> str:
     """Return a sentence about absent clients that an evaluation on their rows waits for; "" where
     all are here."""
     here = {member.worker_id for member in value.helper}
     for owed in value.evaluations.values():
         away = [c for c in owed.left if value.roster[c].worker_id not in here]
         if away:
-            names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in away[:4])
+            names = at_workers(value, away[:4])
             return f"round {owed.base.segment} waits to be evaluated by {names}, not here"
     return ""
 
 
-def _why_no_roster(job: JobSpec, value: FederatedRun, world: World) -> str:
+def _why_no_roster(job: JobSpec, value: Federation, world: World) -> str:
     strategy = spec_of(job)
     usable = eligible(job, world, value.fingerprint)
     if not usable:

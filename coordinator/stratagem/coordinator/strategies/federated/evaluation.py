@@ -24,10 +24,10 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     UpdateReceived,
 )
-from stratagem.coordinator.strategies.federated.rejections import FAIL, MAX_NAMED, task_of_evaluator
+from stratagem.coordinator.strategies.federated.rejections import FAIL, few, task_of_evaluator
 from stratagem.coordinator.strategies.federated.run import (
     Evaluation,
-    FederatedRun,
+    Federation,
     spec_of,
     without,
 )
@@ -40,8 +40,8 @@ MAX_TRIES: Final = 3
 
 
 def with_answer(
-    job: JobSpec, value: FederatedRun, fact: ClientEvaluated | MetricsMerged | Evaluated
-) -> FederatedRun:
+    job: JobSpec, value: Federation, fact: ClientEvaluated | MetricsMerged | Evaluated
+) -> Federation:
     """Fold the answer of a client, the outcome of merging, or the end of an evaluation."""
     owed = value.evaluations.get(fact.segment)
     match fact:
@@ -61,7 +61,7 @@ def with_answer(
     return replace(value, evaluations={**value.evaluations, fact.segment: owed})
 
 
-def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None:
+def evaluated(job: JobSpec, value: Federation) -> Evaluated | RunFailed | None:
     """Return the metrics of a round that all its clients have evaluated, from those that could; or
     the failure of the run."""
     if job.evaluation is None:
@@ -77,15 +77,16 @@ def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None
             left = tuple(sorted(answers))
             return Evaluated(party=value.party, segment=segment, metrics={}, without=left)
         if must_fail or (is_done and not has_sums):
-            reason = f"the evaluation of round {segment} has failed: {_said(failed)}"
-            return RunFailed(reason=reason)
+            reasons = [f"client {client}: {reason}" for client, reason in sorted(failed.items())]
+            text = f"the evaluation of round {segment} has failed: {'; '.join(few(reasons))}"
+            return RunFailed(reason=text)
         if is_done and merging(value, owed) is None:
             metrics = _metrics(job.evaluation, owed)
             return Evaluated(party=value.party, segment=segment, metrics=metrics)
     return None
 
 
-def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
+def evaluated_without(job: JobSpec, value: Federation) -> Evaluated | None:
     """Enter the oldest of too many evaluations that wait for nobody but clients that are gone, from
     the answers of the others.
 
@@ -99,7 +100,7 @@ def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
     return Evaluated(party=value.party, segment=segment, metrics=metrics, without=tuple(owed.left))
 
 
-def _given_up(job: JobSpec, value: FederatedRun) -> Evaluation | None:
+def _given_up(job: JobSpec, value: Federation) -> Evaluation | None:
     """Return the evaluation that is entered without those that it waits for."""
     if value.committed is None or len(value.evaluations) <= job.retention:
         return None
@@ -125,7 +126,7 @@ class Merging(NamedTuple):
     member: Member | None
 
 
-def to_merge(job: JobSpec, value: FederatedRun) -> Iterator[tuple[int, Merging]]:
+def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
     """Yield the evaluations that wait for nothing but the merging of their metrics."""
     given_up = _given_up(job, value)
     for segment, owed in value.evaluations.items():
@@ -135,7 +136,7 @@ def to_merge(job: JobSpec, value: FederatedRun) -> Iterator[tuple[int, Merging]]
                 yield segment, due
 
 
-def merging(value: FederatedRun, owed: Evaluation) -> Merging | None:
+def merging(value: Federation, owed: Evaluation) -> Merging | None:
     """Return the merging that is due in an evaluation without further answers; None: there is
     nothing to merge, or it is done, or has failed too often."""
     states, metrics = _states(owed), _mergeable(owed.answers)
@@ -189,13 +190,7 @@ def _metrics(spec: EvaluationSpec, owed: Evaluation) -> dict[str, float]:
     return means(added(sums), spec.metrics) | over_each | dict(merged[-1] if merged else {})
 
 
-def _said(failed: dict[int, str]) -> str:
-    parts = [f"client {client}: {reason}" for client, reason in sorted(failed.items())]
-    more = [f"{len(parts) - MAX_NAMED} more"] if len(parts) > MAX_NAMED else []
-    return "; ".join(parts[:MAX_NAMED] + more)
-
-
-def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
+def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
     """Give up the evaluation of a client that ends every process that tries it."""
     for segment, owed in value.evaluations.items():
         for client in owed.left:

@@ -40,7 +40,7 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated import due
 from stratagem.coordinator.strategies.federated import strategy as federated
 from stratagem.coordinator.strategies.federated.evaluation import TRAFFIC
-from stratagem.coordinator.strategies.federated.run import Closed, FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.run import Closed, Federation, spec_of
 from stratagem.coordinator.strategies.federated.silos import (
     PartiesRun,
     PartyKind,
@@ -144,7 +144,7 @@ def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
     training = KIND.in_training(value)
     for region in unanswered(value):
         child = value.clients[region]
-        inner: FederatedRun = child.value
+        inner: Federation = child.value
         if region in training or inner.committed is None:
             continue
         updates = inner.clients.updates
@@ -180,7 +180,7 @@ def _largest(job: JobSpec, value: PartiesRun) -> int:
 
 
 def _has_trained(child: Child) -> bool:
-    inner: FederatedRun = child.value
+    inner: Federation = child.value
     return isinstance(inner.round, Closed) and inner.round_num == child.horizon
 
 

@@ -24,7 +24,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.strategy_contract import RejectedClient
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of, task_of
+from stratagem.coordinator.strategies.federated.run import Federation, spec_of, task_of
 
 # ---- Rejected updates ----
 
@@ -88,7 +88,7 @@ def reason_of(error: ErrorRecord) -> str:
 
 
 def rejection(
-    value: FederatedRun, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
+    value: Federation, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
 ) -> UpdateRejected:
     """Return the rejection of a client of the open round."""
     return UpdateRejected(
@@ -101,7 +101,7 @@ def rejection(
     )
 
 
-def forbidden(job: JobSpec, value: FederatedRun) -> RunFailed | None:
+def forbidden(job: JobSpec, value: Federation) -> RunFailed | None:
     """Fail a run in which no client may fail, once one has."""
     rejected = value.clients.rejected
     if spec_of(job).options.on_client_error != FAIL or not rejected:
@@ -112,14 +112,13 @@ def forbidden(job: JobSpec, value: FederatedRun) -> RunFailed | None:
     return RunFailed(reason=f"round {value.round_num}: {who}: {fact.reason}", error=fact.error)
 
 
-def said(job: JobSpec, value: FederatedRun) -> str:
+def said(job: JobSpec, value: Federation) -> str:
     """Return the open round's rejections, as "client 0: not finite; clients 1, 3: KeyError:
     'label'"."""
-    groups = _groups(value)
-    return "; ".join(f"{names(job, value, who)}: {reason}" for (_, reason), who in groups)
+    return "; ".join(f"{names(job, value, who)}: {text}" for (_, text), who in _groups(value))
 
 
-def commonest_first(job: JobSpec, value: FederatedRun) -> str:
+def commonest_first(job: JobSpec, value: Federation) -> str:
     """Return the rejections by number, as "3 raised KeyError: 'label' (clients 0, 2, 3); 1 not
     finite: ... (client 1)"."""
     return "; ".join(
@@ -128,7 +127,7 @@ def commonest_first(job: JobSpec, value: FederatedRun) -> str:
     )
 
 
-def commonest_error(value: FederatedRun) -> ErrorRecord | None:
+def commonest_error(value: Federation) -> ErrorRecord | None:
     """Return an exception for the commonest reason for which there is one."""
     for _, who in _by_number(value):
         for client in who:
@@ -137,7 +136,7 @@ def commonest_error(value: FederatedRun) -> ErrorRecord | None:
     return None
 
 
-def names(job: JobSpec, value: FederatedRun, clients: list[int]) -> str:
+def names(job: JobSpec, value: Federation, clients: list[int]) -> str:
     """Name clients, as "clients 0, 2"; with their workers where each has its own rows on one."""
     has_homes = job.data.worker_local is not None
     numbers = [
@@ -148,10 +147,15 @@ def names(job: JobSpec, value: FederatedRun, clients: list[int]) -> str:
     return f"client{'s' if len(clients) > 1 else ''} {', '.join(numbers)}{more}"
 
 
+def at_workers(value: Federation, clients: Iterable[int]) -> str:
+    """Name clients with their workers, as "client 0 (a), client 2 (c)"."""
+    return ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in clients)
+
+
 Group = tuple[tuple[Cause, str], list[int]]
 
 
-def _groups(value: FederatedRun) -> list[Group]:
+def _groups(value: Federation) -> list[Group]:
     """Return the rejected clients by cause and reason; in order of their first client."""
     groups: dict[tuple[Cause, str], list[int]] = defaultdict(list)
     for client, fact in sorted(value.clients.rejected.items()):
@@ -159,11 +163,11 @@ def _groups(value: FederatedRun) -> list[Group]:
     return list(groups.items())
 
 
-def _by_number(value: FederatedRun) -> list[Group]:
+def _by_number(value: Federation) -> list[Group]:
     return sorted(_groups(value), key=lambda group: -len(group[1]))
 
 
-def in_closed_rounds(value: FederatedRun) -> tuple[RejectedClient, ...]:
+def in_closed_rounds(value: Federation) -> tuple[RejectedClient, ...]:
     """Return the clients that closed rounds have rejected, in order of client."""
     return tuple(
         RejectedClient(client, value.roster[client].worker_id, count, reason)
@@ -189,10 +193,15 @@ def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
     parts = [
         f"client {client.client}{f' ({client.worker_id})' if has_homes else ''} in "
         f"{counted(client.num_rounds, 'round')} ({client.reason})"
-        for client in order[:MAX_NAMED]
+        for client in order
     ]
-    more = f"; {len(order) - MAX_NAMED} more" if len(order) > MAX_NAMED else ""
-    return f"rejected: {'; '.join(parts)}{more}" if parts else ""
+    return f"rejected: {'; '.join(few(parts))}" if parts else ""
+
+
+def few(texts: list[str], more: str = "more") -> list[str]:
+    """Return the first texts, and the number of further ones."""
+    num_more = len(texts) - MAX_NAMED
+    return [*texts[:MAX_NAMED], f"{num_more} {more}"] if num_more > 0 else texts
 
 
 # ---- Process deaths ----
@@ -206,7 +215,7 @@ BUILD: Final = "the build"
 EVALUATION: Final = "the evaluation"
 
 
-def too_deadly(value: FederatedRun) -> RunFailed | None:
+def too_deadly(value: Federation) -> RunFailed | None:
     """Fail the run when its build or its evaluation ends every process that tries it."""
     deadly = {task: d for task in (BUILD, EVALUATION) if (d := value.losses.of(task)) is not None}
     if not deadly:
@@ -215,7 +224,7 @@ def too_deadly(value: FederatedRun) -> RunFailed | None:
     return RunFailed(reason=f"round {value.round_num}: {work}")
 
 
-def crashed(value: FederatedRun) -> UpdateRejected | None:
+def crashed(value: Federation) -> UpdateRejected | None:
     """Reject the first client of the open round that ends every process which trains it."""
     for client in value.unanswered():
         if (deaths := value.losses.of(task_of(client))) is not None:
@@ -223,7 +232,7 @@ def crashed(value: FederatedRun) -> UpdateRejected | None:
     return None
 
 
-def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> FederatedRun:
+def with_death(value: Federation, died: ProcessDied, now_s: float) -> Federation:
     """Count a worker process that ended against what it did, or against all that it had to do."""
     member, losses, assigned = died.member, value.losses, value.clients.assigned
     tasks = set(losses.taken.get(member, ()))
@@ -238,7 +247,7 @@ def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> Federate
     return replace(value, losses=replace(losses, deaths={**losses.deaths, **new}))
 
 
-def task_of_helper(value: FederatedRun, member: Member) -> str:
+def task_of_helper(value: Federation, member: Member) -> str:
     """Return the task of a worker that builds or evaluates, as the key of its deaths."""
     if value.committed is None:
         return BUILD
@@ -251,7 +260,7 @@ def task_of_evaluator(worker_id: WorkerId) -> str:
     return f"{EVALUATION} on {worker_id}"
 
 
-def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
+def _task_at(value: Federation, at: Party, member: Member) -> str:
     """Return the task of the party whose plan the process executed; the party's path ends in
     "client<n>", "evaluate" or "build"."""
     name = at.rpartition("/")[2]
@@ -259,7 +268,7 @@ def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
     return task_of(int(client)) if client.isdecimal() else task_of_helper(value, member)
 
 
-def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
+def with_helper(value: Federation, fact: MembersFormed) -> Federation:
     """Note that another worker builds and evaluates, and the task taken from the one before."""
     losses = value.losses
     for member in value.helper:

@@ -33,9 +33,10 @@ from stratagem.coordinator.strategies.federated.decisions import (
     open_round,
     select,
 )
+from stratagem.coordinator.strategies.federated.rejections import MAX_NAMED, at_workers, few
 from stratagem.coordinator.strategies.federated.run import (
     Departure,
-    FederatedRun,
+    Federation,
     Open,
     reassigned,
     spec_of,
@@ -48,7 +49,6 @@ MAX_JOINS: Final = 1000
 ASK_AGAIN_S: Final = 300.0
 """The time for which a client is left alone that has refused, as its site is closed, and has not
 said when it opens: a round that waits over a night leaves some hundred facts of each."""
-MAX_NAMED: Final = 8
 AWAY: Final = "away"
 STOPPED: Final = "its worker was stopped"
 
@@ -68,7 +68,7 @@ def by_name(workers: Iterable[WorkerRecord]) -> Here:
 
 
 def before_build(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
     """Return True when enough clients are here for the model to be built, and the fact that follows
     where they are not."""
@@ -81,7 +81,7 @@ def before_build(
 
 
 def next_round(
-    job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
     """Let clients leave and join, then open the next round, or wait for enough of them."""
     here = by_name(workers)
@@ -96,7 +96,7 @@ def next_round(
     return wait(job, value, lack(job, value, world, workers), now_s)
 
 
-def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord]) -> str:
+def lack(job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord]) -> str:
     """Return a sentence about the number of clients that can take part in a round, and about the
     others."""
     if value.committed is None:
@@ -106,14 +106,12 @@ def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRe
     text = f"round {value.round_num}: {_count(job, len(able))}"
     if able and not select(spec_of(job).client_selection, able, job.seed, value.round_num):
         text += ", none with the tags that are required"
-    others = [
-        f"{excuse.reason}: {_named(value, excuse.clients)}"
-        for excuse in excused(value, world, here)
-    ]
+    excuses = excused(value, world, here)
+    others = [f"{excuse.reason}: {_named(value, excuse.clients)}" for excuse in excuses]
     return "; ".join([text, *others, *closed_sites(value)])
 
 
-def closed_sites(value: FederatedRun) -> list[str]:
+def closed_sites(value: Federation) -> list[str]:
     """Return the messages of some closed sites, but those of rejected clients, which the open round
     names."""
     reasons = {
@@ -121,13 +119,11 @@ def closed_sites(value: FederatedRun) -> list[str]:
         for client, departure in sorted(value.attendance.left.items())
         if departure.asked_again_s is not None and client not in value.clients.rejected
     }
-    texts = [f"{reason} (client {client})" for reason, client in [*reasons.items()][:MAX_NAMED]]
-    more = len(reasons) - len(texts)
-    return [*texts, f"{more} more closed"] if more else texts
+    return few([f"{text} (client {client})" for text, client in reasons.items()], "more closed")
 
 
 def wait(
-    job: JobSpec, value: FederatedRun, reason: str, now_s: float, num_needed: int | None = None
+    job: JobSpec, value: Federation, reason: str, now_s: float, num_needed: int | None = None
 ) -> RoundWaits | ClientLeft | RunFailed | None:
     """Wait for clients, as long as the roster says; then fail the run."""
     roster, until_s = roster_of(job), value.attendance.waits_until_s
@@ -148,7 +144,7 @@ def wait(
     return RunFailed(reason=f"{reason}; waited {roster.wait_s:g} s for more")
 
 
-def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
+def departed(job: JobSpec, value: Federation, world: World, now_s: float) -> Fact | None:
     """Return the departure of a client that is awaited, or an evaluation without one that left."""
     roster = roster_of(job)
     if roster is None:
@@ -176,7 +172,7 @@ def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> F
     return None
 
 
-def joined(job: JobSpec, value: FederatedRun, here: Here, now_s: float) -> ClientsJoined | None:
+def joined(job: JobSpec, value: Federation, here: Here, now_s: float) -> ClientsJoined | None:
     """Return the clients that are back, by number, and those that are new, by name."""
     names_before = {binding.worker_id for binding in value.roster}
     left = value.attendance.left
@@ -195,7 +191,7 @@ def joined(job: JobSpec, value: FederatedRun, here: Here, now_s: float) -> Clien
     return ClientsJoined(party=value.party, clients=bindings)
 
 
-def goes_on(job: JobSpec, value: FederatedRun) -> bool:
+def goes_on(job: JobSpec, value: Federation) -> bool:
     """Return True when a round that has too few updates goes on with other clients: some have left
     it, or the job says that it waits."""
     if roster_of(job) is None:
@@ -204,7 +200,7 @@ def goes_on(job: JobSpec, value: FederatedRun) -> bool:
 
 
 def more(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> ClientsJoined | ClientsSelected | None:
     """Return further clients for a round that has too few updates: those that join, then those
     that were not asked yet."""
@@ -220,7 +216,7 @@ def more(
     return opened.model_copy(update={"clients": clients, "num_needed": value.clients.num_needed})
 
 
-def able_clients(value: FederatedRun, here: Here) -> list[ClientBinding]:
+def able_clients(value: Federation, here: Here) -> list[ClientBinding]:
     """Return the clients that can take part in the round that opens next."""
     attendance, number = value.attendance, value.round_num
     return [
@@ -230,7 +226,7 @@ def able_clients(value: FederatedRun, here: Here) -> list[ClientBinding]:
     ]
 
 
-def excused(value: FederatedRun, world: World, here: Here) -> tuple[Excused, ...]:
+def excused(value: Federation, world: World, here: Here) -> tuple[Excused, ...]:
     """Return the clients that cannot be asked, by reason; not those that have left."""
     away: dict[str, list[int]] = {}
     benched = excused_by_bench(value)
@@ -246,7 +242,7 @@ def excused(value: FederatedRun, world: World, here: Here) -> tuple[Excused, ...
     return (*absent, *benched)
 
 
-def deadline(value: FederatedRun) -> float | None:
+def deadline(value: Federation) -> float | None:
     """Return the leader-clock time at which a client has left, or the run fails for want of
     clients."""
     attendance = value.attendance
@@ -265,9 +261,7 @@ def deadline(value: FederatedRun) -> float | None:
 # ---- Folds ----
 
 
-def with_joined(
-    job: JobSpec, value: FederatedRun, fact: ClientsJoined, now_s: float
-) -> FederatedRun:
+def with_joined(job: JobSpec, value: Federation, fact: ClientsJoined, now_s: float) -> Federation:
     """Add clients to the roster, or take them back."""
     roster, numbers = list(value.roster), [binding.client for binding in fact.clients]
     for binding in fact.clients:
@@ -282,12 +276,12 @@ def with_joined(
 
 
 def with_left(
-    value: FederatedRun,
+    value: Federation,
     client: int,
     reason: str,
     now_s: float,
     asked_again_s: float | None = None,
-) -> FederatedRun:
+) -> Federation:
     """Expect nothing of a client any more; one that has refused is asked again at some time."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
     left = {**value.attendance.left, client: departure}
@@ -301,7 +295,7 @@ def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
     return fact.cause is Cause.OUTSIDE_WINDOW and roster_of(job) is not None
 
 
-def asking_again(value: FederatedRun, now_s: float) -> FederatedRun:
+def asking_again(value: Federation, now_s: float) -> Federation:
     """Note when a round that waits asks the sites again that have refused: not before the first of
     them opens, where one says when."""
     clients = value.clients
@@ -312,7 +306,7 @@ def asking_again(value: FederatedRun, now_s: float) -> FederatedRun:
     return with_clients(value, replace(clients, asks_again_s=again_s))
 
 
-def awaiting_all(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
     """Await the clients of the open round that have no worker yet."""
     roster = roster_of(job)
     clients = value.clients
@@ -324,8 +318,8 @@ def awaiting_all(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRu
 
 
 def after_assignment(
-    job: JobSpec, value: FederatedRun, fact: ClientsAssigned, now_s: float
-) -> FederatedRun:
+    job: JobSpec, value: Federation, fact: ClientsAssigned, now_s: float
+) -> Federation:
     """Await the clients that have lost their worker, and no longer those that have one."""
     if roster_of(job) is None:
         return value
@@ -334,7 +328,7 @@ def after_assignment(
     return awaiting_all(job, value, now_s)
 
 
-def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+def awaiting_evaluators(job: JobSpec, value: Federation, now_s: float) -> Federation:
     """Await the clients that have yet to evaluate and are not here."""
     roster = roster_of(job)
     if roster is None:
@@ -352,19 +346,19 @@ def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> Fede
 # ---- Helpers ----
 
 
-def _expected(value: FederatedRun) -> Iterator[int]:
+def _expected(value: Federation) -> Iterator[int]:
     """Yield the clients that something is expected of: an update, or an evaluation."""
     if isinstance(value.round, Open):
         yield from value.unanswered()
     yield from _evaluators(value)
 
 
-def _evaluators(value: FederatedRun) -> Iterator[int]:
+def _evaluators(value: Federation) -> Iterator[int]:
     for owed in value.evaluations.values():
         yield from owed.left
 
 
-def _gone(value: FederatedRun, world: World) -> ClientLeft | None:
+def _gone(value: Federation, world: World) -> ClientLeft | None:
     """Return the departure of a client whose worker is not known any more."""
     for binding in value.roster:
         if binding.worker_id not in world.workers and binding.client not in value.attendance.left:
@@ -372,7 +366,7 @@ def _gone(value: FederatedRun, world: World) -> ClientLeft | None:
     return None
 
 
-def _left(value: FederatedRun, client: int, reason: str) -> ClientLeft:
+def _left(value: Federation, client: int, reason: str) -> ClientLeft:
     return ClientLeft(party=value.party, client=client, reason=reason)
 
 
@@ -400,9 +394,6 @@ def _count(job: JobSpec, num_able: int) -> str:
     return f"{num_able} of {roster.min_clients} {who}"
 
 
-def _named(value: FederatedRun, clients: tuple[int, ...]) -> str:
-    text = ", ".join(
-        f"client {client} ({value.roster[client].worker_id})" for client in clients[:MAX_NAMED]
-    )
-    more = len(clients) - MAX_NAMED
+def _named(value: Federation, clients: tuple[int, ...]) -> str:
+    text, more = at_workers(value, clients[:MAX_NAMED]), len(clients) - MAX_NAMED
     return f"{text} and {counted(more, 'other')}" if more > 0 else text

@@ -240,7 +240,7 @@ NOBODY = Open()
 
 
 @dataclass(frozen=True, slots=True)
-class FederatedRun:
+class Federation:
     """The run value: the global state, the round that follows it, and the work of each worker."""
 
     party: Party
@@ -333,7 +333,7 @@ def has_simulated_states(job: JobSpec) -> bool:
     return spec_of(job).options.has_client_state and job.data.worker_local is None
 
 
-def with_clients(value: FederatedRun, clients: Open) -> FederatedRun:
+def with_clients(value: Federation, clients: Open) -> Federation:
     """Return the run with other clients in its round; one that waits has none."""
     match value.round:
         case Closed() as closed:
@@ -344,7 +344,7 @@ def with_clients(value: FederatedRun, clients: Open) -> FederatedRun:
             return value
 
 
-def reassigned(value: FederatedRun, clients: Open) -> FederatedRun:
+def reassigned(value: Federation, clients: Open) -> Federation:
     """Return the run with other clients, and note which workers train them."""
     changed, assigned = with_clients(value, clients), clients.assigned
     todo = list(changed.unanswered())
@@ -354,7 +354,7 @@ def reassigned(value: FederatedRun, clients: Open) -> FederatedRun:
     return with_clients(changed, noted)
 
 
-def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun:
+def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
     """Assign other workers to some clients, and note the workers that they were taken from."""
     clients, losses = value.clients, value.losses
     moved = {a.client for a in fact.assignments}
@@ -365,7 +365,7 @@ def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun
     return reassigned(value, replace(clients, assigned={**without(clients.assigned, moved), **new}))
 
 
-def lacking(value: FederatedRun, is_here: Callable[[Member], bool]) -> list[int]:
+def lacking(value: Federation, is_here: Callable[[Member], bool]) -> list[int]:
     """Return the clients of the open round that no worker trains now; asked with every fact, so it
     is quick while there are none."""
     clients = value.clients
@@ -375,7 +375,7 @@ def lacking(value: FederatedRun, is_here: Callable[[Member], bool]) -> list[int]
     return [c for c in value.unanswered() if c not in assigned or not is_here(assigned[c][0])]
 
 
-def due_clients(value: FederatedRun) -> list[int]:
+def due_clients(value: Federation) -> list[int]:
     """Return the clients to be trained next, in order: a few of each worker."""
     clients = value.clients
     num_due = Counter[Member]()
@@ -398,7 +398,7 @@ def evaluates_at_clients(job: JobSpec) -> bool:
     return job.data.worker_local is not None and job.evaluation is not None
 
 
-def with_ledgers(value: FederatedRun, fact: Fact) -> FederatedRun:
+def with_ledgers(value: Federation, fact: Fact) -> Federation:
     """Fold a fact into the values that go on from round to round."""
     return replace(
         value,
@@ -408,7 +408,7 @@ def with_ledgers(value: FederatedRun, fact: Fact) -> FederatedRun:
     )
 
 
-def opened(value: FederatedRun, fact: ClientsSelected) -> FederatedRun:
+def with_selection(value: Federation, fact: ClientsSelected) -> Federation:
     """Open the round, or let further clients take part in it. Late clients that are selected again
     train for it."""
     clients = replace(
@@ -425,9 +425,9 @@ def opened(value: FederatedRun, fact: ClientsSelected) -> FederatedRun:
     return reassigned(replace(value, round=clients, attendance=attendance, late=late), clients)
 
 
-def exchanged(
-    job: JobSpec, value: FederatedRun, fact: KeysPosted | SharesRouted, now_s: float
-) -> FederatedRun:
+def with_exchange(
+    job: JobSpec, value: Federation, fact: KeysPosted | SharesRouted, now_s: float
+) -> Federation:
     """Fold the keys or shares that clients have exchanged; once shares are routed they train."""
     rejected = {**value.clients.rejected, **ledgers.rejections(fact)}
     clients = replace(value.clients, rejected=rejected, secure=value.clients.secure.fold(fact))
@@ -436,7 +436,7 @@ def exchanged(
     return reassigned(value, clients)
 
 
-def answered(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> FederatedRun:
+def with_reply(value: Federation, fact: UpdateReceived | UpdateRejected) -> Federation:
     """Fold the update or the rejection of a client of the round."""
     clients = value.clients
     if isinstance(fact, UpdateRejected):
@@ -447,7 +447,7 @@ def answered(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> Fede
     return with_clients(value, replace(clients, updates=updates))
 
 
-def closed(value: FederatedRun, fact: RoundClosed) -> FederatedRun:
+def with_closing(value: Federation, fact: RoundClosed) -> Federation:
     """Close the round."""
     return replace(
         value,
@@ -457,7 +457,7 @@ def closed(value: FederatedRun, fact: RoundClosed) -> FederatedRun:
     )
 
 
-def waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
+def with_waiting(value: Federation, fact: RoundWaits) -> Federation:
     """Lift the deadline, and give some of the clients that have failed another chance."""
     clients, again = value.clients, set(fact.asked_again)
     tried = {
@@ -478,7 +478,7 @@ def waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
     return reassigned(replace(value, attendance=attendance, losses=losses), clients)
 
 
-def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+def again_after_resumption(job: JobSpec, value: Federation, now_s: float) -> Federation:
     """Restart the open round after a resumption: workers have forgotten the run, clients that have
     failed are asked again, and the round has its whole time."""
     is_secure = spec_of(job).options.secure_aggregation is not None
@@ -499,9 +499,7 @@ def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> F
     return reassigned(fresh, again)
 
 
-def again_with_new_keys(
-    job: JobSpec, value: FederatedRun, attempt: int, now_s: float
-) -> FederatedRun:
+def again_with_new_keys(job: JobSpec, value: Federation, attempt: int, now_s: float) -> Federation:
     """Restart the round, whose masked updates cannot be unmasked any more."""
     again = replace(
         value.clients,
@@ -525,7 +523,7 @@ def task_of(client: int) -> str:
     return f"client {client}"
 
 
-def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]:
+def _counted(value: Federation, update: UpdateReceived) -> Mapping[str, float]:
     """Return the training metrics with the skipped steps of an update that was journaled by a
     version that counted them when it came."""
     if update.num_steps or SKIPPED_STEPS not in update.metrics:
@@ -534,7 +532,7 @@ def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]
     return {**value.trained, SKIPPED_STEPS: num_skipped}
 
 
-def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
+def after_commit(job: JobSpec, value: Federation, fact: SegmentCommitted) -> Federation:
     """Return the run before its next round, which begins from the state that is committed."""
     base = Base(fact.segment, fact.step, fact.digest, average=fact.average)
     has_strikes = spec_of(job).options.strikes is not None

@@ -51,7 +51,7 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated import due
 from stratagem.coordinator.strategies.federated import strategy as federated
 from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of, rejection
-from stratagem.coordinator.strategies.federated.run import FederatedRun, Open, spec_of
+from stratagem.coordinator.strategies.federated.run import Federation, Open, spec_of
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 
 # ---- Clients that are parties ----
@@ -67,7 +67,7 @@ from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 class PartiesRun:
     """The run value: the rounds, and the parties of the clients that have taken part so far."""
 
-    rounds: FederatedRun
+    rounds: Federation
     strategies: Strategies
     """The table that the clients' strategy is taken from."""
     clients: Mapping[int, Child]
@@ -149,7 +149,7 @@ class PartyKind:
         return Strategy(
             version=VERSION,
             check=check,
-            init=lambda _job, party, strategies: PartiesRun(FederatedRun(party), strategies, {}),
+            init=lambda _job, party, strategies: PartiesRun(Federation(party), strategies, {}),
             decide=decide,
             transition=self.transition,
             reject_reason=self.reject_reason,
@@ -252,7 +252,7 @@ def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact 
     )
 
 
-def _has_begun(rounds: FederatedRun) -> bool:
+def _has_begun(rounds: Federation) -> bool:
     return rounds.committed is not None or bool(rounds.helper)
 
 

@@ -91,33 +91,33 @@ from stratagem.coordinator.strategies.federated.rejections import (
 from stratagem.coordinator.strategies.federated.run import (
     Attendance,
     Closed,
-    FederatedRun,
+    Federation,
     Open,
     Waiting,
     after_commit,
     again_after_resumption,
     again_with_new_keys,
-    answered,
-    closed,
-    exchanged,
     has_simulated_states,
-    opened,
     spec_of,
-    waiting,
     with_assignments,
+    with_closing,
+    with_exchange,
     with_ledgers,
+    with_reply,
+    with_selection,
+    with_waiting,
 )
 from stratagem.coordinator.strategies.schedule import is_evaluated
 
 
-def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
+def decide(job: JobSpec, value: Federation, world: World, now_s: float) -> Fact | None:
     """Return the next fact of the round that the state calls for."""
     return decide_round(job, value, world, now_s, lambda workers: assign(job, value, workers))
 
 
 def decide_round(
     job: JobSpec,
-    value: FederatedRun,
+    value: Federation,
     world: World,
     now_s: float,
     train: Callable[[list[WorkerRecord]], Fact | None],
@@ -136,7 +136,7 @@ def decide_round(
 
 def _decided(
     job: JobSpec,
-    value: FederatedRun,
+    value: Federation,
     world: World,
     now_s: float,
     train: Callable[[list[WorkerRecord]], Fact | None],
@@ -169,7 +169,7 @@ def _decided(
 
 
 def _gathered(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
     """Return True when enough workers are here for the build, and the fact that follows where they
     are not."""
@@ -181,7 +181,7 @@ def _gathered(
 
 
 def _next_round(
-    job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
     """Open the next round, or end the run where the evaluations say so; None while an evaluation
     that decides about it is missing, or clients are."""
@@ -196,7 +196,7 @@ def _next_round(
     return next_round(job, value, now_s)
 
 
-def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+def transition(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
     """Fold one fact."""
     value = with_ledgers(value, fact)
     if closing.is_late(value, fact):
@@ -228,27 +228,27 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
             return _in_round(job, value, fact, now_s)
 
 
-def _in_round(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+def _in_round(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
     """Fold a fact of the round, from its opening to its commit."""
     match fact:
         case ClientsSelected():
-            return open_roster.awaiting_all(job, opened(value, fact), now_s)
+            return open_roster.awaiting_all(job, with_selection(value, fact), now_s)
         case KeysPosted() | SharesRouted():
-            return exchanged(job, value, fact, now_s)
+            return with_exchange(job, value, fact, now_s)
         case ClientsAssigned():
             assigned = with_assignments(value, fact)
             return open_roster.after_assignment(job, assigned, fact, now_s)
         case UpdateReceived():
-            return answered(value, fact)
+            return with_reply(value, fact)
         case UpdateRejected() if open_roster.is_refusal(job, fact):
             again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
             return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
         case UpdateRejected():
-            return open_roster.asking_again(answered(value, fact), now_s)
+            return open_roster.asking_again(with_reply(value, fact), now_s)
         case RoundWaits():
-            return open_roster.asking_again(waiting(value, fact), now_s)
+            return open_roster.asking_again(with_waiting(value, fact), now_s)
         case RoundClosed():
-            return closing.after_close(job, closed(value, fact))
+            return closing.after_close(job, with_closing(value, fact))
         case RoundRestarted():
             return again_with_new_keys(job, value, fact.attempt, now_s)
         case UpdatesJudged():
@@ -258,7 +258,7 @@ def _in_round(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> Fe
             return value
 
 
-def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
+def reject_reason(_job: JobSpec, value: Federation, fact: Fact) -> str:
     """Return the reason why a reported fact is stale or late; "" when it is welcome."""
     match fact:
         case UpdateReceived() | UpdateRejected():
@@ -277,7 +277,7 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             return "" if is_due else why_not
 
 
-def _is_due(value: FederatedRun, fact: Fact) -> tuple[bool, str]:
+def _is_due(value: Federation, fact: Fact) -> tuple[bool, str]:
     """Return True when the run waits for a fact, and the reason for a refusal."""
     current, number = value.round, value.round_num
     match fact:
@@ -305,7 +305,7 @@ def _is_due(value: FederatedRun, fact: Fact) -> tuple[bool, str]:
 
 
 def _is_evaluation_due(
-    value: FederatedRun, fact: Evaluated | ClientEvaluated | MetricsMerged
+    value: Federation, fact: Evaluated | ClientEvaluated | MetricsMerged
 ) -> tuple[bool, str]:
     owed, text = value.evaluations.get(fact.segment), f"round {fact.segment} does not wait for"
     match fact:
@@ -320,17 +320,17 @@ def _is_evaluation_due(
             return is_due, f"{text} these metrics"
 
 
-def begun(job: JobSpec, party: Party) -> FederatedRun:
+def begun(job: JobSpec, party: Party) -> Federation:
     """Return the value of a run before its first fact."""
     states = None
     if spec_of(job).options.has_client_state:
         are_summed = spec_of(job).options.control is not None
         states = ClientStates(are_blobs=has_simulated_states(job), are_summed=are_summed)
     ledger, rows = ledgers.privacy_ledger(job), ledgers.row_ledger(job)
-    return FederatedRun(party, ledger=ledger, rows=rows, client_states=states)
+    return Federation(party, ledger=ledger, rows=rows, client_states=states)
 
 
-def own_deadline(value: FederatedRun) -> float | None:
+def own_deadline(value: Federation) -> float | None:
     """Return the time at which the round closes or the patience with clients ends, whichever is
     earlier."""
     times = [open_roster.deadline(value)]
@@ -339,12 +339,12 @@ def own_deadline(value: FederatedRun) -> float | None:
     return min((time for time in times if time is not None), default=None)
 
 
-def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
+def deaths(value: Federation, member: Member) -> tuple[ProcessDied, ...]:
     """Return the death of a worker process for all that it had to do in this round."""
     return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
 
 
-def blobs(value: FederatedRun) -> frozenset[Digest]:
+def blobs(value: Federation) -> frozenset[Digest]:
     """Return the global state with those of the server optimizer and of simulated clients, and the
     states that wait for an evaluation, also while no worker can do it or the run is stopped."""
     needed = {*value.server_state} if value.committed else set()
@@ -358,7 +358,7 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
     return frozenset(needed) | closing.blobs(value) | value.clients.secure.blobs
 
 
-def progress(value: FederatedRun) -> NestedProgress:
+def progress(value: Federation) -> NestedProgress:
     """Return the progress of the party, up to the committed round."""
     metrics, loss = {**value.trained, **value.metrics}, value.trained.get(TRAIN_LOSS, 0.0)
     return NestedProgress(
@@ -374,12 +374,10 @@ def progress(value: FederatedRun) -> NestedProgress:
     )
 
 
-def rebase(
-    _job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
-) -> FederatedRun:
+def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, int]) -> Federation:
     """Begin the next round from the given state; a server optimizer starts afresh."""
     return replace(
-        FederatedRun(value.party),
+        Federation(value.party),
         membership=value.membership + 1,
         helper=value.helper,
         fingerprint=value.fingerprint,
@@ -394,8 +392,8 @@ def rebase(
 
 
 def returned(
-    job: JobSpec, value: FederatedRun, base: Base, metrics: Mapping[str, float]
-) -> FederatedRun:
+    job: JobSpec, value: Federation, base: Base, metrics: Mapping[str, float]
+) -> Federation:
     """Go back to an earlier commit with its metrics, such as the steps skipped up to it. The
     evaluations up to it are still owed: they may come some rounds after what they evaluate."""
     segment, course = base.segment, course_of(metrics)
@@ -409,7 +407,7 @@ def returned(
     )
 
 
-def _why_unwelcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:
+def _why_unwelcome(value: Federation, fact: UpdateReceived | UpdateRejected) -> str:
     """Return the reason why the answer of a client is stale; "" when it is welcome."""
     clients, round_num, client = value.clients, fact.round_num, fact.client
     if closing.is_late(value, fact):
