@@ -40,9 +40,9 @@ from stratagem.coordinator.strategies.federated.evaluation import (
 from stratagem.coordinator.strategies.federated.rejections import at_workers, said
 from stratagem.coordinator.strategies.federated.run import (
     Closed,
-    Evaluation,
     Federation,
     Open,
+    OwedEvaluation,
     Waiting,
     due_clients,
     lacking,
@@ -121,7 +121,7 @@ def _accounting(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[Acco
 
 
 def _evaluating(
-    run_id: RunId, job: JobSpec, value: Federation, owed: Evaluation
+    run_id: RunId, job: JobSpec, value: Federation, owed: OwedEvaluation
 ) -> Iterator[EvaluateState]:
     """Yield the evaluations of a state: by the helper, or by each client of the round on its own
     rows."""

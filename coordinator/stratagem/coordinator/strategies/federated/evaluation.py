@@ -26,8 +26,8 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.strategies.federated.rejections import FAIL, few, task_of_evaluator
 from stratagem.coordinator.strategies.federated.run import (
-    Evaluation,
     Federation,
+    OwedEvaluation,
     spec_of,
     without,
 )
@@ -100,7 +100,7 @@ def evaluated_without(job: JobSpec, value: Federation) -> Evaluated | None:
     return Evaluated(party=value.party, segment=segment, metrics=metrics, without=tuple(owed.left))
 
 
-def _given_up(job: JobSpec, value: Federation) -> Evaluation | None:
+def _given_up(job: JobSpec, value: Federation) -> OwedEvaluation | None:
     """Return the evaluation that is entered without those that it waits for."""
     if value.committed is None or len(value.evaluations) <= job.retention:
         return None
@@ -136,7 +136,7 @@ def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
                 yield segment, due
 
 
-def merging(value: Federation, owed: Evaluation) -> Merging | None:
+def merging(value: Federation, owed: OwedEvaluation) -> Merging | None:
     """Return the merging that is due in an evaluation without further answers; None: there is
     nothing to merge, or it is done, or has failed too often."""
     states, metrics = _states(owed), _mergeable(owed.answers)
@@ -159,12 +159,12 @@ def merging(value: Federation, owed: Evaluation) -> Merging | None:
     return Merging(states, metrics, able[0] if able else None)
 
 
-def _states(owed: Evaluation) -> tuple[tuple[int, Digest], ...]:
+def _states(owed: OwedEvaluation) -> tuple[tuple[int, Digest], ...]:
     """Return the states of metrics by client, in order."""
     return tuple((c, fact.states) for c, fact in sorted(owed.answers.items()) if fact.states)
 
 
-def _tries(owed: Evaluation) -> list[MetricsMerged]:
+def _tries(owed: OwedEvaluation) -> list[MetricsMerged]:
     """Return the outcomes of merging the states of those that have evaluated by now."""
     clients = tuple(client for client, _ in _states(owed))
     return [fact for fact in owed.merges if fact.clients == clients]
@@ -180,7 +180,7 @@ def _mergeable(answers: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
     return tuple(name for name in names if all(has_state(f, name) for f in answers.values()))
 
 
-def _metrics(spec: EvaluationSpec, owed: Evaluation) -> dict[str, float]:
+def _metrics(spec: EvaluationSpec, owed: OwedEvaluation) -> dict[str, float]:
     """Return the means over all clients, whose sums are added in order of client, and their
     spread."""
     answers = [fact for _, fact in sorted(owed.answers.items()) if not fact.reason]

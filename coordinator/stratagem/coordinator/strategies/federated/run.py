@@ -149,7 +149,7 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class OwedEvaluation:
     """The evaluation of a committed state, until its metrics are entered."""
 
     base: Base
@@ -271,7 +271,7 @@ class Federation:
     rejections: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     """Client -> (number of closed rounds that have rejected it, reason of the newest of them)."""
     attendance: Attendance = field(default_factory=Attendance)
-    evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
+    evaluations: Mapping[int, OwedEvaluation] = field(default_factory=dict)
     """The evaluations that are still owed, by round."""
     took_part: Mapping[int, int] = field(default_factory=dict)
     """Client -> the newest round that has its update, where clients evaluate."""
@@ -542,7 +542,7 @@ def after_commit(job: JobSpec, value: Federation, fact: SegmentCommitted) -> Fed
     if schedule_of(job, value.num_rows).evaluates_at(fact.segment):
         newest = states.newest if states and spec_of(job).options.has_own_models else {}
         kept = {client: newest[client] for client in evaluators or () if client in newest}
-        evaluations = {**evaluations, fact.segment: Evaluation(base, evaluators, kept)}
+        evaluations = {**evaluations, fact.segment: OwedEvaluation(base, evaluators, kept)}
     clients = value.clients
     rejections = {
         client: (value.rejections.get(client, (0, ""))[0] + 1, fact.reason)
