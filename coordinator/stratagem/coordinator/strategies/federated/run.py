@@ -366,8 +366,8 @@ def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
 
 
 def lacking(value: Federation, is_here: Callable[[Member], bool]) -> list[int]:
-    """Return the clients of the open round that no worker trains now; asked with every fact, so it
-    is quick while there are none."""
+    """Return the clients of the open round that no worker trains now: quickly while there are none,
+    as it is asked with every fact."""
     clients = value.clients
     if not clients.num_unassigned and all(is_here(member) for member in clients.holders):
         return []
