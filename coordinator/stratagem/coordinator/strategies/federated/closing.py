@@ -59,7 +59,7 @@ def begin_again(job: JobSpec, value: Federation, now_s: float) -> RoundRestarted
     clients, secure = value.clients, value.clients.secure
     is_late = _is_late(clients, now_s) and bool(secure.routed)
     left = () if is_late else value.unanswered()
-    why = ledgers.lack(spec, secure, {*clients.updates, *left})
+    why = secure.lack(spec, {*clients.updates, *left})
     if not why:
         return None
     reason = f"round {value.round_num}: of {len(clients.selected)} clients {why}"
@@ -140,7 +140,7 @@ def num_required(job: JobSpec, value: Federation) -> int:
         return 0  # nobody has to take part: the sum is noise then, and counts
     of_rule = fewest_updates(options.robust)
     if options.secure_aggregation is not None:
-        of_rule = ledgers.fewest_survivors(options.secure_aggregation, clients.secure)
+        of_rule = clients.secure.fewest_survivors(options.secure_aggregation)
     if options.quorum is None:
         return of_rule
     needed = clients.num_needed or quorum_of(options.quorum, len(clients.selected))

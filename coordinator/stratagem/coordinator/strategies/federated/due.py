@@ -29,7 +29,7 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import TRAIN_LOSS
 from stratagem.coordinator.core.state import RunPhase, WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import RunCounts, Status
-from stratagem.coordinator.strategies.federated import closing, ledgers
+from stratagem.coordinator.strategies.federated import closing
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.decisions import candidates_of, is_evaluated_first
 from stratagem.coordinator.strategies.federated.evaluation import (
@@ -97,8 +97,8 @@ def _training(
     if spec_of(job).options.secure_aggregation is not None and not isinstance(value.round, Waiting):
         workers = {client: value.roster[client].worker_id for client in value.unanswered()}
         may_leave_out = spec_of(job).options.quorum is not None
-        of_round = run_id, value.party, value.round_num, value.clients.secure, workers
-        if due := ledgers.exchange(*of_round, may_leave_out=may_leave_out):
+        of_round = run_id, value.party, value.round_num, workers
+        if due := value.clients.secure.due(*of_round, may_leave_out=may_leave_out):
             yield due
             return
     for client in due_clients(value):

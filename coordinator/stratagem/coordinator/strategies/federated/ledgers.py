@@ -305,9 +305,49 @@ class SecureSetup:
             return ""
         return f"attempt {fact.attempt} of round {fact.round_num} does not wait for it"
 
+    def due(
+        self,
+        run_id: RunId,
+        party: Party,
+        round_num: int,
+        workers: Mapping[int, WorkerId],
+        *,
+        may_leave_out: bool,
+    ) -> PostKeys | RouteShares | None:
+        """Return the exchange that is due; None once clients can train. workers: the workers of the
+        clients that are still in the round."""
+        of_round = run_id, party, round_num
+        if not self.members:
+            return PostKeys(*of_round, self.party(workers), may_leave_out)
+        if not self.routed:
+            workers = {client: workers[client] for client in self.members if client in workers}
+            return RouteShares(*of_round, self.party(workers), may_leave_out)
+        return None
+
     @property
     def blobs(self) -> frozenset[Digest]:
         return frozenset({self.directory, self.shares} - {NO_DIGEST})
+
+    def fewest_survivors(self, spec: SecureAggregation) -> int:
+        """Return the number of updates without which the round is not unmasked."""
+        return shares_needed(spec.threshold, len(self.members))
+
+    def lack(self, spec: SecureAggregation, possible: Collection[int]) -> str:
+        """Return the reason why no sum of these clients can be unmasked; "" where one can, as far
+        as is known."""
+        group = self.members or possible
+        if len(group) < MIN_CLIENTS:
+            return f"{len(group)} exchange keys, and fewer than {MIN_CLIENTS} hide nobody"
+        if not self.members:
+            return ""
+        still = set(possible) & set(self.routed or self.members)
+        needed = self.fewest_survivors(spec)
+        if len(still) < needed:
+            return f"{len(still)} can be in the sum, and {needed} are needed to unmask it"
+        around = neighbours(self.members, spec.degree, bytes.fromhex(self.ring_seed))
+        if lost := never_opened(around, self.routed or self.members, still, spec.threshold):
+            return f"too few are left that hold shares of client {lost[0]}"
+        return ""
 
 
 def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
@@ -323,50 +363,6 @@ def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
         )
         for each in fact.left_out
     }
-
-
-def exchange(
-    run_id: RunId,
-    party: Party,
-    round_num: int,
-    setup: SecureSetup,
-    workers: Mapping[int, WorkerId],
-    *,
-    may_leave_out: bool,
-) -> PostKeys | RouteShares | None:
-    """Return the exchange that is due; None once clients can train. workers: the workers of the
-    clients that are still in the round."""
-    of_round = run_id, party, round_num
-    if not setup.members:
-        return PostKeys(*of_round, setup.party(workers), may_leave_out)
-    if not setup.routed:
-        workers = {client: workers[client] for client in setup.members if client in workers}
-        return RouteShares(*of_round, setup.party(workers), may_leave_out)
-    return None
-
-
-def lack(spec: SecureAggregation, setup: SecureSetup, possible: Collection[int]) -> str:
-    """Return the reason why no sum of these clients can be unmasked; "" where one can, as far as
-    is known."""
-    group = setup.members or possible
-    if len(group) < MIN_CLIENTS:
-        return f"{len(group)} exchange keys, and fewer than {MIN_CLIENTS} hide nobody"
-    if not setup.members:
-        return ""
-    still = set(possible) & set(setup.routed or setup.members)
-    needed = shares_needed(spec.threshold, len(setup.members))
-    if len(still) < needed:
-        return f"{len(still)} can be in the sum, and {needed} are needed to unmask it"
-    seed = bytes.fromhex(setup.ring_seed)
-    around = neighbours(setup.members, spec.degree, seed)
-    if lost := never_opened(around, setup.routed or setup.members, still, spec.threshold):
-        return f"too few are left that hold shares of client {lost[0]}"
-    return ""
-
-
-def fewest_survivors(spec: SecureAggregation, setup: SecureSetup) -> int:
-    """Return the updates without which the round is not unmasked."""
-    return shares_needed(spec.threshold, len(setup.members))
 
 
 def cures(cause: Cause) -> bool:
