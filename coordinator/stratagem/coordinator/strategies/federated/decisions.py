@@ -407,7 +407,7 @@ def build_failed(
 ) -> BuildFailed | RunFailed | None:
     """Give up on a worker where the build ends process after process; fail the run when no worker
     is left."""
-    deaths = value.losses.of(BUILD)
+    deaths = value.losses.hopeless(BUILD)
     if deaths is not None and deaths.latest and may_move(job):
         reason = why("it", deaths)
         return BuildFailed(party=value.party, member=deaths.latest.member, reason=reason)

@@ -150,13 +150,13 @@ def _fold(
     if (options.q is not None or is_judged(options.robust)) and not weights:
         losses: tuple[float, ...] = ()
         if options.q is not None:
-            losses = _told(updates[each.client].loss_before for each in accepted)
+            losses = _without_none(updates[each.client].loss_before for each in accepted)
         return JudgeUpdates(run_id, value.party, number, base, accepted, losses)
     trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
     trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
     steps: tuple[int, ...] = ()
     if options.normalize is not None:
-        steps = _told(updates[each.client].num_applied_steps for each in accepted)
+        steps = _without_none(updates[each.client].num_applied_steps for each in accepted)
     noise = None if value.ledger is None else value.ledger.round
     secure = None
     if options.secure_aggregation is not None:
@@ -171,7 +171,7 @@ def _fold(
     )
 
 
-def _told(numbers: Iterable[T | None]) -> tuple[T, ...]:
+def _without_none(numbers: Iterable[T | None]) -> tuple[T, ...]:
     return tuple(number for number in numbers if number is not None)
 
 

@@ -152,7 +152,7 @@ def merging(value: Federation, owed: OwedEvaluation) -> Merging | None:
         member
         for member in sorted(value.helper, key=lambda m: givers.get(m.worker_id, last))
         if member.worker_id not in tried
-        and value.losses.of(task_of_evaluator(member.worker_id)) is None
+        and value.losses.hopeless(task_of_evaluator(member.worker_id)) is None
     ]
     if value.helper and not able:
         return None
@@ -195,7 +195,7 @@ def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
     for segment, owed in value.evaluations.items():
         for client in owed.left:
             task = task_of_evaluator(value.roster[client].worker_id)
-            if (deaths := value.losses.of(task)) is not None:
+            if (deaths := value.losses.hopeless(task)) is not None:
                 reason = why("it", deaths)
                 return ClientEvaluated(
                     party=value.party, segment=segment, client=client, sums={}, reason=reason

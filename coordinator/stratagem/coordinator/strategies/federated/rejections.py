@@ -217,7 +217,9 @@ EVALUATION: Final = "the evaluation"
 
 def too_deadly(value: Federation) -> RunFailed | None:
     """Fail the run when its build or its evaluation ends every process that tries it."""
-    deadly = {task: d for task in (BUILD, EVALUATION) if (d := value.losses.of(task)) is not None}
+    deadly = {
+        task: d for task in (BUILD, EVALUATION) if (d := value.losses.hopeless(task)) is not None
+    }
     if not deadly:
         return None
     work = why(", ".join(deadly), next(iter(deadly.values())))
@@ -227,7 +229,7 @@ def too_deadly(value: Federation) -> RunFailed | None:
 def crashed(value: Federation) -> UpdateRejected | None:
     """Reject the first client of the open round that ends every process which trains it."""
     for client in value.unanswered():
-        if (deaths := value.losses.of(task_of(client))) is not None:
+        if (deaths := value.losses.hopeless(task_of(client))) is not None:
             return rejection(value, client, Cause.CRASHED, why("it", deaths))
     return None
 

@@ -184,8 +184,8 @@ class Losses:
         """Return the losses without the deaths of some tasks."""
         return replace(self, deaths={t: d for t, d in self.deaths.items() if t not in tasks})
 
-    def of(self, task: str) -> Deaths | None:
-        """Return the deaths of a task that is hopeless; None for any other."""
+    def hopeless(self, task: str) -> Deaths | None:
+        """Return the deaths of a task that has ended too many processes; None for any other."""
         deaths = self.deaths.get(task)
         return deaths if deaths is not None and deaths.are_too_many else None
 
