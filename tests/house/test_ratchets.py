@@ -31,8 +31,7 @@ SHORT = {
     *("common.base.retry", "common.base.units", "common.numerics.rules"),
 }
 IN_CIRCLES = {
-    *("coordinator.core.ended_runs", "coordinator.core.state"),
-    "coordinator.core.strategy_contract",
+    *("coordinator.core.state", "coordinator.core.strategy_contract"),
 }
 """One circle, closed by an import for types alone: the contract of strategies."""
 

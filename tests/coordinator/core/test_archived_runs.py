@@ -9,7 +9,6 @@ from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.decide import decide, world_of
-from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.fact_text import decode
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.retention import expire_runs, has_brought, resting_with, runs_with
@@ -21,7 +20,7 @@ from stratagem.coordinator.core.run_view import (
     recall,
     view_of,
 )
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, EndedRuns, RunPhase
 from stratagem.coordinator.core.strategy_contract import Strategies
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.core.raising_strategies import raising

@@ -15,7 +15,7 @@ from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.retention import has_brought, is_shared, resting_with, runs_with
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.core.strategy_calls import parties_of, value_of
-from stratagem.coordinator.strategies.federated.run import FederatedRun
+from stratagem.coordinator.strategies.federated.run import Federation
 from stratagem.coordinator.strategies.population.run import PopulationRun
 from tests.coordinator.core.jobs import (
     FEDERATED,
@@ -115,7 +115,7 @@ def test_each_party_has_the_value_of_its_own_strategy() -> None:
     assert isinstance(value_of(run, f.ROOT), PopulationRun)
     for name in ("member1", "member11"):
         value = value_of(run, Party(name))
-        assert isinstance(value, FederatedRun)
+        assert isinstance(value, Federation)
         assert value.party == name
         assert value_of(run, Party(f"{name}/client2")) is value
     broken = replace(run, strategy=replace(run.strategy, children=_raise))

@@ -15,12 +15,11 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core import persistent, retention
 from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import ExpireRuns
-from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.fact_text import decode, encode
 from stratagem.coordinator.core.pending import live_blobs, needed
 from stratagem.coordinator.core.persistent import PersistentMap, PersistentOrder
 from stratagem.coordinator.core.retention import expire_runs, resting_with
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, EndedRuns, RunPhase
 from tests.coordinator.core.simulation import digest, member
 
 pytestmark = pytest.mark.core

@@ -18,6 +18,7 @@ from stratagem.coordinator.core.retention import is_shared
 from stratagem.coordinator.core.state import retained
 from stratagem.coordinator.effects.context import LiveRuns
 from stratagem.coordinator.strategies.federated import due as round_effects
+from stratagem.coordinator.strategies.federated.run import OwedEvaluation
 from stratagem.coordinator.strategies.federated.silos import client_job
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
 from stratagem.coordinator.updates.spool import SpoolKey
@@ -142,7 +143,7 @@ def test_a_commit_has_the_average_of_its_parameters() -> None:
     assert (run.value.committed.average, run.is_reproducible) == (average, True)
     assert average in blobs_of(run)
     assert is_shared(simulation.state, average)
-    owed = replace(run.value, to_evaluate=(run.value.committed,))
+    owed = replace(run.value, evaluations={1: OwedEvaluation(run.value.committed)})
     due = round_effects.pending(RUN, run.job, owed, None)
     assert [each.base.digest for each in due if isinstance(each, EvaluateState)] == [average]
 

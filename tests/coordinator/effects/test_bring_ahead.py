@@ -1,14 +1,16 @@
 """The new state of a round goes ahead to the workers that the next one is expected on, alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 from stratagem.common.base.ids import Digest, Incarnation, Party, WorkerId
+from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import ROOT, ClientBinding, Member
 from stratagem.coordinator.effects.aggregate import _bring_ahead
 from stratagem.coordinator.effects.context import LiveRuns, Transfers
-from stratagem.coordinator.strategies.federated.run import FederatedRun
+from stratagem.coordinator.strategies.federated.run import Federation
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, start
 
@@ -18,6 +20,11 @@ ROSTER = tuple(
     ClientBinding(client=number, worker_id=member.worker_id, tags=(member.worker_id,))
     for number, member in enumerate(MEMBERS)
 )
+
+
+def in_round(number: int) -> Federation:
+    committed = Base(number - 1, number - 1, Digest("o" * 64))
+    return Federation(party=ROOT, roster=ROSTER, committed=committed)
 
 
 def brought(value: Any, round_num: int = 1, members: Sequence[Any] = ()) -> list[str]:
@@ -53,10 +60,9 @@ def test_only_workers_of_the_next_round_get_the_state() -> None:
     """A model of 100 MB to a site that is not asked would take its link for seconds. That of a
     member of a population goes to the workers of its own next round, and where silos choose all
     get it."""
-    assert brought(FederatedRun(party=ROOT, roster=ROSTER, round_num=1)) == ["b"]
-    one = FederatedRun(party=Party("member0"), roster=ROSTER, round_num=1)
-    other = FederatedRun(party=Party("member1"), roster=(), round_num=1)
+    assert brought(in_round(1)) == ["b"]
+    one = replace(in_round(1), party=Party("member0"))
+    other = replace(in_round(1), party=Party("member1"), roster=())
     assert brought(object(), members=(one, other)) == ["b"]
     assert brought(object()) == ["a", "b", "c"]
-    last = FederatedRun(party=ROOT, roster=ROSTER, round_num=3)
-    assert brought(last, round_num=3) == []
+    assert brought(in_round(3), round_num=3) == []

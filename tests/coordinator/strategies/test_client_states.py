@@ -10,7 +10,7 @@ from stratagem.coordinator.core.effects import AggregateRound, EvaluateState, Ke
 from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.federated.ledgers import ClientStates
-from stratagem.coordinator.strategies.federated.run import FederatedRun
+from stratagem.coordinator.strategies.federated.run import Federation
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, digest, do, rejected, start, trained
 
@@ -43,9 +43,9 @@ def states(round_num: int) -> dict[int, KeptState | None]:
     return {client: state_of(round_num, client) for client in range(4)}
 
 
-def run_of(simulation: Simulation) -> FederatedRun:
+def run_of(simulation: Simulation) -> Federation:
     value = simulation.record.value
-    assert isinstance(value, FederatedRun)
+    assert isinstance(value, Federation)
     return value
 
 
@@ -113,10 +113,10 @@ def test_a_commit_is_evaluated_with_what_its_clients_had_then() -> None:
     assert {(e.base.segment, e.client, e.client_state) for e in evaluating} == {
         (n, c, state_of(n, c)) for n in (1, 2, 3) for c in range(4)
     }
-    assert kept(simulation).kept_rounds(2) == (1, 2, 3)
+    assert run_of(simulation).kept_rounds(2) == (1, 2, 3)
     simulation.report(*(do(effect) for effect in evaluating if effect.base.segment == 2))
     assert simulation.facts(f.Evaluated)[-1].segment == 2
-    assert kept(simulation).kept_rounds(2) == (1, 3)
+    assert run_of(simulation).kept_rounds(2) == (1, 3)
 
 
 def test_a_client_without_an_update_begins_again_from_what_it_had() -> None:
@@ -163,7 +163,8 @@ def test_a_run_that_goes_back_begins_its_clients_anew_and_evaluates_what_is_owed
     simulation = begun()
     until_committed(simulation, 3)
     go_back(simulation)
-    assert kept(simulation) == ClientStates(owed={1: states(1)}, is_incomplete=True)  # type: ignore[dict-item]
+    assert kept(simulation) == ClientStates(is_incomplete=True)
+    assert [owed.states for owed in run_of(simulation).evaluations.values()] == [states(1)]
     assert not simulation.record.is_reproducible
     owed = {e.client: (e.base.segment, e.client_state) for e in simulation.due(EvaluateState)}
     assert owed == {client: (1, state_of(1, client)) for client in range(4)}
@@ -187,7 +188,7 @@ def test_a_correction_is_kept_from_round_to_round_and_no_evaluation_needs_it() -
     simulation = begun(SCAFFOLD)
     until_round(simulation, 2)
     assert known(simulation) == states(1)
-    assert not kept(simulation).owed
+    assert not any(owed.states for owed in run_of(simulation).evaluations.values())
     assert folds(simulation) == {2: False, 3: False}
     assert simulation.record.is_reproducible
 

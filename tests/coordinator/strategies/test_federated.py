@@ -241,11 +241,11 @@ def test_client_that_ends_three_processes_is_rejected_alone(moves: bool) -> None
 def test_all_that_a_worker_had_to_do_is_suspected_where_nobody_knows_what_it_did() -> None:
     simulation = opened({**FEDERATED, "num_clients": 4}, "a", "b")
     simulation.come("a", 1)
-    deaths = simulation.record.value.deaths
+    deaths = simulation.record.value.losses.deaths
     assert {task: each.num for task, each in deaths.items()} == {"client 0": 1, "client 2": 1}
     told = ending("b", 0, run_id=RUN, party="client3", status=-9)
     simulation.tell(register("b", 1, told))
-    deaths = simulation.record.value.deaths
+    deaths = simulation.record.value.losses.deaths
     assert deaths["client 3"].num == 1
     assert "client 1" not in deaths
 
@@ -319,7 +319,7 @@ def test_states_that_wait_for_clients_that_are_gone_are_kept_within_bounds() -> 
         return committed
 
     def waiting() -> list[int]:
-        return [base.segment for base in simulation.record.value.to_evaluate]
+        return [*simulation.record.value.evaluations]
 
     for number, name in enumerate("bcde", start=1):
         after(number, without="bcde"[: number - 1])

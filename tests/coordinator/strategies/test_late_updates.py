@@ -11,7 +11,7 @@ from stratagem.coordinator.core.effects import AggregateRound, TrainClient
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.federated.closing import weight
-from stratagem.coordinator.strategies.federated.run import FederatedRun
+from stratagem.coordinator.strategies.federated.run import Federation
 from tests.coordinator.core.jobs import FEDERATED, INNER, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, do, opened, rejected, start
 
@@ -42,9 +42,9 @@ def selected(simulation: Simulation) -> tuple[int, ...]:
     return simulation.facts(f.ClientsSelected)[-1].clients
 
 
-def run_of(simulation: Simulation) -> FederatedRun:
+def run_of(simulation: Simulation) -> Federation:
     value = simulation.record.value
-    assert isinstance(value, FederatedRun)
+    assert isinstance(value, Federation)
     return value
 
 

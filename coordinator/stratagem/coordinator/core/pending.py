@@ -6,8 +6,7 @@ from itertools import chain
 
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.core.effects import Effect, Release, UploadCommit
-from stratagem.coordinator.core.ended_runs import EndedRuns
-from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
+from stratagem.coordinator.core.state import CoordinatorState, EndedRuns, RunRecord, retained
 
 
 def pending(state: CoordinatorState) -> frozenset[Effect]:

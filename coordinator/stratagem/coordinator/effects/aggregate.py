@@ -34,7 +34,7 @@ from stratagem.coordinator.effects.secure import OpenedMasks, SecureMean, SumErr
 from stratagem.coordinator.store.blobs import BlobStore
 from stratagem.coordinator.strategies.federated.closing import max_staleness, weight
 from stratagem.coordinator.strategies.federated.decisions import next_trainers
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.run import Federation, spec_of
 from stratagem.coordinator.updates.finite_result import fold_rule, server_rule
 from stratagem.coordinator.updates.fold import (
     Combination,
@@ -140,7 +140,7 @@ def _bring_ahead(
     if effect.round_num >= spec_of(job).rounds:
         return
     names, value = {member.worker_id for member in run.touched}, value_of(run, effect.party)
-    if isinstance(value, FederatedRun):
+    if isinstance(value, Federation):
         names &= next_trainers(job, value)
     for member in run.touched:
         worker = runs.state.workers.get(member.worker_id)

@@ -18,7 +18,7 @@ from stratagem.coordinator.effects.execute import attend, fail_party, record_of
 from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.strategies.federated.decisions import may_move, only_one_to_build
 from stratagem.coordinator.strategies.federated.rejections import reason_of
-from stratagem.coordinator.strategies.federated.run import FederatedRun
+from stratagem.coordinator.strategies.federated.run import Federation
 from stratagem.coordinator.strategies.population.evolution import variants
 from stratagem.v1 import worker_pb2
 
@@ -71,7 +71,7 @@ async def build(env: EffectContext, effect: Build) -> None:
 def _is_awaited(runs: LiveRuns, effect: Build, job: JobSpec, error: ErrorRecord) -> bool:
     """Return True for a site that is closed now while no other one can build the model."""
     value = runs.state.runs[effect.run_id].value
-    if error.type != SiteClosedError.__name__ or not isinstance(value, FederatedRun):
+    if error.type != SiteClosedError.__name__ or not isinstance(value, Federation):
         return False
     return only_one_to_build(job, value, runs.loop.world, effect.member)
 

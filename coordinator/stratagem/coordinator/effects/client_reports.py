@@ -29,7 +29,7 @@ from stratagem.coordinator.runtime.links import WorkerSession
 from stratagem.coordinator.store.step_history import HistoryRow
 from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of
 from stratagem.coordinator.strategies.federated.run import (
-    FederatedRun,
+    Federation,
     has_simulated_states,
     spec_of,
 )
@@ -190,9 +190,7 @@ def kept_rounds(runs: LiveRuns, effect: TrainClient) -> tuple[int, ...]:
     """
     run = runs.state.runs.get(effect.run_id)
     value = None if run is None else run.value
-    if not isinstance(value, FederatedRun) or value.client_states is None:
-        return ()
-    return value.client_states.kept_rounds(effect.client)
+    return value.kept_rounds(effect.client) if isinstance(value, Federation) else ()
 
 
 async def report_lost_state(

@@ -1,8 +1,8 @@
 """Functions for a party inside a strategy, which is run by a strategy of its own.
 
 The strategy around it makes children, hands them the facts of their parties, asks them for
-decisions and effects, and lets each go as far as its horizon, in segments. What a child cannot
-settle by itself (its failure, what follows when it has reached the horizon) is decided outside.
+decisions and effects, and lets each go as far as its horizon, in segments. It also decides about
+the failure of a child, and about the time after the horizon.
 """
 
 from collections import Counter
@@ -88,7 +88,7 @@ def is_at_horizon(child: Child) -> bool:
 def rebased(
     child: Child, job: JobSpec, base: Base, num_rows: Mapping[str, int], horizon: int
 ) -> Child:
-    """Return the child continuing from another state, perhaps with another job."""
+    """Return the child from another state on, perhaps with another job."""
     value = _nesting(child).rebase(job, child.value, base, num_rows)
     return replace(child, job=job, value=value, horizon=horizon)
 
@@ -122,7 +122,7 @@ def transition(child: Child, fact: Fact, now_s: float) -> Child:
 
 
 def again(child: Child) -> Child:
-    """Return the child after a failure: it restarts from where it stands, with its whole budget."""
+    """Return the child after a failure: it goes on where it stands, with its whole budget."""
     return transition(child, RunResumed(), now_s=0.0)
 
 
@@ -133,14 +133,14 @@ def is_of(child: Child, fact: Fact) -> bool:
 
 
 def reject_reason(child: Child, fact: Fact) -> str:
-    """Return why a reported fact is stale; "" when it is welcome."""
+    """Return the reason why a reported fact is stale; "" when it is welcome."""
     return child.strategy.reject_reason(child.job, child.value, fact)
 
 
 def why_waiting(child: Child, world: World) -> str:
-    """Return, as a sentence, what a child without workers waits for; "" for one that has some."""
-    shown = child.strategy.status(child.job, child.value, world)
-    return "" if shown.members else shown.reason
+    """Return a sentence about what a child without workers waits for; "" for one that has some."""
+    status = child.strategy.status(child.job, child.value, world)
+    return "" if status.members else status.reason
 
 
 def pending(run_id: RunId, child: Child) -> frozenset[Effect]:

@@ -27,7 +27,7 @@ def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]
     """Return usable workers that take the job's code, that the others reach where the strategy
     needs that, and whose numerics fit; least loaded first.
 
-    fingerprint: what the run's members have; "" before the first placement, when the numerics
+    fingerprint: the numerics of the members of the run; "" before the first placement, when those
     that most workers share are taken (the first in order among equals).
     """
     wanted = job.code is None, needs_peers(job.strategy), job.execution.deterministic, fingerprint
@@ -51,24 +51,25 @@ def _eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord
 
 
 def _refuses_code(job: JobSpec, worker: WorkerRecord) -> bool:
-    """Return True when the job brings code and the worker takes none. One that takes only code that
-    is signed or listed decides itself."""
+    """Return True when the job brings code and the worker takes none; a worker that takes signed or
+    listed code decides itself."""
     return job.code is not None and worker.capability.code_policy == "none"
 
 
 def _is_apart(job: JobSpec, worker: WorkerRecord) -> bool:
-    """Return True when the strategy has members reach each other, and none could reach this one."""
+    """Return True when members must reach each other, and none could reach this worker."""
     return worker.capability.tunnelled and needs_peers(job.strategy)
 
 
 def is_site_of(job: JobSpec, worker: WorkerRecord) -> bool:
     """Return True when the worker has the data that the job binds its clients to, and a place for
-    what they keep."""
+    the states that they keep."""
     return job.data.worker_local in worker.capability.local_data and not _forgets(job, worker)
 
 
 def why_forgetful(job: JobSpec, workers: list[WorkerRecord]) -> str:
-    """Return which workers with the job's data cannot keep what its clients must; "" if all can."""
+    """Return a sentence about the workers with the job's data that cannot keep the states of its
+    clients; "" if all can."""
     having = [w for w in workers if job.data.worker_local in w.capability.local_data]
     if not (forgetful := [w for w in having if _forgets(job, w)]):
         return ""
@@ -82,8 +83,8 @@ def _forgets(job: JobSpec, worker: WorkerRecord) -> bool:
 
 
 def why_apart(job: JobSpec, world: World) -> str:
-    """Return which usable workers cannot be members because others do not reach them; "" if all
-    can."""
+    """Return a sentence about the usable workers that others do not reach, and so cannot be
+    members; "" if all can."""
     apart = [worker for worker in world.usable() if _is_apart(job, worker)]
     if not apart:
         return ""
@@ -92,8 +93,8 @@ def why_apart(job: JobSpec, world: World) -> str:
 
 
 def why_outdated(world: World) -> str:
-    """Return which workers are of a version that does not know the rules of the run; "" if all
-    do."""
+    """Return a sentence about the workers of a version that does not know the rules of the run; ""
+    if all do."""
     if not (outdated := world.outdated()):
         return ""
     are = "is" if len(outdated) == 1 else "are"
@@ -104,7 +105,7 @@ def why_outdated(world: World) -> str:
 
 
 def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
-    """Return why there are no workers, or not as many as are needed, as a sentence."""
+    """Return a sentence about the reason for which there are no workers, or too few."""
     usable = world.usable()
     if not world.workers:
         return "no worker is registered"
@@ -147,14 +148,16 @@ def _names(workers: list[WorkerRecord]) -> str:
 def places_by_region(
     strategy: Federated, updates: Sequence[Accepted], roster: Sequence[ClientBinding]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return which accepted updates, by their places in client order, each region adds up.
+    """Return the accepted updates that each region adds up, by their places in client order.
 
     Regions stand in order of name; those without an update are left out. Without regions: ().
     """
     regions = strategy.options.regions
     if regions is None or isinstance(strategy.options.inner, Federated):
         return ()  # of regions that are clients each update is a sum already
-    region_of = _region_by_member(regions)
+    region_of: Mapping[Any, str] = {
+        member: region for region, members in regions.items() for member in members
+    }
     are_names = are_named(regions)
     places: dict[str, list[int]] = {region: [] for region in sorted(regions)}
     for place, accepted in enumerate(updates):
@@ -170,7 +173,3 @@ def sites_of(strategy: Federated) -> frozenset[str] | None:
     if regions is None or not are_named(regions):
         return None
     return frozenset(members_of(regions))
-
-
-def _region_by_member(regions: Mapping[str, Any]) -> dict[Any, str]:
-    return {member: region for region, members in regions.items() for member in members}

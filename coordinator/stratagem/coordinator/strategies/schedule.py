@@ -21,7 +21,7 @@ from stratagem.common.strategy import Federated, local_steps_of
 
 TRAIN_SPLIT = "train"
 STREAM_CHECKPOINT_STEPS = 1000
-"""Steps from commit to commit where rows come as a stream, unless the job says otherwise."""
+"""The steps from commit to commit where rows come as a stream, unless the job says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +85,21 @@ def _ends(num_steps: int, evaluate_every: int | None, checkpoint_every: int) -> 
 # A state is committed with the metrics of its training and of its evaluation.
 
 LOGGED: Final = "evaluation."
-"""Before the names of what the user's on_evaluation has logged."""
+"""The prefix of metrics that on_evaluation of the user has logged."""
 
 
 def is_evaluated(job: JobSpec, name: str) -> bool:
-    """Return True for a name that a metric of the job's evaluations has in a commit: its own, or,
-    of a metric of the user's with several values, followed by theirs; that of its spread over
-    clients; or what was logged of it."""
+    """Return True for the name of a metric of the job's evaluations in a commit: the name in the
+    job, that of one of its values where it has several, that of its spread over clients, or that
+    of a logged value."""
     spec = job.evaluation
     if spec is None:
         return False
     if name.startswith(LOGGED):
         return True
     name = of_metric(name)
-    names = [f"{spec.split}.{each}" for each in ("loss", *spec.metrics)]
-    return name in names or any(":" in own and name.startswith(f"{own}.") for own in names)
+    names = [f"{spec.split}.{metric}" for metric in ("loss", *spec.metrics)]
+    return name in names or any(":" in n and name.startswith(f"{n}.") for n in names)
 
 
 def commit_metrics(
@@ -110,8 +110,8 @@ def commit_metrics(
     A metric of training that has the name of an evaluated one (`train.loss`, where the split that
     is evaluated is train) is left out: the commit would seem to have been evaluated.
     """
-    kept = {name: value for name, value in trained.items() if not is_evaluated(job, name)}
-    return tuple(sorted({**kept, **(evaluated or {})}.items()))
+    others = {name: value for name, value in trained.items() if not is_evaluated(job, name)}
+    return tuple(sorted({**others, **(evaluated or {})}.items()))
 
 
 # ---- Sums of an evaluation ----

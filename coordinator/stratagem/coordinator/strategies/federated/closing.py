@@ -1,4 +1,4 @@
-"""Close a federated round: decide when, with which updates, and what follows from too few.
+"""Close a federated round: decide the time, the updates, and the course after too few of them.
 
 The functions are pure functions of the run value and of the present workers; strategy.py calls
 them.
@@ -27,88 +27,89 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.state import WorkerRecord
-from stratagem.coordinator.strategies.federated import ledgers, row_ledger
+from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.decisions import quorum_of, worker_for
 from stratagem.coordinator.strategies.federated.evaluation import round_metrics
-from stratagem.coordinator.strategies.federated.ledgers import privacy_metrics
 from stratagem.coordinator.strategies.federated.rejections import (
     commonest_error,
     commonest_first,
     names,
     said,
 )
-from stratagem.coordinator.strategies.federated.row_ledger import row_metrics
-from stratagem.coordinator.strategies.federated.run import FederatedRun, Late, due_clients, spec_of
+from stratagem.coordinator.strategies.federated.run import (
+    Federation,
+    Late,
+    Open,
+    due_clients,
+    spec_of,
+    without,
+)
 
 # ---- Closing ----
 
 WAIT = "wait"
 
 
-def begin_again(
-    job: JobSpec, value: FederatedRun, now_s: float
-) -> RoundRestarted | RunFailed | None:
+def begin_again(job: JobSpec, value: Federation, now_s: float) -> RoundRestarted | RunFailed | None:
     """Begin a secure round again, or fail the run, when no sum of it can be unmasked any more."""
     spec = spec_of(job).options.secure_aggregation
     if spec is None:
         return None
-    is_late = _is_late(value, now_s) and bool(value.secure.routed)
+    clients, secure = value.clients, value.clients.secure
+    is_late = _is_late(clients, now_s) and bool(secure.routed)
     left = () if is_late else value.unanswered()
-    why = ledgers.lack(spec, value.secure, {*value.updates, *left})
+    why = secure.lack(spec, {*clients.updates, *left})
     if not why:
         return None
-    reason = f"round {value.round_num}: of {len(value.selected)} clients {why}"
-    if value.rejected:
+    reason = f"round {value.round_num}: of {len(clients.selected)} clients {why}"
+    if clients.rejected:
         reason += f"; {commonest_first(job, value)}"
-    if value.secure.attempt + 1 < ledgers.MAX_ATTEMPTS and (
-        len(ledgers.cured(value.rejected)) < len(value.rejected)
-    ):
+    has_attempts = secure.attempt + 1 < ledgers.MAX_ATTEMPTS
+    if has_attempts and ledgers.may_be_cured(clients.rejected):
         return RoundRestarted(
             party=value.party,
             round_num=value.round_num,
-            attempt=value.secure.attempt + 1,
+            attempt=secure.attempt + 1,
             reason=reason,
         )
     return RunFailed(reason=reason, error=commonest_error(value))
 
 
-def _is_late(value: FederatedRun, now_s: float) -> bool:
-    return value.deadline_s is not None and now_s >= value.deadline_s
+def _is_late(clients: Open, now_s: float) -> bool:
+    return clients.deadline_s is not None and now_s >= clients.deadline_s
 
 
 def close(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
     """Close the round when all have answered, its deadline has passed, or enough updates are
     here."""
-    is_secure = spec_of(job).options.secure_aggregation is not None
-    if is_secure and not value.secure.routed:
+    clients, is_secure = value.clients, spec_of(job).options.secure_aggregation is not None
+    if is_secure and not clients.secure.routed:
         return None
-    num_selected, num_updates = len(value.selected), len(value.updates)
-    num_answered = num_updates + len(value.rejected) + len(value.left_unanswered())
-    is_late = _is_late(value, now_s)
-    suffices = value.num_needed is not None and num_updates >= value.num_needed
+    num_selected, num_updates = len(clients.selected), len(clients.updates)
+    num_answered = num_updates + len(clients.rejected) + len(value.left_unanswered())
+    is_late = _is_late(clients, now_s)
+    suffices = clients.num_needed is not None and num_updates >= clients.num_needed
     if num_answered < num_selected and not is_late and not suffices:
         return None
     count = f"round {value.round_num}: {num_updates} of {num_selected} updates"
     if num_answered < num_selected:
-        count += f", {value.num_needed} suffice" if suffices else ", deadline passed"
+        count += f", {clients.num_needed} suffice" if suffices else ", deadline passed"
     if num_updates < num_required(job, value):
         return _missing(job, value, workers, count, now_s)
-    if value.rejected:
-        count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    if clients.rejected:
+        count += f", {len(clients.rejected)} rejected ({said(job, value)})"
     if left := sorted(value.left_unanswered()):
         count += f", {len(left)} left ({names(job, value, left)})"
     late = accepted(value)
     if late:
-        clients = ", ".join(
-            f"client {a.client} of round {value.round_num - a.staleness}" for a in late
-        )
-        count += f", {len(late)} late ({clients})"
+        who = ", ".join(f"client {a.client} of round {value.round_num - a.staleness}" for a in late)
+        count += f", {len(late)} late ({who})"
     on_time = [
         Accepted(client=client, digest=update.digest, num_samples=update.num_samples)
-        for client, update in value.updates.items()
+        for client, update in clients.updates.items()
     ]
     return RoundClosed(
         party=value.party,
@@ -118,49 +119,42 @@ def close(
         by_policy=num_answered < num_selected
         or bool(late)
         or bool(left)
-        or (is_secure and ledgers.is_by_policy(value.rejected))
-        or _is_noised_secretly(job),
+        or (is_secure and ledgers.may_be_cured(clients.rejected))
+        or (job.privacy is not None and job.privacy.noise == "secret"),  # not in the job
         metrics=_metrics(value),
     )
 
 
-def _is_noised_secretly(job: JobSpec) -> bool:
-    """Return True when the run cannot be made again from its job, whose noise it has not."""
-    return job.privacy is not None and job.privacy.noise == "secret"
-
-
-def _metrics(value: FederatedRun) -> dict[str, float]:
-    if value.ledger is not None:  # a mean over few clients would tell of each of them
-        return privacy_metrics(value.ledger)
-    if value.rows is not None:  # a mean loss would tell of rows
-        return row_metrics(value.rows)
+def _metrics(value: Federation) -> dict[str, float]:
+    if (ledger := value.ledger or value.rows) is not None:
+        return ledger.metrics
     num_skipped = value.trained.get(SKIPPED_STEPS, 0.0)
-    return round_metrics(value.updates, received(value), num_skipped=num_skipped)
+    return round_metrics(value.clients.updates, received(value), num_skipped=num_skipped)
 
 
-def num_required(job: JobSpec, value: FederatedRun) -> int:
-    """Return the updates without which the round cannot close: the quorum, else any one of those
-    that did not fail; those that a robust rule needs; none in a private run without a quorum."""
-    options = spec_of(job).options
-    if value.ledger is not None and (options.quorum is None or not value.selected):
+def num_required(job: JobSpec, value: Federation) -> int:
+    """Return the number of updates without which the round cannot close: the quorum, else one;
+    at least those that a robust rule needs; none in a private run without a quorum."""
+    options, clients = spec_of(job).options, value.clients
+    if value.ledger is not None and (options.quorum is None or not clients.selected):
         return 0  # nobody has to take part: the sum is noise then, and counts
     of_rule = fewest_updates(options.robust)
     if options.secure_aggregation is not None:
-        of_rule = ledgers.fewest_survivors(options.secure_aggregation, value.secure)
+        of_rule = clients.secure.fewest_survivors(options.secure_aggregation)
     if options.quorum is None:
         return of_rule
-    needed = value.num_needed or quorum_of(options.quorum, len(value.selected))
+    needed = clients.num_needed or quorum_of(options.quorum, len(clients.selected))
     return max(of_rule, needed)
 
 
 def _missing(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], count: str, now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], count: str, now_s: float
 ) -> Fact | None:
     """Go on with other clients, wait, or fail the run, when the round has too few updates."""
-    needed = num_required(job, value)
-    if value.rejected:
+    needed, rejected = num_required(job, value), value.clients.rejected
+    if rejected:
         count += f"; {commonest_first(job, value)}"
-    if needed > 1 or not value.rejected:
+    if needed > 1 or not rejected:
         count += f"; {needed} are needed" if needed > 1 else "; 1 is needed"
     if 1 < needed == fewest_updates(spec_of(job).options.robust):
         count += " for options.robust"
@@ -170,7 +164,7 @@ def _missing(
         return more or open_roster.wait(job, value, count, now_s, num_needed)
     if spec_of(job).options.on_missing_quorum != WAIT:
         return RunFailed(reason=count, error=commonest_error(value))
-    if value.is_waiting:
+    if value.clients.is_waiting:
         return None
     return RoundWaits(
         party=value.party,
@@ -181,32 +175,33 @@ def _missing(
 
 
 def ask_again(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> RoundWaits | None:
-    """Ask again the failed clients of a round that waits for which there is another worker: a new
-    start of their own, where their rows are on it. Those whose site has refused are asked now and
-    then, too: it may have changed its file."""
-    if not value.is_waiting or not value.rejected:
+    """Ask again, in a round that waits, the failed clients for which there is another worker, or a
+    new start of the one that has their rows. Sites that have refused are asked now and then, too:
+    they may have changed their file."""
+    clients = value.clients
+    if not clients.is_waiting or not clients.rejected:
         return None
-    is_time = value.asks_again_s is not None and now_s >= value.asks_again_s
+    is_time = clients.asks_again_s is not None and now_s >= clients.asks_again_s
     alive = {worker.member.worker_id: worker for worker in workers}
     again, refused = [], []
-    for client in sorted(value.rejected.keys() & value.assigned.keys()):
+    for client in sorted(clients.rejected.keys() & clients.assigned.keys()):
         binding = value.roster[client]
-        if is_time and value.rejected[client].cause.is_refusal and binding.worker_id in alive:
+        if is_time and clients.rejected[client].cause.is_refusal and binding.worker_id in alive:
             refused.append(client)
             continue
-        tried = value.tried.get(client, frozenset()) | {value.assigned[client][0]}
+        tried = clients.tried.get(client, frozenset()) | {clients.assigned[client][0]}
         if worker_for(job, binding, alive, Counter(), tried) is not None:
             again.append(client)
     if not again and not refused and not is_time:
         return None
-    num_updates, num_selected = len(value.updates), len(value.selected)
+    num_updates, num_selected = len(clients.updates), len(clients.selected)
     return RoundWaits(
         party=value.party,
         round_num=value.round_num,
         reason=f"round {value.round_num}: {num_updates} of {num_selected} updates",
-        num_needed=value.num_needed,
+        num_needed=clients.num_needed,
         asked_again=tuple(sorted([*again, *refused])),
         refused=tuple(refused),
     )
@@ -214,17 +209,18 @@ def ask_again(
 
 # ---- Late updates ----
 #
-# Clients that a round was closed without train on, and their updates enter a later round.
+# With `options.late_updates`, clients that a round was closed without train on, and their updates
+# enter a later round.
 #
-# This applies only where the job says so (`options.late_updates`). The change of such a client on
-# its own base is applied to the present state and counts n · d^staleness, where staleness is the
-# number of rounds between the one it trained for and the one it enters (as in FedAsync,
-# https://arxiv.org/abs/1903.03934, and FedBuff, https://arxiv.org/abs/2106.06639).
+# The change that such a client has made to its base is applied to the present state and counts
+# n · d^staleness, where staleness is the number of rounds between the one it trained for and the
+# one it enters (as in FedAsync, https://arxiv.org/abs/1903.03934, and FedBuff,
+# https://arxiv.org/abs/2106.06639).
 
 
 def max_staleness(job: JobSpec) -> int:
-    """Return for how many rounds updates of a closed round may still be needed; 0: late ones are
-    refused."""
+    """Return the number of rounds for which updates of a closed round may still be needed; 0: late
+    ones are refused."""
     strategy = job.strategy
     if not isinstance(strategy, Federated) or strategy.options.late_updates == "refuse":
         return 0
@@ -238,25 +234,23 @@ def weight(job: JobSpec, accepted: Accepted) -> float:
     return float(accepted.num_samples * discount**accepted.staleness)
 
 
-def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> FederatedRun:
+def after_close(job: JobSpec, value: Federation) -> Federation:
     """Mark the clients that still train as a round closes as late, and drop the late updates it
     took."""
     if not max_staleness(job):
         return value
-    late = {client: training for client, training in before.late.items() if training.update is None}
-    for client in due_clients(before):
-        late[client] = of_open_round(before, client)
-    return replace(value, late=late)
+    due = {client: of_open_round(value, client) for client in due_clients(value)}
+    return replace(value, late={**dict(_training(value)), **due})
 
 
-def of_open_round(value: FederatedRun, client: int) -> Late:
-    """Return what a client of the open round trains from, and where."""
+def of_open_round(value: Federation, client: int) -> Late:
+    """Return the base and the worker of a client of the open round."""
     assert value.committed is not None
     num_reductions = num_lr_reductions(value.metrics)
-    return Late(value.round_num, value.committed, *value.assigned[client], num_reductions)
+    return Late(value.round_num, value.committed, *value.clients.assigned[client], num_reductions)
 
 
-def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
+def after_commit(job: JobSpec, value: Federation) -> Federation:
     """Give up the late clients that would be too stale in the next round, or all after the last."""
     is_over = value.round_num > spec_of(job).rounds
     limit = -1 if is_over else max_staleness(job)
@@ -268,45 +262,35 @@ def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
     return replace(value, late=late)
 
 
-def after_selection(value: FederatedRun) -> FederatedRun:
-    """Drop late clients that are selected again: they train for the new round."""
-    chosen = set(value.selected)
-    return replace(value, late={c: late for c, late in value.late.items() if c not in chosen})
-
-
-def is_late(value: FederatedRun, fact: Fact) -> bool:
+def is_late(value: Federation, fact: Fact) -> bool:
     """Return True for a fact about clients that an earlier round was closed without."""
     match fact:
         case UpdateReceived() | UpdateRejected():
-            late = value.late.get(fact.client)
-            return late is not None and late.round_num == fact.round_num
+            clients = [fact.client]
         case ClientsAssigned():
-            return all(
-                (late := value.late.get(a.client)) is not None and late.round_num == fact.round_num
-                for a in fact.assignments
-            )
+            clients = [assignment.client for assignment in fact.assignments]
         case _:
             return False
+    late = [value.late.get(client) for client in clients]
+    return all(each is not None and each.round_num == fact.round_num for each in late)
 
 
-def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
+def with_late(value: Federation, fact: Fact) -> Federation:
     """Fold a fact about late clients: an update that waits for the next closing, or a client that
     is given up."""
-    late = dict(value.late)
     match fact:
         case UpdateReceived():
-            late[fact.client] = replace(late[fact.client], update=fact)
+            late = replace(value.late[fact.client], update=fact)
+            return replace(value, late={**value.late, fact.client: late})
         case UpdateRejected():
-            del late[fact.client]
+            return replace(value, late=without(value.late, [fact.client]))
         case _:
             assert isinstance(fact, ClientsAssigned), "is_late was asked"
-            for assignment in fact.assignments:
-                del late[assignment.client]
-            value = replace(value, membership=fact.membership)
-    return replace(value, late=late)
+            others = without(value.late, [each.client for each in fact.assignments])
+            return replace(value, late=others, membership=fact.membership)
 
 
-def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned | None:
+def give_up(value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned | None:
     """Give up late clients whose worker is lost; they are not trained again. None while there are
     none."""
     if not value.late:
@@ -328,7 +312,7 @@ def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned
     )
 
 
-def accepted(value: FederatedRun) -> list[Accepted]:
+def accepted(value: Federation) -> list[Accepted]:
     """Return the late updates that the open round takes if it closes now."""
     return [
         Accepted(
@@ -343,50 +327,47 @@ def accepted(value: FederatedRun) -> list[Accepted]:
     ]
 
 
-def received(value: FederatedRun) -> list[UpdateReceived]:
+def received(value: Federation) -> list[UpdateReceived]:
     """Return the facts of the late updates that have arrived, in order of client."""
     return [late.update for _, late in sorted(value.late.items()) if late.update is not None]
 
 
-def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
+def effects(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[TrainClient]:
     """Yield the training of the late clients, unchanged from when their round was open."""
     for client, late in _training(value):
         yield training(run_id, job, value, client, late)
 
 
-def training(
-    run_id: RunId, job: JobSpec, value: FederatedRun, client: int, own: Late
-) -> TrainClient:
-    """Return the training of one client; own: its round, base and worker, late or not."""
-    strategy, states = spec_of(job), value.client_states
+def training(run_id: RunId, job: JobSpec, value: Federation, client: int, at: Late) -> TrainClient:
+    """Return the training of one client; at: its round, base and worker, late or not."""
+    strategy, states, secure = spec_of(job), value.client_states, value.clients.secure
     return TrainClient(
         run_id=run_id,
         party=value.party,
-        membership=own.membership,
-        round_num=own.round_num,
+        membership=at.membership,
+        round_num=at.round_num,
         client=client,
         num_clients=strategy.num_clients,
         local_epochs=strategy.options.local_epochs,
-        member=own.member,
-        base=own.base,
-        num_lr_reductions=own.num_lr_reductions,
+        member=at.member,
+        base=at.base,
+        num_lr_reductions=at.num_lr_reductions,
         clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
-        rows=None if value.rows is None else row_ledger.asked(value.rows, client),
+        rows=None if value.rows is None else value.rows.due(client),
         state=None if states is None else states.newest.get(client),
-        attempt=value.secure.attempt,
-        routed=value.secure.routed,
-        num_members=len(value.secure.members),
+        attempt=secure.attempt,
+        routed=secure.routed,
+        num_members=len(secure.members),
     )
 
 
-def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """Return the states that late clients train from, or that accepted late updates were trained
-    from."""
-    kept = {late.base.digest for late in value.late.values()}
-    return frozenset(kept | {update.base for update in value.accepted if update.base})
+def blobs(value: Federation) -> frozenset[Digest]:
+    """Return the bases of late clients and of accepted late updates."""
+    bases = {late.base.digest for late in value.late.values()}
+    return frozenset(bases | {update.base for update in value.accepted if update.base})
 
 
-def _training(value: FederatedRun) -> Iterator[tuple[int, Late]]:
+def _training(value: Federation) -> Iterator[tuple[int, Late]]:
     for client, late in value.late.items():
         if late.update is None:
             yield client, late

@@ -45,18 +45,19 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_calls import draws_in_secret
-from stratagem.coordinator.strategies.federated import row_ledger
+from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated.ledgers import PrivacyLedger, beyond_budget
 from stratagem.coordinator.strategies.federated.rejections import (
     BUILD,
     FAIL,
-    MAX_NAMED,
     cause_of,
+    few,
     in_all,
     in_closed_rounds,
 )
 from stratagem.coordinator.strategies.federated.run import (
-    FederatedRun,
+    Federation,
+    Losses,
     evaluates_at_clients,
     lacking,
     spec_of,
@@ -67,7 +68,7 @@ from stratagem.coordinator.strategies.placement import is_site_of, sites_of
 
 
 def new_helper(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+    job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> MembersFormed | None:
     """Choose the worker that builds at first and evaluates later, or all clients' workers where
     these evaluate; None while it stays."""
@@ -97,7 +98,7 @@ def new_helper(
 
 
 def form_roster(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+    job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> RosterFormed | None:
     """Bind every client to a worker; None while the workers that it takes are not here."""
     strategy = spec_of(job)
@@ -123,12 +124,12 @@ def form_roster(
     return RosterFormed(party=value.party, clients=bindings)
 
 
-def is_evaluated_first(job: JobSpec, value: FederatedRun) -> bool:
-    """Return True while an evaluation is missing that decides about the next round."""
-    return follows_evaluations(job) and bool(value.to_evaluate)
+def is_evaluated_first(job: JobSpec, value: Federation) -> bool:
+    """Return True while the next round depends on a missing evaluation."""
+    return follows_evaluations(job) and bool(value.evaluations)
 
 
-def stopped_early(job: JobSpec, value: FederatedRun) -> StoppedEarly | None:
+def stopped_early(job: JobSpec, value: Federation) -> StoppedEarly | None:
     """End the run where the evaluations say so."""
     why = why_stopped(job, value.metrics)
     if not why:
@@ -139,7 +140,7 @@ def stopped_early(job: JobSpec, value: FederatedRun) -> StoppedEarly | None:
     return StoppedEarly(reason=_with_rejections(job, value, done), step=num_rounds)
 
 
-def bench(job: JobSpec, value: FederatedRun) -> ClientBenched | None:
+def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
     """Let a client that has failed too many rounds in a row take no part in the next ones."""
     strikes = spec_of(job).options.strikes
     if strikes is None:
@@ -156,7 +157,7 @@ def bench(job: JobSpec, value: FederatedRun) -> ClientBenched | None:
     return None
 
 
-def excused_by_bench(value: FederatedRun) -> tuple[Excused, ...]:
+def excused_by_bench(value: Federation) -> tuple[Excused, ...]:
     """Return the clients on the bench in the next round, by its end."""
     sitting: dict[int, list[int]] = {}
     for client, until in sorted(value.attendance.benched.items()):
@@ -168,24 +169,24 @@ def excused_by_bench(value: FederatedRun) -> tuple[Excused, ...]:
     )
 
 
-def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected | StoppedEarly:
-    """Open the next round with the clients of a roster that stays, without those on the bench and
-    those whose rows have spent their privacy; end the run where none is left."""
+def next_round(job: JobSpec, value: Federation, now_s: float) -> ClientsSelected | StoppedEarly:
+    """Open the next round of a fixed roster, without clients on the bench and clients whose rows
+    have spent their privacy; end the run where none is left."""
     attendance, number = value.attendance, value.round_num
     able = [binding for binding in value.roster if attendance.is_able(binding.client, number)]
     excused = excused_by_bench(value) if attendance.benched else ()
     if value.rows is not None:
-        able, spent = row_ledger.with_budget(job, value.rows, able)
+        able, spent = ledgers.with_budget(job, value.rows, able)
         excused += spent
     opened = open_round(job, value, able, excused, now_s)
     if opened is None and value.rows is not None:
-        return row_ledger.budget_spent(job, value.rows, number - 1)
+        return ledgers.budget_spent(job, value.rows, number - 1)
     assert opened is not None, "whose updates closed the round before are not on the bench"
     return opened
 
 
 def private_round(
-    job: JobSpec, value: FederatedRun, ledger: PrivacyLedger, now_s: float
+    job: JobSpec, value: Federation, ledger: PrivacyLedger, now_s: float
 ) -> ClientsSelected | StoppedEarly | RunFailed | None:
     """Open the next round of a private run with the clients that were drawn for it, or end the run
     where it would cost too much; None while it is not accounted."""
@@ -199,31 +200,31 @@ def private_round(
     return opened.model_copy(update={"clients": ledger.round.drawn})
 
 
-def candidates_of(job: JobSpec, value: FederatedRun) -> tuple[int, ...]:
-    """Return the clients of which those of a private round are drawn: all, or, where the draw is no
-    secret, those that take part."""
+def candidates_of(job: JobSpec, value: Federation) -> tuple[int, ...]:
+    """Return the clients from which a private round is drawn: all, or, where the draw is no secret,
+    those that take part."""
     strategy, roster = spec_of(job), value.roster
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
         return tuple(binding.client for binding in roster)
     return select(strategy.client_selection, roster, job.seed, value.round_num)
 
 
-def next_trainers(job: JobSpec, value: FederatedRun) -> frozenset[WorkerId]:
+def next_trainers(job: JobSpec, value: Federation) -> frozenset[WorkerId]:
     """Return the workers on which clients of the round after the open one are expected to train;
-    none where the draw is a secret. A guess: who comes or goes until then is not in it."""
+    none where the draw is a secret. It is a guess: workers may come and go until then."""
     strategy, number = spec_of(job), value.round_num + 1
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
         return frozenset()
     able = {b.client: b for b in value.roster if value.attendance.is_able(b.client, number)}
     num_extra = strategy.options.over_select
     drawn = select(strategy.client_selection, [*able.values()], job.seed, number, num_extra)
-    at = {client: member.worker_id for client, (member, _) in value.assigned.items()}
+    at = {client: member.worker_id for client, (member, _) in value.clients.assigned.items()}
     return frozenset(at.get(client, able[client].worker_id) for client in drawn)
 
 
 def open_round(
     job: JobSpec,
-    value: FederatedRun,
+    value: Federation,
     roster: Sequence[ClientBinding],
     excused: tuple[Excused, ...],
     now_s: float,
@@ -249,23 +250,21 @@ def open_round(
     )
 
 
-def assign(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
-) -> ClientsAssigned | None:
+def assign(job: JobSpec, value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned | None:
     """Assign a live worker to every client that has none: its own, else the one with fewest
     clients."""
     alive = {worker.member.worker_id: worker for worker in workers}
     if not lacking(value, lambda member: _is_alive(alive, member)):
         return None
-    waiting = list(value.unanswered())
-    current = {c: value.assigned[c][0] for c in waiting if c in value.assigned}
-    held = {c: m for c, m in current.items() if _is_alive(alive, m)}
-    load = Counter(member.worker_id for member in held.values())
+    clients, waiting = value.clients, list(value.unanswered())
+    current = {c: clients.assigned[c][0] for c in waiting if c in clients.assigned}
+    staying = {c: m for c, m in current.items() if _is_alive(alive, m)}
+    load = Counter(member.worker_id for member in staying.values())
     new = []
     for client in waiting:
-        if client in held:
+        if client in staying:
             continue
-        tried = value.tried.get(client, frozenset())
+        tried = clients.tried.get(client, frozenset())
         worker = worker_for(job, value.roster[client], alive, load, tried)
         if worker is not None:
             load[worker.member.worker_id] += 1
@@ -302,9 +301,9 @@ def worker_for(
 ) -> WorkerRecord | None:
     """Return the worker that a client trains on: its own, else the one with fewest clients; none of
     `tried`."""
-    own = alive.get(binding.worker_id)
-    if own is not None and own.member not in tried:
-        return own
+    home = alive.get(binding.worker_id)
+    if home is not None and home.member not in tried:
+        return home
     if has_homes(job):
         return None
     selection = spec_of(job).client_selection
@@ -317,15 +316,15 @@ def worker_for(
     return min(fitting, key=lambda w: (load[w.member.worker_id], w.member.worker_id), default=None)
 
 
-def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
-    if value.to_evaluate:
+def complete(job: JobSpec, value: Federation) -> RunCompleted | None:
+    if value.evaluations:
         return None
     assert value.committed is not None
     done = f"{counted(value.committed.segment, 'round')} committed"
     return RunCompleted(reason=_with_rejections(job, value, done))
 
 
-def _with_rejections(job: JobSpec, value: FederatedRun, done: str) -> str:
+def _with_rejections(job: JobSpec, value: Federation, done: str) -> str:
     rejected = () if draws_in_secret(job) else in_closed_rounds(value)
     return "; ".join(filter(None, (done, in_all(job, rejected))))
 
@@ -371,12 +370,11 @@ def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) ->
 
 # ---- Model building ----
 #
-# One worker builds the federation's model. Where each worker has rows of its own, any that can
-# build it will do.
+# One worker builds the model of the federation.
 #
-# A site whose data or code raises during the build would otherwise end the federation before its
-# first round. All its workers are tried, and the run fails when none can build the model. The run
-# also fails where a worker lacks a file, a package or memory, whatever the data are.
+# Where each worker has rows of its own, all are tried until one can build the model: a single site
+# whose data or code raises would otherwise end the federation before its first round. Elsewhere
+# another worker is tried where the first lacks a file, a package or memory.
 
 _OF_THE_PLACE: Final = frozenset(
     {
@@ -384,13 +382,13 @@ _OF_THE_PLACE: Final = frozenset(
         *("ImportError", "ModuleNotFoundError"),
     }
 )
-"""Types of errors that say what is not there."""
+"""The types of errors about something that is missing."""
 _UNWILLING: Final = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
 
 
 def may_move(job: JobSpec, error: ErrorRecord | None = None) -> bool:
-    """Return True when a build that fails on one worker may succeed on another one. error: by which
-    it has failed, unless its process has ended."""
+    """Return True when a build that fails on one worker may succeed on another one; error: None
+    where its process has ended."""
     if not isinstance(job.strategy, Federated):
         return False
     if job.data.worker_local is None:
@@ -405,60 +403,52 @@ def _is_of_the_place(error: ErrorRecord) -> bool:
 
 
 def build_failed(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+    job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> BuildFailed | RunFailed | None:
-    """Give up on a worker whose processes the build ends one after the other; fail the run when
-    none is left."""
-    deaths = value.deaths.get(BUILD)
-    if deaths is not None and deaths.latest and deaths.are_too_many and may_move(job):
+    """Give up on a worker where the build ends process after process; fail the run when no worker
+    is left."""
+    deaths = value.losses.hopeless(BUILD)
+    if deaths is not None and deaths.latest and may_move(job):
         reason = why("it", deaths)
         return BuildFailed(party=value.party, member=deaths.latest.member, reason=reason)
     if not value.unfit or not workers or fit(value, workers):
         return None
-    said = [f"{name}: {fact.reason}" for name, fact in sorted(value.unfit.items())]
-    more = [f"{len(said) - MAX_NAMED} more"] if len(said) > MAX_NAMED else []
-    errors = [fact.error for _, fact in sorted(value.unfit.items()) if fact.error is not None]
-    text = f"no worker can build the model: {'; '.join(said[:MAX_NAMED] + more)}"
+    in_order = sorted(value.unfit.items())
+    reasons = [f"{name}: {fact.reason}" for name, fact in in_order]
+    errors = [fact.error for _, fact in in_order if fact.error is not None]
+    text = f"no worker can build the model: {'; '.join(few(reasons))}"
     return RunFailed(reason=text, error=errors[0] if errors else None)
 
 
-def only_one_to_build(job: JobSpec, value: FederatedRun, world: World, member: Member) -> bool:
-    """Return True when no other worker is left that may build the model: one whose site is closed
-    is waited for then."""
+def only_one_to_build(job: JobSpec, value: Federation, world: World, member: Member) -> bool:
+    """Return True when no other worker may build the model, so that a closed site is waited for."""
     workers = [w for w in world.usable() if is_site_of(job, w)]
     return all(worker.member == member for worker in fit(value, workers))
 
 
-def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
+def with_build(job: JobSpec, value: Federation, fact: ModelBuilt | BuildFailed) -> Federation:
     """Fold the outcome of a build: the first state, or a worker that cannot build it."""
     if isinstance(fact, ModelBuilt):
-        metrics = resumed_metrics(job)
+        metrics, initial = resumed_metrics(job), job.initial
+        average = Digest((initial and initial.average) or "")
         return replace(
             value,
-            committed=Base(fact.segment, fact.step, fact.digest, average=_resumed_average(job)),
-            round_num=fact.segment + 1,
+            committed=Base(fact.segment, fact.step, fact.digest, average=average),
             num_rows=fact.num_rows,
             trained={name: n for name, n in metrics.items() if name not in course_of(metrics)},
             metrics=course_of(metrics),
-            left={},
-            deaths={},
+            losses=Losses(),
         )
     name = fact.member.worker_id
     return replace(
         value,
         helper=tuple(member for member in value.helper if member.worker_id != name),
         unfit={**value.unfit, name: fact},
-        deaths={task: count for task, count in value.deaths.items() if task != BUILD},
+        losses=value.losses.without([BUILD]),
     )
 
 
-def _resumed_average(job: JobSpec) -> Digest:
-    """Return the average that a run goes on from which resumes a commit of another one."""
-    initial = job.initial
-    return Digest((initial and initial.average) or "")
-
-
-def fit(value: FederatedRun, workers: list[WorkerRecord]) -> list[WorkerRecord]:
+def fit(value: Federation, workers: list[WorkerRecord]) -> list[WorkerRecord]:
     """Return the workers that have not failed to build, while there is no model."""
     if value.committed is not None:
         return workers

@@ -5,8 +5,9 @@ The functions are pure. `pending` names the effects that a state calls for. The 
 that do not run yet, and a restarted coordinator names the same ones again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
@@ -28,18 +29,21 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import TRAIN_LOSS
 from stratagem.coordinator.core.state import RunPhase, WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import RunCounts, Status
-from stratagem.coordinator.strategies.federated import closing, ledgers
+from stratagem.coordinator.strategies.federated import closing
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.decisions import candidates_of, is_evaluated_first
 from stratagem.coordinator.strategies.federated.evaluation import (
     TRAFFIC,
-    evaluators_left,
     mean_loss,
     to_merge,
 )
-from stratagem.coordinator.strategies.federated.rejections import said
+from stratagem.coordinator.strategies.federated.rejections import at_workers, said
 from stratagem.coordinator.strategies.federated.run import (
-    FederatedRun,
+    Closed,
+    Federation,
+    Open,
+    OwedEvaluation,
+    Waiting,
     due_clients,
     lacking,
     spec_of,
@@ -57,9 +61,11 @@ from stratagem.coordinator.strategies.schedule import commit_metrics
 
 # ---- Effects ----
 
+T = TypeVar("T")
+
 
 def pending(
-    run_id: RunId, job: JobSpec, value: FederatedRun, horizon: int | None
+    run_id: RunId, job: JobSpec, value: Federation, horizon: int | None
 ) -> frozenset[Effect]:
     """Return the build, the clients still to be trained, the fold, the evaluations."""
     effects: set[Effect] = set()
@@ -67,15 +73,15 @@ def pending(
         if value.helper:
             effects.add(Build(run_id, value.party, value.membership, value.helper[0]))
         return frozenset(effects)
-    if value.is_closed:
-        effects.add(_fold(run_id, job, value, value.committed))
+    if isinstance(value.round, Closed):
+        effects.add(_fold(run_id, job, value, value.round, value.committed))
     elif horizon is None or value.round_num <= horizon:
         effects.update(_training(run_id, job, value))
         effects.update(_accounting(run_id, job, value))
     if horizon is None or value.round_num <= horizon:
         effects.update(closing.effects(run_id, job, value))
-    for base in value.to_evaluate:
-        effects.update(_evaluating(run_id, job, value, base))
+    for owed in value.evaluations.values():
+        effects.update(_evaluating(run_id, job, value, owed))
     for segment, due in to_merge(job, value):
         if due.member is not None:
             of_round = run_id, value.party, segment, due.member, due.states, due.metrics
@@ -84,104 +90,89 @@ def pending(
 
 
 def _training(
-    run_id: RunId, job: JobSpec, value: FederatedRun
+    run_id: RunId, job: JobSpec, value: Federation
 ) -> Iterator[TrainClient | PostKeys | RouteShares]:
-    """Yield the training of the clients that are due, after what a secure round exchanges."""
-    if spec_of(job).options.secure_aggregation is not None and value.is_opened:
+    """Yield the exchange of keys and shares of a secure round, then the training of the clients
+    that are due."""
+    if spec_of(job).options.secure_aggregation is not None and not isinstance(value.round, Waiting):
         workers = {client: value.roster[client].worker_id for client in value.unanswered()}
         may_leave_out = spec_of(job).options.quorum is not None
-        of_round = run_id, value.party, value.round_num, value.secure, workers
-        if due := ledgers.exchange(*of_round, may_leave_out=may_leave_out):
+        of_round = run_id, value.party, value.round_num, workers
+        if due := value.clients.secure.due(*of_round, may_leave_out=may_leave_out):
             yield due
             return
     for client in due_clients(value):
-        own = closing.of_open_round(value, client)
-        yield closing.training(run_id, job, value, client, own)
+        yield closing.training(run_id, job, value, client, closing.of_open_round(value, client))
 
 
-def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[AccountRound]:
+def _accounting(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[AccountRound]:
     """Yield the accounting of the next round of a private run, as long as there is one."""
     if (
         value.ledger is None
-        or value.is_opened
+        or value.ledger.round is not None
+        or not isinstance(value.round, Waiting)
         or not value.roster
         or is_evaluated_first(job, value)
     ):
         return
     if value.round_num <= spec_of(job).rounds and not why_stopped(job, value.metrics):
         candidates = candidates_of(job, value)
-        due = ledgers.accounting(run_id, value.party, value.ledger, value.round_num, candidates)
-        if due is not None:
-            yield due
+        yield value.ledger.due(run_id, value.party, value.round_num, candidates)
 
 
 def _evaluating(
-    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
+    run_id: RunId, job: JobSpec, value: Federation, owed: OwedEvaluation
 ) -> Iterator[EvaluateState]:
     """Yield the evaluations of a state: by the helper, or by each client of the round on its own
     rows."""
     if job.evaluation is None or not value.helper:
         return
-    splits = (job.evaluation.split,)
+    base = owed.base
     if job.evaluation.of == "average" and base.average:
         base = replace(base, digest=base.average)
-    if base.segment not in value.evaluators:
-        yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[:1])
+    of_state = run_id, value.party, 0, base, (job.evaluation.split,)
+    if owed.clients is None:
+        yield EvaluateState(*of_state, value.helper[:1])
         return
     here = {member.worker_id: member for member in value.helper}
-    states = value.client_states
-    for client in evaluators_left(value, base.segment):
+    for client in owed.left:
         member = here.get(value.roster[client].worker_id)
         if member is not None:
-            at_client = EvaluateState(
-                run_id, value.party, 0, base, splits, (member,), client=client
-            )
-            own = None if states is None else states.of_evaluation(base.segment, client)
-            yield replace(at_client, client_state=own)
+            state = owed.states.get(client)
+            yield EvaluateState(*of_state, (member,), client=client, client_state=state)
 
 
 def _fold(
-    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
+    run_id: RunId, job: JobSpec, value: Federation, closed: Closed, base: Base
 ) -> JudgeUpdates | AggregateRound:
-    number, accepted = value.round_num, value.accepted
-    options = spec_of(job).options
-    if (options.q is not None or is_judged(options.robust)) and not value.weights:
-        losses = _losses_before(value) if options.q is not None else ()
+    number, accepted, weights = value.round_num, closed.accepted, closed.weights
+    options, updates = spec_of(job).options, closed.clients.updates
+    if (options.q is not None or is_judged(options.robust)) and not weights:
+        losses: tuple[float, ...] = ()
+        if options.q is not None:
+            losses = _without_none(updates[each.client].loss_before for each in accepted)
         return JudgeUpdates(run_id, value.party, number, base, accepted, losses)
     trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
     trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
-    metrics = commit_metrics(job, trained)
-    state, weights = value.server_state, value.weights
-    noise = value.ledger.round if value.ledger is not None else None
-    steps = _applied_steps(value) if options.normalize is not None else ()
+    steps: tuple[int, ...] = ()
+    if options.normalize is not None:
+        steps = _without_none(updates[each.client].num_applied_steps for each in accepted)
+    noise = None if value.ledger is None else value.ledger.round
     secure = None
     if options.secure_aggregation is not None:
         workers = {each.client: value.roster[each.client].worker_id for each in accepted}
-        secure = value.secure.party(workers)
+        secure = closed.clients.secure.party(workers)
     return AggregateRound(
-        *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps),
+        *(run_id, value.party, number, base, accepted, value.server_state),
+        *(commit_metrics(job, trained), weights, noise, steps),
         regions=places_by_region(spec_of(job), accepted, value.roster),
         secure=secure,
-        is_control_anew=_is_control_anew(job, value),
+        is_control_anew=value.client_states is not None and value.client_states.are_due_anew,
     )
 
 
-def _is_control_anew(job: JobSpec, value: FederatedRun) -> bool:
-    """Return True where the common control variate counts on states that clients have lost."""
-    states = value.client_states
-    return spec_of(job).options.control is not None and states is not None and states.is_incomplete
-
-
-def _losses_before(value: FederatedRun) -> tuple[float, ...]:
-    """Return the losses before training of the clients whose updates count, in their order."""
-    found = (value.updates[accepted.client].loss_before for accepted in value.accepted)
-    return tuple(loss for loss in found if loss is not None)
-
-
-def _applied_steps(value: FederatedRun) -> tuple[int, ...]:
-    """Return the steps of the clients whose updates count, in their order."""
-    found = (value.updates[accepted.client].num_applied_steps for accepted in value.accepted)
-    return tuple(number for number in found if number is not None)
+def _without_none(numbers: Iterable[T | None]) -> tuple[T, ...]:
+    return tuple(number for number in numbers if number is not None)
 
 
 # ---- Status ----
@@ -189,13 +180,13 @@ def _applied_steps(value: FederatedRun) -> tuple[int, ...]:
 # The status is for people and for the enclosing strategy.
 
 
-def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
+def status(job: JobSpec, value: Federation, world: World) -> Status:
     """Return the run's status, for people."""
     strategy = spec_of(job)
     phase, strategy_phase, reason = _phase(job, value, world)
     done = value.committed.segment if value.committed else 0
-    num_left = len(value.left_unanswered())
-    members = value.holders | set(value.helper)
+    clients, num_left = value.clients, len(value.left_unanswered())
+    members = clients.holders | set(value.helper)
     return Status(
         phase=phase,
         strategy_phase=strategy_phase,
@@ -204,26 +195,27 @@ def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
         num_steps=strategy.rounds,
         segment=done,
         num_segments=strategy.rounds,
-        num_clients_done=len(value.updates) + len(value.rejected) + num_left,
-        num_clients=len(value.selected),
+        num_clients_done=len(clients.updates) + len(clients.rejected) + num_left,
+        num_clients=len(clients.selected),
         members=tuple(sorted(members, key=lambda m: m.worker_id)),
         counts=_counts(value),
     )
 
 
-def _counts(value: FederatedRun) -> RunCounts:
-    num_done = len(value.updates) + len(value.rejected)
+def _counts(value: Federation) -> RunCounts:
+    clients = value.clients
+    num_done = len(clients.updates) + len(clients.rejected)
     return RunCounts(
         unit="rounds",
-        part_done=num_done / (len(value.selected) + 1),  # the last part is the aggregation
-        loss=mean_loss(value.updates) or value.trained.get(TRAIN_LOSS, 0.0),
-        num_clients_rejected=len(value.rejected),
+        part_done=num_done / (len(clients.selected) + 1),  # the last part is the aggregation
+        loss=mean_loss(clients.updates) or value.trained.get(TRAIN_LOSS, 0.0),
+        num_clients_rejected=len(clients.rejected),
         num_clients_late=len(value.late),
     )
 
 
-def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
-    if value.attendance.waits_until_s is not None and not value.selected:
+def _phase(job: JobSpec, value: Federation, world: World) -> tuple[RunPhase, str, str]:
+    if value.attendance.waits_until_s is not None and not value.clients.selected:
         phase = RunPhase.PLACING if value.committed is None else RunPhase.RECOVERING
         return phase, "WAITING", open_roster.lack(job, value, world, usable(job, value, world))
     if value.committed is None and not value.helper:
@@ -232,42 +224,46 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
         return RunPhase.RUNNING, "BUILDING", ""
     if not value.roster and open_roster.roster_of(job) is None:
         return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
-    if value.is_closed:
-        return RunPhase.RUNNING, "AGGREGATING", ""
-    if not value.is_opened:
-        return RunPhase.RUNNING, "SELECTING", _why_not_evaluated(value)
-    return _of_round(job, value, world)
+    match value.round:
+        case Closed():
+            return RunPhase.RUNNING, "AGGREGATING", ""
+        case Open() as clients:
+            return _of_round(job, value, clients, world)
+        case _:
+            return RunPhase.RUNNING, "SELECTING", _why_not_evaluated(value)
 
 
-def _of_round(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
+def _of_round(
+    job: JobSpec, value: Federation, clients: Open, world: World
+) -> tuple[RunPhase, str, str]:
     """Return the phase of an open round: who has answered, and who is missing."""
-    answered, left = len(value.updates) + len(value.rejected), len(value.left_unanswered())
-    count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
+    answered, left = len(clients.updates) + len(clients.rejected), len(value.left_unanswered())
+    count = f"round {value.round_num}: {answered} of {len(clients.selected)} clients have answered"
     if left:
         count += f", {left} left"
-    if num_excused := sum(len(excuse.clients) for excuse in value.attendance.excused):
+    if num_excused := sum(len(excuse.clients) for excuse in clients.excused):
         count += f", {num_excused} not asked"
-    if value.rejected:
-        count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    if clients.rejected:
+        count += f", {len(clients.rejected)} rejected ({said(job, value)})"
     count += "".join(f"; {closed}" for closed in open_roster.closed_sites(value))
-    if value.is_waiting and not lacking(value, world.holds):
+    if clients.is_waiting and not lacking(value, world.holds):
         waits_for = (
             "more clients" if open_roster.roster_of(job) else "other workers of failed clients"
         )
         count += f"; that is too few: it waits for {waits_for}"
         return RunPhase.RECOVERING, "TRAINING", count
     is_secure = spec_of(job).options.secure_aggregation is not None
-    if is_secure and not value.secure.routed:
+    if is_secure and not clients.secure.routed:
         return RunPhase.RUNNING, "SHARING", f"{count}; keys and shares are exchanged"
     if value.late:
         count += f", {len(value.late)} of earlier rounds train on"
     if lost := lacking(value, world.holds):
-        names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
-        return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"
+        count += f"; without a worker: {at_workers(value, lost[:4])}"
+        return RunPhase.RECOVERING, "TRAINING", count
     return RunPhase.RUNNING, "TRAINING", count
 
 
-def usable(job: JobSpec, value: FederatedRun, world: World) -> list[WorkerRecord]:
+def usable(job: JobSpec, value: Federation, world: World) -> list[WorkerRecord]:
     """Return the workers that can be clients."""
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is None:
@@ -275,20 +271,19 @@ def usable(job: JobSpec, value: FederatedRun, world: World) -> list[WorkerRecord
     return [w for w in workers if is_site_of(job, w)]
 
 
-def _why_not_evaluated(value: FederatedRun) -> str:
-    """Return which clients an evaluation waits for, each on rows that only it has; "" where all are
-    here."""
+def _why_not_evaluated(value: Federation) -> str:
+    """Return a sentence about absent clients that an evaluation on their rows waits for; "" where
+    all are here."""
     here = {member.worker_id for member in value.helper}
-    for base in value.to_evaluate:
-        left = evaluators_left(value, base.segment) if base.segment in value.evaluators else ()
-        away = [c for c in left if value.roster[c].worker_id not in here]
+    for owed in value.evaluations.values():
+        away = [c for c in owed.left if value.roster[c].worker_id not in here]
         if away:
-            names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in away[:4])
-            return f"round {base.segment} waits to be evaluated by {names}, not here"
+            names = at_workers(value, away[:4])
+            return f"round {owed.base.segment} waits to be evaluated by {names}, not here"
     return ""
 
 
-def _why_no_roster(job: JobSpec, value: FederatedRun, world: World) -> str:
+def _why_no_roster(job: JobSpec, value: Federation, world: World) -> str:
     strategy = spec_of(job)
     usable = eligible(job, world, value.fingerprint)
     if not usable:

@@ -1,14 +1,14 @@
 """Evaluate a federated state by the clients that have made it, each on its own rows, and compute
 the metrics of rounds.
 
-A client that cannot evaluate is left out of the evaluation alone, with the reason. Where the
-user's own metrics are sums, their states are merged before the evaluation is entered.
+A client that cannot evaluate is left out of the evaluation alone, with the reason. States of
+metrics that are sums are merged before the evaluation is entered.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import EvaluationSpec, JobSpec
@@ -20,115 +20,89 @@ from stratagem.coordinator.core.facts import (
     ClientEvaluated,
     Evaluated,
     Member,
-    Metrics,
     MetricsMerged,
     RunFailed,
     UpdateReceived,
 )
-from stratagem.coordinator.strategies.federated.rejections import FAIL, MAX_NAMED, task_of_evaluator
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.rejections import FAIL, few, task_of_evaluator
+from stratagem.coordinator.strategies.federated.run import (
+    Federation,
+    OwedEvaluation,
+    spec_of,
+    without,
+)
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, WEIGHT, added, means
 
 # ---- Evaluation by clients ----
 
-T = TypeVar("T")
 MAX_TRIES: Final = 3
-"""Workers that are asked to compute metrics of the same states."""
+"""The number of workers that are asked to compute metrics of the same states."""
 
 
 def with_answer(
-    job: JobSpec, value: FederatedRun, fact: ClientEvaluated | MetricsMerged | Evaluated
-) -> FederatedRun:
-    """Fold what a client has said, what came of merging, or the end of an evaluation."""
+    job: JobSpec, value: Federation, fact: ClientEvaluated | MetricsMerged | Evaluated
+) -> Federation:
+    """Fold the answer of a client, the outcome of merging, or the end of an evaluation."""
+    owed = value.evaluations.get(fact.segment)
     match fact:
+        case Evaluated():
+            metrics = with_course(job, value.metrics, fact.metrics)
+            return replace(
+                value,
+                evaluations=without(value.evaluations, [fact.segment]),
+                metrics=value.metrics if fact.without else metrics,
+            )
         case ClientEvaluated():
-            known = {**value.evaluations.get(fact.segment, {}), fact.client: fact}
-            return replace(value, evaluations={**value.evaluations, fact.segment: known})
-        case MetricsMerged():
-            merges = (*value.merges.get(fact.segment, ()), fact)
-            return replace(value, merges={**value.merges, fact.segment: merges})
+            assert owed is not None
+            owed = replace(owed, answers={**owed.answers, fact.client: fact})
         case _:
-            return _with_metrics(job, value, fact)
+            assert owed is not None
+            owed = replace(owed, merges=(*owed.merges, fact))
+    return replace(value, evaluations={**value.evaluations, fact.segment: owed})
 
 
-def evaluators_left(value: FederatedRun, segment: int) -> list[int]:
-    done = value.evaluations.get(segment, {})
-    return [client for client in value.evaluators.get(segment, ()) if client not in done]
-
-
-def _with_metrics(job: JobSpec, value: FederatedRun, fact: Evaluated) -> FederatedRun:
-    segment = fact.segment
-    metrics = with_course(job, value.metrics, fact.metrics)
-    return replace(
-        value,
-        client_states=value.client_states and value.client_states.evaluated(segment),
-        to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
-        evaluators={n: members for n, members in value.evaluators.items() if n != segment},
-        evaluations={n: received for n, received in value.evaluations.items() if n != segment},
-        merges={n: facts for n, facts in value.merges.items() if n != segment},
-        metrics=value.metrics if fact.without else metrics,
-    )
-
-
-def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> FederatedRun:
-    """Add the evaluations that `before` still owes to the commits up to a segment: evaluations may
-    come some rounds after what they evaluate."""
-
-    def staying(of_segments: Mapping[int, T]) -> dict[int, T]:
-        return {number: entry for number, entry in of_segments.items() if number <= segment}
-
-    return replace(
-        fresh,
-        client_states=before.client_states and before.client_states.returned(segment),
-        to_evaluate=tuple(base for base in before.to_evaluate if base.segment <= segment),
-        evaluators=staying(before.evaluators),
-        evaluations=staying(before.evaluations),
-        merges=staying(before.merges),
-        took_part={client: min(number, segment) for client, number in before.took_part.items()},
-    )
-
-
-def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None:
+def evaluated(job: JobSpec, value: Federation) -> Evaluated | RunFailed | None:
     """Return the metrics of a round that all its clients have evaluated, from those that could; or
     the failure of the run."""
     if job.evaluation is None:
         return None
-    for segment, clients in value.evaluators.items():
-        known = value.evaluations.get(segment, {})
-        sums = _sums(value, segment)
-        failed = {c: fact.reason for c, fact in known.items() if fact.reason and not fact.has_left}
-        is_done = known.keys() == set(clients)
+    for segment, owed in value.evaluations.items():
+        if owed.clients is None:
+            continue
+        answers, is_done = owed.answers, not owed.left
+        has_sums = any(not fact.reason for fact in answers.values())
+        failed = {c: f.reason for c, f in answers.items() if f.reason and not f.has_left}
         must_fail = bool(failed) and spec_of(job).options.on_client_error == FAIL
-        if is_done and known and not sums and not failed:
-            left = tuple(sorted(known))
+        if is_done and answers and not has_sums and not failed:
+            left = tuple(sorted(answers))
             return Evaluated(party=value.party, segment=segment, metrics={}, without=left)
-        if must_fail or (is_done and not sums):
-            reason = f"the evaluation of round {segment} has failed: {_said(failed)}"
-            return RunFailed(reason=reason)
-        if is_done and merging(value, segment) is None:
-            metrics = _metrics(job.evaluation, value, segment)
+        if must_fail or (is_done and not has_sums):
+            reasons = [f"client {client}: {reason}" for client, reason in sorted(failed.items())]
+            text = f"the evaluation of round {segment} has failed: {'; '.join(few(reasons))}"
+            return RunFailed(reason=text)
+        if is_done and merging(value, owed) is None:
+            metrics = _metrics(job.evaluation, owed)
             return Evaluated(party=value.party, segment=segment, metrics=metrics)
     return None
 
 
-def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
+def evaluated_without(job: JobSpec, value: Federation) -> Evaluated | None:
     """Enter the oldest of too many evaluations that wait for nobody but clients that are gone, from
-    what the others have said.
+    the answers of the others.
 
-    Each such evaluation keeps its state in the store. Gone is who is away and has had no part in
-    the newest `retention` rounds; so many evaluations wait for them on.
+    Each such evaluation keeps its state in the store. A client is gone that is away and has had no
+    part in the newest `retention` rounds; so many evaluations wait for them on.
     """
-    segment = _given_up(job, value)
-    if job.evaluation is None or segment is None or merging(value, segment) is not None:
+    owed = _given_up(job, value)
+    if job.evaluation is None or owed is None or merging(value, owed) is not None:
         return None
-    metrics = _metrics(job.evaluation, value, segment)
-    without = tuple(evaluators_left(value, segment))
-    return Evaluated(party=value.party, segment=segment, metrics=metrics, without=without)
+    metrics, segment = _metrics(job.evaluation, owed), owed.base.segment
+    return Evaluated(party=value.party, segment=segment, metrics=metrics, without=tuple(owed.left))
 
 
-def _given_up(job: JobSpec, value: FederatedRun) -> int | None:
+def _given_up(job: JobSpec, value: Federation) -> OwedEvaluation | None:
     """Return the evaluation that is entered without those that it waits for."""
-    if value.committed is None or len(value.evaluators) <= job.retention:
+    if value.committed is None or len(value.evaluations) <= job.retention:
         return None
     here = {member.worker_id for member in value.helper}
     last_but_those = value.committed.segment - job.retention
@@ -137,39 +111,38 @@ def _given_up(job: JobSpec, value: FederatedRun) -> int | None:
         took_part = value.took_part.get(client, 0)
         return took_part <= last_but_those and value.roster[client].worker_id not in here
 
-    left = {segment: evaluators_left(value, segment) for segment in value.evaluators}
-    waiting = [segment for segment in left if left[segment] and all(map(is_gone, left[segment]))]
-    return min(waiting) if len(waiting) > job.retention else None
+    waiting = [
+        owed for owed in value.evaluations.values() if owed.left and all(map(is_gone, owed.left))
+    ]
+    return waiting[0] if len(waiting) > job.retention else None
 
 
 class Merging(NamedTuple):
-    """The states of metrics that are to be merged, and who computes the values; nobody, while no
-    worker is here."""
+    """The states of metrics that are to be merged, and the worker that computes the values; None
+    while no worker is here."""
 
     states: tuple[tuple[int, Digest], ...]
     metrics: tuple[str, ...]
     member: Member | None
 
 
-def to_merge(job: JobSpec, value: FederatedRun) -> Iterator[tuple[int, Merging]]:
+def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
     """Yield the evaluations that wait for nothing but the merging of their metrics."""
     given_up = _given_up(job, value)
-    for segment in value.evaluators:
-        if segment == given_up or not evaluators_left(value, segment):
-            due = merging(value, segment)
+    for segment, owed in value.evaluations.items():
+        if owed is given_up or not owed.left:
+            due = merging(value, owed)
             if due is not None:
                 yield segment, due
 
 
-def merging(value: FederatedRun, segment: int) -> Merging | None:
-    """Return what there is to merge in a round that nobody else evaluates; None: nothing, or it is
-    done, or has failed too often."""
-    known = value.evaluations.get(segment, {})
-    states = tuple((c, known[c].states) for c in sorted(known) if known[c].states)
-    metrics = _mergeable(known)
+def merging(value: Federation, owed: OwedEvaluation) -> Merging | None:
+    """Return the merging that is due in an evaluation without further answers; None: there is
+    nothing to merge, or it is done, or has failed too often."""
+    states, metrics = _states(owed), _mergeable(owed.answers)
     if not metrics:
         return None
-    tries = _tries(value, segment)
+    tries = _tries(owed)
     if tries and (not tries[-1].reason or not tries[-1].worker_id or len(tries) >= MAX_TRIES):
         return None
     tried = {fact.worker_id for fact in tries}
@@ -178,64 +151,51 @@ def merging(value: FederatedRun, segment: int) -> Merging | None:
     able = [
         member
         for member in sorted(value.helper, key=lambda m: givers.get(m.worker_id, last))
-        if member.worker_id not in tried and not _is_deadly(value, member)
+        if member.worker_id not in tried
+        and value.losses.hopeless(task_of_evaluator(member.worker_id)) is None
     ]
     if value.helper and not able:
         return None
     return Merging(states, metrics, able[0] if able else None)
 
 
-def _tries(value: FederatedRun, segment: int) -> list[MetricsMerged]:
-    """Return what has come of merging the states of those that have evaluated by now."""
-    known = value.evaluations.get(segment, {})
-    clients = tuple(client for client in sorted(known) if known[client].states)
-    return [fact for fact in value.merges.get(segment, ()) if fact.clients == clients]
+def _states(owed: OwedEvaluation) -> tuple[tuple[int, Digest], ...]:
+    """Return the states of metrics by client, in order."""
+    return tuple((c, fact.states) for c, fact in sorted(owed.answers.items()) if fact.states)
 
 
-def _mergeable(known: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
-    """Return the metrics whose states have been told by all that have a value of them."""
-    names = sorted({name for fact in known.values() for name in fact.summed})
+def _tries(owed: OwedEvaluation) -> list[MetricsMerged]:
+    """Return the outcomes of merging the states of those that have evaluated by now."""
+    clients = tuple(client for client, _ in _states(owed))
+    return [fact for fact in owed.merges if fact.clients == clients]
 
-    def is_told_by(fact: ClientEvaluated, name: str) -> bool:
+
+def _mergeable(answers: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
+    """Return the metrics whose states have come from all clients that have a value of them."""
+    names = sorted({name for fact in answers.values() for name in fact.summed})
+
+    def has_state(fact: ClientEvaluated, name: str) -> bool:
         return name in fact.summed or not any(f"{own}.".startswith(f"{name}.") for own in fact.own)
 
-    return tuple(name for name in names if all(is_told_by(f, name) for f in known.values()))
+    return tuple(name for name in names if all(has_state(f, name) for f in answers.values()))
 
 
-def _is_deadly(value: FederatedRun, member: Member) -> bool:
-    deaths = value.deaths.get(task_of_evaluator(member.worker_id))
-    return deaths is not None and deaths.are_too_many
-
-
-def _sums(value: FederatedRun, segment: int) -> dict[int, Metrics]:
-    """Return the sums of the clients that have evaluated a round."""
-    known = value.evaluations.get(segment, {})
-    return {client: fact.sums for client, fact in known.items() if not fact.reason}
-
-
-def _metrics(spec: EvaluationSpec, value: FederatedRun, segment: int) -> dict[str, float]:
+def _metrics(spec: EvaluationSpec, owed: OwedEvaluation) -> dict[str, float]:
     """Return the means over all clients, whose sums are added in order of client, and their
     spread."""
-    known = value.evaluations.get(segment, {})
-    said = [fact for _, fact in sorted(known.items()) if not fact.reason]
-    sums = [fact.sums for fact in said]
-    over_each = over_clients(sums, [fact.own for fact in said], spec.metrics)
-    merged = [fact.metrics for fact in _tries(value, segment) if not fact.reason]
+    answers = [fact for _, fact in sorted(owed.answers.items()) if not fact.reason]
+    sums = [fact.sums for fact in answers]
+    over_each = over_clients(sums, [fact.own for fact in answers], spec.metrics)
+    merged = [fact.metrics for fact in _tries(owed) if not fact.reason]
     return means(added(sums), spec.metrics) | over_each | dict(merged[-1] if merged else {})
 
 
-def _said(failed: dict[int, str]) -> str:
-    parts = [f"client {client}: {reason}" for client, reason in sorted(failed.items())]
-    more = [f"{len(parts) - MAX_NAMED} more"] if len(parts) > MAX_NAMED else []
-    return "; ".join(parts[:MAX_NAMED] + more)
-
-
-def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
+def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
     """Give up the evaluation of a client that ends every process that tries it."""
-    for segment in value.evaluators:
-        for client in evaluators_left(value, segment):
-            deaths = value.deaths.get(task_of_evaluator(value.roster[client].worker_id))
-            if deaths is not None and deaths.are_too_many:
+    for segment, owed in value.evaluations.items():
+        for client in owed.left:
+            task = task_of_evaluator(value.roster[client].worker_id)
+            if (deaths := value.losses.hopeless(task)) is not None:
                 reason = why("it", deaths)
                 return ClientEvaluated(
                     party=value.party, segment=segment, client=client, sums={}, reason=reason
@@ -245,12 +205,11 @@ def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
 
 # ---- Training metrics of a round ----
 #
-# The training metrics cover all accepted updates of a round together. They depend on the set of
-# accepted updates only: neither on the order of arrival nor on what a coordinator that was killed
-# had seen.
+# They depend on the set of accepted updates only: neither on the order of arrival nor on what a
+# coordinator that was killed had seen.
 
 TRAFFIC = frozenset({f"{TRAIN_SPLIT}.sent_bytes", f"{TRAIN_SPLIT}.uncompressed_bytes"})
-"""Metrics that depend on who was there, and so belong to no commit."""
+"""Metrics that depend on the present workers, and so belong to no commit."""
 _LARGEST = f"{TRAIN_SPLIT}.max_"
 
 
@@ -261,10 +220,9 @@ def round_metrics(
 ) -> dict[str, float]:
     """Return the training metrics by name, of the clients of a round and of the late ones it takes.
 
-    The loss is the mean over rows and, with its spread over clients, that of the clients of the
-    round that tell theirs: late ones have trained another state. Bytes and skipped steps are sums,
-    norms the largest ones, of all. num_skipped: steps that earlier rounds have skipped, which are
-    added.
+    The loss and its spread are those of the clients of the round that report a loss, weighted by
+    rows: late ones have trained another state. Bytes and skipped steps are sums over all clients,
+    norms are maxima. num_skipped: the steps that earlier rounds have skipped, which are added.
     """
     in_order = [update for _, update in sorted(on_time.items())]
     everybody = [*in_order, *late]
@@ -311,16 +269,16 @@ def _of_steps(updates: Sequence[UpdateReceived]) -> dict[str, float]:
     over rows."""
     metrics = {}
     for name in sorted({name for update in updates for name in update.metrics}):
-        saying = [update for update in updates if name in update.metrics]
-        values = [update.metrics[name] for update in saying]
+        having = [update for update in updates if name in update.metrics]
+        values = [update.metrics[name] for update in having]
         if name == SKIPPED_STEPS:
-            # What an earlier version has received is counted already.
-            metrics[name] = _sum(update.metrics[name] for update in saying if update.num_steps)
+            # Those of updates without num_steps were counted when an earlier version received them.
+            metrics[name] = _sum(update.metrics[name] for update in having if update.num_steps)
         elif name.startswith(_LARGEST):
             metrics[name] = max(values)
         else:
-            weighted = _sum(update.num_samples * update.metrics[name] for update in saying)
-            metrics[name] = weighted / sum(update.num_samples for update in saying)
+            weighted = _sum(update.num_samples * update.metrics[name] for update in having)
+            metrics[name] = weighted / sum(update.num_samples for update in having)
     return metrics
 
 
@@ -333,7 +291,7 @@ def _traffic(updates: Sequence[UpdateReceived]) -> dict[str, float]:
 
 
 def _sum(values: Iterable[float]) -> float:
-    """Left to right: fsum refuses what overflows."""
+    """Return the sum from left to right: fsum refuses one that overflows."""
     total = 0.0
     for value in values:
         total += value
@@ -342,29 +300,29 @@ def _sum(values: Iterable[float]) -> float:
 
 # ---- Spread over clients ----
 #
-# Each client measures a metric on its own rows; these functions describe how the metric spreads
-# over the clients.
+# Each client measures a metric on its own rows; these functions describe the spread over clients.
 
 
 def spread(of_clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the least, the greatest and three values between them of each metric, over the clients
     that have it; each client counts as one."""
-    found: dict[str, float] = {}
+    spreads: dict[str, float] = {}
     for name in sorted({name for metrics in of_clients for name in metrics}):
         values = sorted(metrics[name] for metrics in of_clients if name in metrics)
         if not any(map(math.isnan, values)):
-            found |= {f"{name}.{last}": _at(values, share) for last, share in SHARES.items()}
-    return found
+            spreads |= {f"{name}.{last}": _at(values, share) for last, share in SHARES.items()}
+    return spreads
 
 
 def over_clients(
     sums: Sequence[Mapping[str, float]], own: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the spread of metrics that are sums over rows, and mean and spread of the user's own.
+    """Return the spread of metrics that are sums over rows, and mean and spread of the user's.
 
-    sums and own: of each client; see schedule.py. Own ones are weighted by rows.
+    sums and own: the sums of each client (see schedule.py) and its values of metrics of the user,
+    which are weighted by rows.
     """
-    found = spread([means(each, names) for each in sums])
+    over_all = spread([means(of_client, names) for of_client in sums])
     for name in sorted({name for metrics in own for name in metrics}):
         weight = f"{name.partition('.')[0]}/{WEIGHT}"
         pairs = [
@@ -377,8 +335,8 @@ def over_clients(
             total += rows * value
         num_rows = math.fsum(rows for rows, _ in pairs)
         if num_rows > 0:
-            found[f"{name}.{CLIENT_MEAN}"] = total / num_rows
-    return found | spread(own)
+            over_all[f"{name}.{CLIENT_MEAN}"] = total / num_rows
+    return over_all | spread(own)
 
 
 def _at(values: Sequence[float], share: float) -> float:

@@ -4,7 +4,7 @@ rounds.
 The functions are pure folds over the facts.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -18,11 +18,18 @@ from stratagem.coordinator.core.effects import (
     KeptState,
     PostKeys,
     RouteShares,
+    RowsAsked,
     SecureParty,
 )
 from stratagem.coordinator.core.facts import (
+    ClientBinding,
+    ClientsSelected,
+    ClientStateLost,
+    Excused,
+    Fact,
     KeysPosted,
     RoundAccounted,
+    RowsSpent,
     RunFailed,
     SegmentCommitted,
     SharesRouted,
@@ -40,72 +47,61 @@ from stratagem.coordinator.core.facts.fact_values import Cause
 # since returned to a commit before it.
 
 EPSILON = "privacy.epsilon"
-"""Metric: what a run has spent with the round of its commit."""
+"""The metric of the privacy that a run has spent with the round of its commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivacyLedger:
-    """What a run has spent, and what is known of the round that is open or comes next."""
+    """The privacy that a run has spent, and the account of the open or the next round."""
 
     clip_norm: float
-    """That of the next round to be accounted."""
+    """The bound of the next round to be accounted."""
     noise_multiplier: float | None
     """None: the first round calibrates it."""
     num_spent: int = 0
     epsilon: float = 0.0
-    """Spent with all rounds that were opened."""
+    """The privacy spent with all rounds that were opened."""
     fingerprint: str = ""
     round: RoundAccounted | None = None
     """The round that is open, or is accounted and about to be."""
 
+    def fold(self, fact: Fact) -> "PrivacyLedger":
+        """Fold the account of the next round, its opening, or its commit."""
+        match fact:
+            case RoundAccounted(noise_multiplier=noise, fingerprint=fingerprint):
+                return replace(self, round=fact, noise_multiplier=noise, fingerprint=fingerprint)
+            case ClientsSelected():
+                assert self.round is not None
+                return replace(self, num_spent=self.num_spent + 1, epsilon=self.round.epsilon)
+            case SegmentCommitted(clip_norm=norm):
+                return replace(self, round=None, clip_norm=self.clip_norm if norm is None else norm)
+            case _:
+                return self
 
-def begun(job: JobSpec) -> PrivacyLedger | None:
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the round: nothing of its clients, of whom a mean over few would tell."""
+        assert self.round is not None
+        return {EPSILON: self.epsilon, "privacy.clip_norm": self.round.clip_norm}
+
+    def returned(self) -> "PrivacyLedger":
+        """Return the ledger after a return to an earlier commit: what is spent stays spent."""
+        return replace(self, round=None)
+
+    def due(
+        self, run_id: RunId, party: Party, round_num: int, candidates: tuple[int, ...]
+    ) -> AccountRound:
+        """Return the effect that accounts the next round."""
+        of_round = run_id, party, round_num, candidates
+        noise = self.noise_multiplier, self.fingerprint
+        return AccountRound(*of_round, self.num_spent, self.clip_norm, *noise)
+
+
+def privacy_ledger(job: JobSpec) -> PrivacyLedger | None:
     """Return the ledger of a run that has spent nothing; None where no clients are protected."""
     if job.privacy is None or job.privacy.unit != "client":
         return None
     return PrivacyLedger(job.privacy.clip.norm, job.privacy.noise_multiplier)
-
-
-def with_fact(ledger: PrivacyLedger, fact: RoundAccounted | SegmentCommitted) -> PrivacyLedger:
-    """Fold the account of the next round, or the commit of the open one."""
-    if isinstance(fact, RoundAccounted):
-        noise, fingerprint = fact.noise_multiplier, fact.fingerprint
-        return replace(ledger, round=fact, noise_multiplier=noise, fingerprint=fingerprint)
-    norm = ledger.clip_norm if fact.clip_norm is None else fact.clip_norm
-    return replace(ledger, round=None, clip_norm=norm)
-
-
-def with_opened(ledger: PrivacyLedger) -> PrivacyLedger:
-    """Return the ledger after the accounted round was opened."""
-    assert ledger.round is not None
-    return replace(ledger, num_spent=ledger.num_spent + 1, epsilon=ledger.round.epsilon)
-
-
-def returned(ledger: PrivacyLedger | None) -> PrivacyLedger | None:
-    """Return the ledger after the run went back to an earlier commit: what is spent stays spent."""
-    return None if ledger is None else replace(ledger, round=None)
-
-
-def accounting(
-    run_id: RunId,
-    party: Party,
-    ledger: PrivacyLedger,
-    round_num: int,
-    candidates: tuple[int, ...],
-) -> AccountRound | None:
-    """Return the effect that accounts the next round; None where that has been done."""
-    if ledger.round is not None:
-        return None
-    return AccountRound(
-        run_id,
-        party,
-        round_num,
-        candidates,
-        ledger.num_spent,
-        ledger.clip_norm,
-        ledger.noise_multiplier,
-        ledger.fingerprint,
-    )
 
 
 def beyond_budget(
@@ -129,10 +125,84 @@ def beyond_budget(
     )
 
 
-def privacy_metrics(ledger: PrivacyLedger) -> dict[str, float]:
-    """Return the metrics of a private round: nothing of its clients."""
-    assert ledger.round is not None
-    return {EPSILON: ledger.epsilon, "privacy.clip_norm": ledger.round.clip_norm}
+# ---- Privacy of rows ----
+#
+# A client's worker, which knows its rows, computes what its rounds cost and refuses a round beyond
+# the target. The coordinator counts how often each client was asked, which has been paid for
+# whatever became of it, and decides who can take part in the next round.
+
+
+@dataclass(frozen=True, slots=True)
+class RowLedger:
+    """The privacy that each client of a run has spent."""
+
+    num_asked: Mapping[int, int] = field(default_factory=dict)
+    """The rounds that were opened with each client, also those that the run went back behind."""
+    spent: Mapping[int, RowsSpent] = field(default_factory=dict)
+    """The account of each client with its newest update."""
+    refused: frozenset[int] = frozenset()
+    """The clients that have refused a round beyond their budget."""
+
+    def fold(self, fact: Fact) -> "RowLedger":
+        """Fold the opening of a round, or an answer of one of its clients."""
+        match fact:
+            case ClientsSelected():
+                more = {client: self.num_asked.get(client, 0) + 1 for client in fact.clients}
+                return replace(self, num_asked={**self.num_asked, **more})
+            case UpdateReceived(client=client, spent=RowsSpent() as spent):
+                return replace(self, spent={**self.spent, client: spent})
+            case UpdateRejected(client=client, cause=Cause.BUDGET):
+                return replace(self, refused=self.refused | {client})
+            case _:
+                return self
+
+    def due(self, client: int) -> RowsAsked:
+        """Return the account of earlier rounds for the worker of a client in the open one."""
+        spent, num_rounds = self.spent.get(client), self.num_asked.get(client, 1) - 1
+        return RowsAsked(num_rounds, "" if spent is None else spent.fingerprint)
+
+    @property
+    def most_spent(self) -> float:
+        """The epsilon of the client that has spent most."""
+        return max((spent.epsilon for spent in self.spent.values()), default=0.0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of a round: nothing of its rows, of which a mean loss would tell."""
+        return {EPSILON: self.most_spent}
+
+
+def row_ledger(job: JobSpec) -> RowLedger | None:
+    """Return the ledger of a run that has spent nothing; None where no rows are protected."""
+    return RowLedger() if job.privacy is not None and job.privacy.unit == "row" else None
+
+
+def with_budget(
+    job: JobSpec, ledger: RowLedger, clients: Sequence[ClientBinding]
+) -> tuple[list[ClientBinding], tuple[Excused, ...]]:
+    """Return the clients that can take part in one more round, as far as is known before, and the
+    others as excused."""
+    able = [binding for binding in clients if _has_budget(job, ledger, binding.client)]
+    others = tuple(b.client for b in clients if not _has_budget(job, ledger, b.client))
+    return able, (Excused(reason="privacy budget spent", clients=others),) if others else ()
+
+
+def _has_budget(job: JobSpec, ledger: RowLedger, client: int) -> bool:
+    assert job.privacy is not None
+    target, known = job.privacy.target.epsilon, ledger.spent.get(client)
+    if client in ledger.refused:
+        return False
+    return target is None or known is None or known.next_epsilon <= target
+
+
+def budget_spent(job: JobSpec, ledger: RowLedger, segment: int) -> StoppedEarly:
+    """Return the end of a run none of whose clients can take part in one more round; segment: the
+    newest committed one."""
+    assert job.privacy is not None
+    target = job.privacy.target.epsilon or 0.0
+    text = f"up to {ledger.most_spent:.3g} of {target:g} spent by a client"
+    reason = f"stopped early after {counted(segment, 'round')}: privacy budget: {text}, and one "
+    return StoppedEarly(reason=f"{reason}more round would cost each of them more", step=segment)
 
 
 # ---- Client states ----
@@ -147,55 +217,40 @@ class ClientStates:
     """The states of all clients, which lie at their workers, or as blobs in the store."""
 
     are_blobs: bool = False
+    are_summed: bool = False
+    """They add up to a common one, for which all are needed."""
     newest: Mapping[int, KeptState] = field(default_factory=dict)
-    """By client; without one it begins anew."""
-    owed: Mapping[int, Mapping[int, KeptState]] = field(default_factory=dict)
-    """By round of a commit that clients still evaluate: the state of each of them then."""
+    """The state of each client; one without a state begins anew."""
     is_incomplete: bool = False
-    """Some client no longer has what its newest state is told to be, or all have begun anew from an
-    earlier commit: where states add up to a common one, they do not any more."""
+    """Some client has lost its newest state, or all have begun anew from an earlier commit: their
+    sum is not the common one any more."""
 
     @property
     def blobs(self) -> frozenset[Digest]:
         """The states that the store keeps."""
         return frozenset(state.digest for state in self.newest.values() if self.are_blobs)
 
-    def with_update(self, fact: UpdateReceived) -> "ClientStates":
-        """Note what a client keeps from the round of its update on."""
-        state = KeptState(fact.round_num, fact.client_state)
-        return replace(self, newest={**self.newest, fact.client: state})
+    @property
+    def are_due_anew(self) -> bool:
+        """True when all clients begin anew with the next commit."""
+        return self.are_summed and self.is_incomplete
 
-    def with_loss(self) -> "ClientStates":
-        """Note that a client has lost its state."""
-        return replace(self, is_incomplete=True)
+    def fold(self, fact: Fact) -> "ClientStates":
+        """Fold the update of a client, the loss of its state, or a commit."""
+        match fact:
+            case UpdateReceived():
+                state = KeptState(fact.round_num, fact.client_state)
+                return replace(self, newest={**self.newest, fact.client: state})
+            case ClientStateLost():
+                return replace(self, is_incomplete=True)
+            case SegmentCommitted() if self.are_due_anew:
+                return replace(self, newest={}, is_incomplete=False)
+            case _:
+                return self
 
-    def anew(self) -> "ClientStates":
-        """Begin all clients anew where states are gone that add up to a common one."""
-        return replace(self, newest={}, is_incomplete=False) if self.is_incomplete else self
-
-    def with_evaluation(self, segment: int, clients: Iterable[int]) -> "ClientStates":
-        """Note with which states clients will evaluate a commit, however late they do."""
-        states = {client: self.newest[client] for client in clients if client in self.newest}
-        return replace(self, owed={**self.owed, segment: states})
-
-    def evaluated(self, segment: int) -> "ClientStates":
-        """Forget the states of a commit that is evaluated."""
-        return replace(self, owed={n: states for n, states in self.owed.items() if n != segment})
-
-    def returned(self, segment: int) -> "ClientStates":
-        """Begin all clients anew, as the run goes back to a commit; what is owed up to it stays."""
-        owed = {n: states for n, states in self.owed.items() if n <= segment}
-        return ClientStates(are_blobs=self.are_blobs, owed=owed, is_incomplete=True)
-
-    def of_evaluation(self, segment: int, client: int) -> KeptState | None:
-        """Return the state with which a client evaluates a commit."""
-        return self.owed.get(segment, {}).get(client)
-
-    def kept_rounds(self, client: int) -> tuple[int, ...]:
-        """Return the rounds whose states a client must still have while it trains."""
-        states = [of_clients.get(client) for of_clients in self.owed.values()]
-        states.append(self.newest.get(client))
-        return tuple(sorted({state.round_num for state in states if state is not None}))
+    def returned(self) -> "ClientStates":
+        """Begin all clients anew, as the run goes back to a commit."""
+        return replace(self, newest={}, is_incomplete=True)
 
 
 # ---- Setup of secure rounds ----
@@ -220,7 +275,7 @@ _CURED: Final = (Cause.KEYS_LOST, Cause.ABSENT)
 
 @dataclass(frozen=True, slots=True)
 class SecureSetup:
-    """How far the open round is, in its present attempt."""
+    """The keys and shares that were exchanged in the present attempt of a round."""
 
     attempt: int = 0
     members: tuple[int, ...] = ()
@@ -231,36 +286,68 @@ class SecureSetup:
     """The clients that have shared their secrets; empty before."""
     shares: Digest = NO_DIGEST
 
-    def with_fact(self, fact: KeysPosted | SharesRouted) -> "SecureSetup":
+    def fold(self, fact: KeysPosted | SharesRouted) -> "SecureSetup":
         """Fold one fact of the attempt."""
         if isinstance(fact, KeysPosted):
             return SecureSetup(self.attempt, fact.clients, fact.ring_seed, fact.directory)
-        known = self.attempt, self.members, self.ring_seed, self.directory
-        return SecureSetup(*known, fact.clients, fact.shares)
+        return replace(self, routed=fact.clients, shares=fact.shares)
 
     def party(self, workers: Mapping[int, WorkerId]) -> SecureParty:
-        """Return the attempt as effects have it. workers: of each client."""
-        return SecureParty(
-            self.attempt,
-            tuple(sorted(workers.items())),
-            self.members,
-            self.ring_seed,
-            self.directory,
-            self.shares,
-            self.routed,
-        )
+        """Return the attempt for effects; workers: the worker of each client."""
+        exchanged = self.members, self.ring_seed, self.directory, self.shares, self.routed
+        return SecureParty(self.attempt, tuple(sorted(workers.items())), *exchanged)
 
     def refuses(self, fact: KeysPosted | SharesRouted) -> str:
-        """Return why a fact of the open round is stale; "" when it is welcome."""
+        """Return the reason why a fact of the open round is stale; "" when it is welcome."""
         done = self.members if isinstance(fact, KeysPosted) else self.routed
         is_next = not done and (isinstance(fact, KeysPosted) or bool(self.members))
         if fact.attempt == self.attempt and is_next:
             return ""
         return f"attempt {fact.attempt} of round {fact.round_num} does not wait for it"
 
+    def due(
+        self,
+        run_id: RunId,
+        party: Party,
+        round_num: int,
+        workers: Mapping[int, WorkerId],
+        *,
+        may_leave_out: bool,
+    ) -> PostKeys | RouteShares | None:
+        """Return the exchange that is due; None once clients can train. workers: the workers of the
+        clients that are still in the round."""
+        of_round = run_id, party, round_num
+        if not self.members:
+            return PostKeys(*of_round, self.party(workers), may_leave_out)
+        if not self.routed:
+            workers = {client: workers[client] for client in self.members if client in workers}
+            return RouteShares(*of_round, self.party(workers), may_leave_out)
+        return None
+
     @property
     def blobs(self) -> frozenset[Digest]:
         return frozenset({self.directory, self.shares} - {NO_DIGEST})
+
+    def fewest_survivors(self, spec: SecureAggregation) -> int:
+        """Return the number of updates without which the round is not unmasked."""
+        return shares_needed(spec.threshold, len(self.members))
+
+    def lack(self, spec: SecureAggregation, possible: Collection[int]) -> str:
+        """Return the reason why no sum of these clients can be unmasked; "" where one can, as far
+        as is known."""
+        group = self.members or possible
+        if len(group) < MIN_CLIENTS:
+            return f"{len(group)} exchange keys, and fewer than {MIN_CLIENTS} hide nobody"
+        if not self.members:
+            return ""
+        still = set(possible) & set(self.routed or self.members)
+        needed = self.fewest_survivors(spec)
+        if len(still) < needed:
+            return f"{len(still)} can be in the sum, and {needed} are needed to unmask it"
+        around = neighbours(self.members, spec.degree, bytes.fromhex(self.ring_seed))
+        if lost := never_opened(around, self.routed or self.members, still, spec.threshold):
+            return f"too few are left that hold shares of client {lost[0]}"
+        return ""
 
 
 def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
@@ -278,51 +365,8 @@ def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
     }
 
 
-def exchange(
-    run_id: RunId,
-    party: Party,
-    round_num: int,
-    setup: SecureSetup,
-    workers: Mapping[int, WorkerId],
-    *,
-    may_leave_out: bool,
-) -> PostKeys | RouteShares | None:
-    """Return what is to be exchanged next; None once clients can train. workers: of the clients
-    that are still in the round."""
-    of_round = run_id, party, round_num
-    if not setup.members:
-        return PostKeys(*of_round, setup.party(workers), may_leave_out)
-    if not setup.routed:
-        own = {client: workers[client] for client in setup.members if client in workers}
-        return RouteShares(*of_round, setup.party(own), may_leave_out)
-    return None
-
-
-def lack(spec: SecureAggregation, setup: SecureSetup, possible: Collection[int]) -> str:
-    """Return why no sum of these clients can be unmasked; "" where it can, as far as is known."""
-    group = setup.members or possible
-    if len(group) < MIN_CLIENTS:
-        return f"{len(group)} exchange keys, and fewer than {MIN_CLIENTS} hide nobody"
-    if not setup.members:
-        return ""
-    still = set(possible) & set(setup.routed or setup.members)
-    needed = shares_needed(spec.threshold, len(setup.members))
-    if len(still) < needed:
-        return f"{len(still)} can be in the sum, and {needed} are needed to unmask it"
-    seed = bytes.fromhex(setup.ring_seed)
-    around = neighbours(setup.members, spec.degree, seed)
-    if lost := never_opened(around, setup.routed or setup.members, still, spec.threshold):
-        return f"too few are left that hold shares of client {lost[0]}"
-    return ""
-
-
-def fewest_survivors(spec: SecureAggregation, setup: SecureSetup) -> int:
-    """Return the updates without which the round is not unmasked."""
-    return shares_needed(spec.threshold, len(setup.members))
-
-
 def cures(cause: Cause) -> bool:
-    """Return whether new keys may do away with a cause."""
+    """Return True when new keys may do away with a cause."""
     return cause in _CURED
 
 
@@ -331,6 +375,7 @@ def cured(rejected: Mapping[int, UpdateRejected]) -> dict[int, UpdateRejected]:
     return {client: fact for client, fact in rejected.items() if not cures(fact.cause)}
 
 
-def is_by_policy(rejected: Mapping[int, UpdateRejected]) -> bool:
-    """Return whether another run of the job might have had a client that this round is without."""
+def may_be_cured(rejected: Mapping[int, UpdateRejected]) -> bool:
+    """Return True when new keys may bring back a client, which another run of the job might
+    have."""
     return any(cures(fact.cause) for fact in rejected.values())

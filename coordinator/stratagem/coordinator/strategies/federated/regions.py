@@ -41,7 +41,7 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated import due
 from stratagem.coordinator.strategies.federated import strategy as federated
 from stratagem.coordinator.strategies.federated.evaluation import TRAFFIC
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.run import Closed, Federation, spec_of
 from stratagem.coordinator.strategies.federated.silos import (
     PartiesRun,
     PartyKind,
@@ -54,7 +54,7 @@ from stratagem.coordinator.strategies.placement import sites_of
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Refuse what has no meaning where clients are regions."""
+    """Refuse options without a meaning where clients are regions."""
     violations = [*found_in(REGIONS, job)]
     return violations or nested.check_inside(lambda: region_job(job), strategies)
 
@@ -145,10 +145,11 @@ def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
     training = KIND.in_training(value)
     for region in unanswered(value):
         child = value.clients[region]
-        own: FederatedRun = child.value
-        if region in training or own.committed is None:
+        inner: Federation = child.value
+        if region in training or inner.committed is None:
             continue
-        told = {n: x for n, x in own.trained.items() if not n.startswith(TRAIN_LOSS)}
+        updates = inner.clients.updates
+        metrics = {n: x for n, x in inner.trained.items() if not n.startswith(TRAIN_LOSS)}
         effects.add(
             SumRegion(
                 run_id=run_id,
@@ -156,12 +157,12 @@ def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
                 round_num=rounds.round_num,
                 client=region,
                 inside=child.party,
-                round_inside=own.round_num,
-                base=own.committed,
-                accepted=own.accepted,
-                num_steps=sum(own.updates[each.client].num_steps for each in own.accepted),
-                loss=own.trained.get(TRAIN_LOSS, math.nan),
-                metrics=tuple(sorted((n, x) for n, x in told.items() if n not in TRAFFIC)),
+                round_inside=inner.round_num,
+                base=inner.committed,
+                accepted=inner.accepted,
+                num_steps=sum(updates[each.client].num_steps for each in inner.accepted),
+                loss=inner.trained.get(TRAIN_LOSS, math.nan),
+                metrics=tuple(sorted((n, x) for n, x in metrics.items() if n not in TRAFFIC)),
             )
         )
     return effects
@@ -180,8 +181,8 @@ def _largest(job: JobSpec, value: PartiesRun) -> int:
 
 
 def _has_trained(child: Child) -> bool:
-    own: FederatedRun = child.value
-    return own.is_closed and own.round_num == child.horizon
+    inner: Federation = child.value
+    return isinstance(inner.round, Closed) and inner.round_num == child.horizon
 
 
 def status(job: JobSpec, value: PartiesRun, world: World) -> Status:

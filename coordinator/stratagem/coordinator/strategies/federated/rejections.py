@@ -24,7 +24,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.strategy_contract import RejectedClient
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of, task_of
+from stratagem.coordinator.strategies.federated.run import Federation, spec_of, task_of
 
 # ---- Rejected updates ----
 
@@ -48,7 +48,7 @@ _VERBS: Final = {
 }
 _OUT_OF_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
 _NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
-"""Words of torch's messages about memory in exceptions that have no type of their own."""
+"""Words in messages of torch about memory, whose exceptions have no special type."""
 _NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
 """Words of a worker's message about an entry point that its `--allow` does not have."""
 
@@ -58,12 +58,12 @@ _BY_THE_SITE: Final = {
     "BudgetSpentError": Cause.BUDGET,
     "KeysLostError": Cause.KEYS_LOST,
 }
-"""The answers of those who keep the rows, by their types."""
+"""The causes of refusals by a site, by the type of its error."""
 
 
 def cause_of(error: ErrorRecord) -> Cause:
-    """Return the kind of failure an exception is; one without a traceback is a worker's own
-    message."""
+    """Return the kind of failure that an exception is; one without a traceback is the message of a
+    worker."""
     kind = error.type.rpartition(".")[2]
     if kind.endswith(_OUT_OF_MEMORY):
         return Cause.MEMORY
@@ -88,7 +88,7 @@ def reason_of(error: ErrorRecord) -> str:
 
 
 def rejection(
-    value: FederatedRun, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
+    value: Federation, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
 ) -> UpdateRejected:
     """Return the rejection of a client of the open round."""
     return UpdateRejected(
@@ -101,24 +101,24 @@ def rejection(
     )
 
 
-def forbidden(job: JobSpec, value: FederatedRun) -> RunFailed | None:
+def forbidden(job: JobSpec, value: Federation) -> RunFailed | None:
     """Fail a run in which no client may fail, once one has."""
-    if spec_of(job).options.on_client_error != FAIL or not value.rejected:
+    rejected = value.clients.rejected
+    if spec_of(job).options.on_client_error != FAIL or not rejected:
         return None
-    client = min(value.rejected)
-    fact = value.rejected[client]
+    client = min(rejected)
+    fact = rejected[client]
     who = names(job, value, [client])
     return RunFailed(reason=f"round {value.round_num}: {who}: {fact.reason}", error=fact.error)
 
 
-def said(job: JobSpec, value: FederatedRun) -> str:
+def said(job: JobSpec, value: Federation) -> str:
     """Return the open round's rejections, as "client 0: not finite; clients 1, 3: KeyError:
     'label'"."""
-    groups = _groups(value)
-    return "; ".join(f"{names(job, value, who)}: {reason}" for (_, reason), who in groups)
+    return "; ".join(f"{names(job, value, who)}: {text}" for (_, text), who in _groups(value))
 
 
-def commonest_first(job: JobSpec, value: FederatedRun) -> str:
+def commonest_first(job: JobSpec, value: Federation) -> str:
     """Return the rejections by number, as "3 raised KeyError: 'label' (clients 0, 2, 3); 1 not
     finite: ... (client 1)"."""
     return "; ".join(
@@ -127,42 +127,47 @@ def commonest_first(job: JobSpec, value: FederatedRun) -> str:
     )
 
 
-def commonest_error(value: FederatedRun) -> ErrorRecord | None:
+def commonest_error(value: Federation) -> ErrorRecord | None:
     """Return an exception for the commonest reason for which there is one."""
     for _, who in _by_number(value):
         for client in who:
-            if (error := value.rejected[client].error) is not None:
+            if (error := value.clients.rejected[client].error) is not None:
                 return error
     return None
 
 
-def names(job: JobSpec, value: FederatedRun, clients: list[int]) -> str:
+def names(job: JobSpec, value: Federation, clients: list[int]) -> str:
     """Name clients, as "clients 0, 2"; with their workers where each has its own rows on one."""
     has_homes = job.data.worker_local is not None
-    shown = [
+    numbers = [
         f"{client} ({value.roster[client].worker_id})" if has_homes else str(client)
         for client in clients[:MAX_NAMED]
     ]
     more = f" and {len(clients) - MAX_NAMED} more" if len(clients) > MAX_NAMED else ""
-    return f"client{'s' if len(clients) > 1 else ''} {', '.join(shown)}{more}"
+    return f"client{'s' if len(clients) > 1 else ''} {', '.join(numbers)}{more}"
+
+
+def at_workers(value: Federation, clients: Iterable[int]) -> str:
+    """Name clients with their workers, as "client 0 (a), client 2 (c)"."""
+    return ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in clients)
 
 
 Group = tuple[tuple[Cause, str], list[int]]
 
 
-def _groups(value: FederatedRun) -> list[Group]:
+def _groups(value: Federation) -> list[Group]:
     """Return the rejected clients by cause and reason; in order of their first client."""
     groups: dict[tuple[Cause, str], list[int]] = defaultdict(list)
-    for client, fact in sorted(value.rejected.items()):
+    for client, fact in sorted(value.clients.rejected.items()):
         groups[fact.cause, fact.reason].append(client)
     return list(groups.items())
 
 
-def _by_number(value: FederatedRun) -> list[Group]:
+def _by_number(value: Federation) -> list[Group]:
     return sorted(_groups(value), key=lambda group: -len(group[1]))
 
 
-def in_closed_rounds(value: FederatedRun) -> tuple[RejectedClient, ...]:
+def in_closed_rounds(value: Federation) -> tuple[RejectedClient, ...]:
     """Return the clients that closed rounds have rejected, in order of client."""
     return tuple(
         RejectedClient(client, value.roster[client].worker_id, count, reason)
@@ -188,10 +193,15 @@ def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
     parts = [
         f"client {client.client}{f' ({client.worker_id})' if has_homes else ''} in "
         f"{counted(client.num_rounds, 'round')} ({client.reason})"
-        for client in order[:MAX_NAMED]
+        for client in order
     ]
-    more = f"; {len(order) - MAX_NAMED} more" if len(order) > MAX_NAMED else ""
-    return f"rejected: {'; '.join(parts)}{more}" if parts else ""
+    return f"rejected: {'; '.join(few(parts))}" if parts else ""
+
+
+def few(texts: list[str], more: str = "more") -> list[str]:
+    """Return the first texts, and the number of further ones."""
+    num_more = len(texts) - MAX_NAMED
+    return [*texts[:MAX_NAMED], f"{num_more} {more}"] if num_more > 0 else texts
 
 
 # ---- Process deaths ----
@@ -205,44 +215,46 @@ BUILD: Final = "the build"
 EVALUATION: Final = "the evaluation"
 
 
-def too_deadly(value: FederatedRun) -> RunFailed | None:
+def too_deadly(value: Federation) -> RunFailed | None:
     """Fail the run when its build or its evaluation ends every process that tries it."""
-    deaths = {task: value.deaths[task] for task in (BUILD, EVALUATION) if task in value.deaths}
-    deadly = [task for task in deaths if deaths[task].are_too_many]
+    deadly = {
+        task: d for task in (BUILD, EVALUATION) if (d := value.losses.hopeless(task)) is not None
+    }
     if not deadly:
         return None
-    work = why(", ".join(deadly), value.deaths[deadly[0]])
+    work = why(", ".join(deadly), next(iter(deadly.values())))
     return RunFailed(reason=f"round {value.round_num}: {work}")
 
 
-def crashed(value: FederatedRun) -> UpdateRejected | None:
+def crashed(value: Federation) -> UpdateRejected | None:
     """Reject the first client of the open round that ends every process which trains it."""
     for client in value.unanswered():
-        deaths = value.deaths.get(task_of(client))
-        if deaths is not None and deaths.are_too_many:
+        if (deaths := value.losses.hopeless(task_of(client))) is not None:
             return rejection(value, client, Cause.CRASHED, why("it", deaths))
     return None
 
 
-def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> FederatedRun:
+def with_death(value: Federation, died: ProcessDied, now_s: float) -> Federation:
     """Count a worker process that ended against what it did, or against all that it had to do."""
-    member, tasks = died.member, set(value.left.get(died.member, ()))
-    if member in value.helper and (value.committed is None or value.to_evaluate):
+    member, losses, assigned = died.member, value.losses, value.clients.assigned
+    tasks = set(losses.taken.get(member, ()))
+    if member in value.helper and (value.committed is None or value.evaluations):
         tasks.add(task_of_helper(value, member))
     for client in value.unanswered():
-        if client in value.assigned and value.assigned[client][0] == member:
+        if client in assigned and assigned[client][0] == member:
             tasks.add(task_of(client))
     if died.at is not None:
         tasks &= {_task_at(value, died.at, member)}
-    deaths = {task: after(value.deaths.get(task, Deaths()), died, now_s, ()) for task in tasks}
-    return replace(value, deaths={**value.deaths, **deaths})
+    new = {task: after(losses.deaths.get(task, Deaths()), died, now_s, ()) for task in tasks}
+    return replace(value, losses=replace(losses, deaths={**losses.deaths, **new}))
 
 
-def task_of_helper(value: FederatedRun, member: Member) -> str:
+def task_of_helper(value: Federation, member: Member) -> str:
     """Return the task of a worker that builds or evaluates, as the key of its deaths."""
     if value.committed is None:
         return BUILD
-    return task_of_evaluator(member.worker_id) if value.evaluators else EVALUATION
+    are_clients = any(owed.clients is not None for owed in value.evaluations.values())
+    return task_of_evaluator(member.worker_id) if are_clients else EVALUATION
 
 
 def task_of_evaluator(worker_id: WorkerId) -> str:
@@ -250,7 +262,7 @@ def task_of_evaluator(worker_id: WorkerId) -> str:
     return f"{EVALUATION} on {worker_id}"
 
 
-def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
+def _task_at(value: Federation, at: Party, member: Member) -> str:
     """Return the task of the party whose plan the process executed; the party's path ends in
     "client<n>", "evaluate" or "build"."""
     name = at.rpartition("/")[2]
@@ -258,16 +270,16 @@ def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
     return task_of(int(client)) if client.isdecimal() else task_of_helper(value, member)
 
 
-def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
-    """Note that another worker builds and evaluates, and what was taken from the one before."""
-    left = dict(value.left)
+def with_helper(value: Federation, fact: MembersFormed) -> Federation:
+    """Note that another worker builds and evaluates, and the task taken from the one before."""
+    losses = value.losses
     for member in value.helper:
-        if member not in fact.members and (value.committed is None or value.to_evaluate):
-            left[member] = (*left.get(member, ()), task_of_helper(value, member))
+        if member not in fact.members and (value.committed is None or value.evaluations):
+            losses = losses.with_taken(member, task_of_helper(value, member))
     return replace(
         value,
         membership=fact.membership,
         helper=fact.members,
         fingerprint=fact.fingerprint,
-        left=left,
+        losses=losses,
     )

@@ -33,22 +33,22 @@ from stratagem.coordinator.strategies.federated.decisions import (
     open_round,
     select,
 )
-from stratagem.coordinator.strategies.federated.evaluation import evaluators_left
+from stratagem.coordinator.strategies.federated.rejections import MAX_NAMED, at_workers, few
 from stratagem.coordinator.strategies.federated.run import (
     Departure,
-    FederatedRun,
+    Federation,
+    Open,
     reassigned,
     spec_of,
+    with_clients,
     without,
 )
 
 MAX_JOINS: Final = 1000
 """Clients that join with one fact."""
 ASK_AGAIN_S: Final = 300.0
-"""How long a client that has refused, as its site is closed, is left alone while its worker stays,
-where it has not said when it opens: a round that waits for clients over a night leaves some hundred
-facts of each."""
-MAX_NAMED: Final = 8
+"""The time for which a client is left alone that has refused, as its site is closed, and has not
+said when it opens: a round that waits over a night leaves some hundred facts of each."""
 AWAY: Final = "away"
 STOPPED: Final = "its worker was stopped"
 
@@ -68,9 +68,9 @@ def by_name(workers: Iterable[WorkerRecord]) -> Here:
 
 
 def before_build(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return whether enough clients are here for the model to be built, and the fact that follows
+    """Return True when enough clients are here for the model to be built, and the fact that follows
     where they are not."""
     roster = roster_of(job)
     assert roster is not None
@@ -81,7 +81,7 @@ def before_build(
 
 
 def next_round(
-    job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
     """Let clients leave and join, then open the next round, or wait for enough of them."""
     here = by_name(workers)
@@ -96,9 +96,9 @@ def next_round(
     return wait(job, value, lack(job, value, world, workers), now_s)
 
 
-def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord]) -> str:
-    """Return how many of the clients that a round takes are able to take part, and where others
-    are."""
+def lack(job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord]) -> str:
+    """Return a sentence about the number of clients that can take part in a round, and about the
+    others."""
     if value.committed is None:
         return _count(job, _num_fitting(job, workers))
     here = by_name(workers)
@@ -106,28 +106,24 @@ def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRe
     text = f"round {value.round_num}: {_count(job, len(able))}"
     if able and not select(spec_of(job).client_selection, able, job.seed, value.round_num):
         text += ", none with the tags that are required"
-    others = [
-        f"{excuse.reason}: {_named(value, excuse.clients)}"
-        for excuse in excused(value, world, here)
-    ]
+    excuses = excused(value, world, here)
+    others = [f"{excuse.reason}: {_named(value, excuse.clients)}" for excuse in excuses]
     return "; ".join([text, *others, *closed_sites(value)])
 
 
-def closed_sites(value: FederatedRun) -> list[str]:
-    """Return what some sites say that are closed; not those that the open round has rejected for
-    it, which it names."""
-    said = {
+def closed_sites(value: Federation) -> list[str]:
+    """Return the messages of some closed sites, but those of rejected clients, which the open round
+    names."""
+    reasons = {
         departure.reason: client
         for client, departure in sorted(value.attendance.left.items())
-        if departure.asked_again_s is not None and client not in value.rejected
+        if departure.asked_again_s is not None and client not in value.clients.rejected
     }
-    shown = [f"{reason} (client {client})" for reason, client in [*said.items()][:MAX_NAMED]]
-    more = len(said) - len(shown)
-    return [*shown, f"{more} more closed"] if more else shown
+    return few([f"{text} (client {client})" for text, client in reasons.items()], "more closed")
 
 
 def wait(
-    job: JobSpec, value: FederatedRun, reason: str, now_s: float, num_needed: int | None = None
+    job: JobSpec, value: Federation, reason: str, now_s: float, num_needed: int | None = None
 ) -> RoundWaits | ClientLeft | RunFailed | None:
     """Wait for clients, as long as the roster says; then fail the run."""
     roster, until_s = roster_of(job), value.attendance.waits_until_s
@@ -148,8 +144,8 @@ def wait(
     return RunFailed(reason=f"{reason}; waited {roster.wait_s:g} s for more")
 
 
-def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
-    """Return the departure of a client that something is expected of, or what it leaves open."""
+def departed(job: JobSpec, value: Federation, world: World, now_s: float) -> Fact | None:
+    """Return the departure of a client that is awaited, or an evaluation without one that left."""
     roster = roster_of(job)
     if roster is None:
         return None
@@ -162,8 +158,8 @@ def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> F
             return _left(value, client, STOPPED if record is None else _why_draining(record))
         if now_s >= until_s:
             return _left(value, client, f"{AWAY} for {roster.wait_s:g} s")
-    for segment in value.evaluators:
-        for client in evaluators_left(value, segment):
+    for segment, owed in value.evaluations.items():
+        for client in owed.left:
             if (departure := value.attendance.left.get(client)) is not None:
                 return ClientEvaluated(
                     party=value.party,
@@ -176,14 +172,14 @@ def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> F
     return None
 
 
-def joined(job: JobSpec, value: FederatedRun, here: Here, now_s: float) -> ClientsJoined | None:
+def joined(job: JobSpec, value: Federation, here: Here, now_s: float) -> ClientsJoined | None:
     """Return the clients that are back, by number, and those that are new, by name."""
-    known = {binding.worker_id for binding in value.roster}
+    names_before = {binding.worker_id for binding in value.roster}
     left = value.attendance.left
     names = {client: value.roster[client].worker_id for client in sorted(left)}
     back = [c for c, name in names.items() if _is_back(left[c], here.get(name), now_s)]
     room = spec_of(job).num_clients - len(value.roster)
-    new = sorted(here.keys() - known)[:room] if room > 0 else []
+    new = sorted(here.keys() - names_before)[:room] if room > 0 else []
     clients = [(client, value.roster[client].worker_id) for client in back]
     clients += enumerate(new, start=len(value.roster))
     if not clients:
@@ -195,7 +191,7 @@ def joined(job: JobSpec, value: FederatedRun, here: Here, now_s: float) -> Clien
     return ClientsJoined(party=value.party, clients=bindings)
 
 
-def goes_on(job: JobSpec, value: FederatedRun) -> bool:
+def goes_on(job: JobSpec, value: Federation) -> bool:
     """Return True when a round that has too few updates goes on with other clients: some have left
     it, or the job says that it waits."""
     if roster_of(job) is None:
@@ -204,24 +200,23 @@ def goes_on(job: JobSpec, value: FederatedRun) -> bool:
 
 
 def more(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> ClientsJoined | ClientsSelected | None:
     """Return further clients for a round that has too few updates: those that join, then those
     that were not asked yet."""
     here = by_name(workers)
     if new := joined(job, value, here, now_s):
         return new
-    asked = set(value.selected)
+    asked = set(value.clients.selected)
     fresh = [binding for binding in able_clients(value, here) if binding.client not in asked]
-    opened = open_round(job, value, fresh, value.attendance.excused, now_s)
+    opened = open_round(job, value, fresh, value.clients.excused, now_s)
     if not isinstance(opened, ClientsSelected):
         return None
-    kept = asked - value.left_unanswered()
-    clients = tuple(sorted(kept | set(opened.clients)))
-    return opened.model_copy(update={"clients": clients, "num_needed": value.num_needed})
+    clients = tuple(sorted((asked - value.left_unanswered()) | set(opened.clients)))
+    return opened.model_copy(update={"clients": clients, "num_needed": value.clients.num_needed})
 
 
-def able_clients(value: FederatedRun, here: Here) -> list[ClientBinding]:
+def able_clients(value: Federation, here: Here) -> list[ClientBinding]:
     """Return the clients that can take part in the round that opens next."""
     attendance, number = value.attendance, value.round_num
     return [
@@ -231,7 +226,7 @@ def able_clients(value: FederatedRun, here: Here) -> list[ClientBinding]:
     ]
 
 
-def excused(value: FederatedRun, world: World, here: Here) -> tuple[Excused, ...]:
+def excused(value: Federation, world: World, here: Here) -> tuple[Excused, ...]:
     """Return the clients that cannot be asked, by reason; not those that have left."""
     away: dict[str, list[int]] = {}
     benched = excused_by_bench(value)
@@ -247,7 +242,7 @@ def excused(value: FederatedRun, world: World, here: Here) -> tuple[Excused, ...
     return (*absent, *benched)
 
 
-def deadline(value: FederatedRun) -> float | None:
+def deadline(value: Federation) -> float | None:
     """Return the leader-clock time at which a client has left, or the run fails for want of
     clients."""
     attendance = value.attendance
@@ -266,9 +261,7 @@ def deadline(value: FederatedRun) -> float | None:
 # ---- Folds ----
 
 
-def with_joined(
-    job: JobSpec, value: FederatedRun, fact: ClientsJoined, now_s: float
-) -> FederatedRun:
+def with_joined(job: JobSpec, value: Federation, fact: ClientsJoined, now_s: float) -> Federation:
     """Add clients to the roster, or take them back."""
     roster, numbers = list(value.roster), [binding.client for binding in fact.clients]
     for binding in fact.clients:
@@ -279,21 +272,22 @@ def with_joined(
     left = without(value.attendance.left, numbers)
     attendance = replace(value.attendance, left=left, waits_until_s=None)
     value = replace(value, roster=tuple(roster), attendance=attendance)
-    return awaiting_all(job, reassigned(value, value.assigned), now_s)
+    return awaiting_all(job, reassigned(value, value.clients), now_s)
 
 
 def with_left(
-    value: FederatedRun,
+    value: Federation,
     client: int,
     reason: str,
     now_s: float,
     asked_again_s: float | None = None,
-) -> FederatedRun:
+) -> Federation:
     """Expect nothing of a client any more; one that has refused is asked again at some time."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
     left = {**value.attendance.left, client: departure}
     attendance = replace(value.attendance.here([client]), left=left)
-    return reassigned(replace(value, attendance=attendance), without(value.assigned, [client]))
+    clients = replace(value.clients, assigned=without(value.clients.assigned, [client]))
+    return reassigned(replace(value, attendance=attendance), clients)
 
 
 def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
@@ -301,38 +295,40 @@ def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
     return fact.cause is Cause.OUTSIDE_WINDOW and roster_of(job) is not None
 
 
-def asking_again(value: FederatedRun, now_s: float) -> FederatedRun:
+def asking_again(value: Federation, now_s: float) -> Federation:
     """Note when a round that waits asks the sites again that have refused: not before the first of
     them opens, where one says when."""
-    refused = [fact for fact in value.rejected.values() if fact.cause.is_refusal]
-    if not value.is_waiting or not refused:
-        return replace(value, asks_again_s=None)
-    wait_s = min(fact.opens_in_s or ASK_AGAIN_S for fact in refused)
-    return replace(value, asks_again_s=now_s + wait_s)
+    clients = value.clients
+    refused = [fact for fact in clients.rejected.values() if fact.cause.is_refusal]
+    again_s = None
+    if clients.is_waiting and refused:
+        again_s = now_s + min(fact.opens_in_s or ASK_AGAIN_S for fact in refused)
+    return with_clients(value, replace(clients, asks_again_s=again_s))
 
 
-def awaiting_all(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
     """Await the clients of the open round that have no worker yet."""
     roster = roster_of(job)
-    if roster is None or not value.num_unassigned:
+    clients = value.clients
+    if roster is None or not clients.num_unassigned:
         return value
-    waiting = [client for client in value.unanswered() if client not in value.assigned]
+    waiting = [client for client in value.unanswered() if client not in clients.assigned]
     attendance = value.attendance.awaiting(waiting, now_s + roster.wait_s)
     return replace(value, attendance=attendance)
 
 
 def after_assignment(
-    job: JobSpec, value: FederatedRun, fact: ClientsAssigned, now_s: float
-) -> FederatedRun:
+    job: JobSpec, value: Federation, fact: ClientsAssigned, now_s: float
+) -> Federation:
     """Await the clients that have lost their worker, and no longer those that have one."""
     if roster_of(job) is None:
         return value
-    found = [a.client for a in fact.assignments if a.member is not None]
-    value = replace(value, attendance=value.attendance.here(found))
+    placed = [a.client for a in fact.assignments if a.member is not None]
+    value = replace(value, attendance=value.attendance.here(placed))
     return awaiting_all(job, value, now_s)
 
 
-def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+def awaiting_evaluators(job: JobSpec, value: Federation, now_s: float) -> Federation:
     """Await the clients that have yet to evaluate and are not here."""
     roster = roster_of(job)
     if roster is None:
@@ -341,28 +337,28 @@ def awaiting_evaluators(job: JobSpec, value: FederatedRun, now_s: float) -> Fede
         return replace(value, attendance=replace(value.attendance, waits_until_s=None))
     here = {member.worker_id for member in value.helper}
     expected = set(_evaluators(value))
-    found = {client for client in expected if value.roster[client].worker_id in here}
-    attendance = value.attendance.here(found - set(value.unanswered()))
-    attendance = attendance.awaiting(expected - found, now_s + roster.wait_s)
+    present = {client for client in expected if value.roster[client].worker_id in here}
+    attendance = value.attendance.here(present - set(value.unanswered()))
+    attendance = attendance.awaiting(expected - present, now_s + roster.wait_s)
     return replace(value, attendance=attendance)
 
 
 # ---- Helpers ----
 
 
-def _expected(value: FederatedRun) -> Iterator[int]:
+def _expected(value: Federation) -> Iterator[int]:
     """Yield the clients that something is expected of: an update, or an evaluation."""
-    if not value.accepted:
+    if isinstance(value.round, Open):
         yield from value.unanswered()
     yield from _evaluators(value)
 
 
-def _evaluators(value: FederatedRun) -> Iterator[int]:
-    for segment in value.evaluators:
-        yield from evaluators_left(value, segment)
+def _evaluators(value: Federation) -> Iterator[int]:
+    for owed in value.evaluations.values():
+        yield from owed.left
 
 
-def _gone(value: FederatedRun, world: World) -> ClientLeft | None:
+def _gone(value: Federation, world: World) -> ClientLeft | None:
     """Return the departure of a client whose worker is not known any more."""
     for binding in value.roster:
         if binding.worker_id not in world.workers and binding.client not in value.attendance.left:
@@ -370,7 +366,7 @@ def _gone(value: FederatedRun, world: World) -> ClientLeft | None:
     return None
 
 
-def _left(value: FederatedRun, client: int, reason: str) -> ClientLeft:
+def _left(value: Federation, client: int, reason: str) -> ClientLeft:
     return ClientLeft(party=value.party, client=client, reason=reason)
 
 
@@ -398,9 +394,6 @@ def _count(job: JobSpec, num_able: int) -> str:
     return f"{num_able} of {roster.min_clients} {who}"
 
 
-def _named(value: FederatedRun, clients: tuple[int, ...]) -> str:
-    shown = ", ".join(
-        f"client {client} ({value.roster[client].worker_id})" for client in clients[:MAX_NAMED]
-    )
-    more = len(clients) - MAX_NAMED
-    return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
+def _named(value: Federation, clients: tuple[int, ...]) -> str:
+    text, more = at_workers(value, clients[:MAX_NAMED]), len(clients) - MAX_NAMED
+    return f"{text} and {counted(more, 'other')}" if more > 0 else text

@@ -1,10 +1,10 @@
-"""This module defines the run value of a federated party and the folds of facts into it.
+"""The run value of a federation, and the folds of facts into it.
 
 The folds are pure; decisions.py, roster.py and their neighbours decide on the value.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from stratagem.common.base.ids import Digest, Party, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.courses import Deaths
-from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.effects import Base, KeptState
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Accepted,
@@ -27,34 +27,30 @@ from stratagem.coordinator.core.facts import (
     KeysPosted,
     Member,
     MetricsMerged,
-    RoundAccounted,
     RoundClosed,
     RoundWaits,
     SegmentCommitted,
     SharesRouted,
     UpdateReceived,
     UpdateRejected,
-    UpdatesJudged,
 )
-from stratagem.coordinator.strategies.federated import ledgers, row_ledger
+from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated.ledgers import (
     ClientStates,
     PrivacyLedger,
+    RowLedger,
     SecureSetup,
 )
-from stratagem.coordinator.strategies.federated.row_ledger import RowLedger
 from stratagem.coordinator.strategies.schedule import schedule_of
 
 # ---- Attendance ----
-#
-# Attendance records which clients have left, which are awaited, and which sit on the bench.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Why a client of an open roster has left."""
+    """The departure of a client of an open roster."""
 
     reason: str
     asked_again_s: float | None = None
@@ -66,7 +62,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """What is known of the clients of a federation besides what they answer."""
+    """The clients that have left, that are awaited, and that sit on the bench."""
 
     left: Mapping[int, Departure] = field(default_factory=dict)
     """The clients that have left, until they join again; of an open roster."""
@@ -75,8 +71,6 @@ class Attendance:
     they are taken to have left."""
     waits_until_s: float | None = None
     """Leader-clock time at which the run fails for want of clients."""
-    excused: tuple[Excused, ...] = ()
-    """The clients that could not be asked to take part in the open round."""
     strikes: Mapping[int, int] = field(default_factory=dict)
     """Rounds in a row in which a client was rejected by its own fault."""
     benched: Mapping[int, int] = field(default_factory=dict)
@@ -90,7 +84,7 @@ class Attendance:
     def resumed(self) -> "Attendance":
         """Return the attendance after a run was resumed: whoever has left and is here may join."""
         left = {client: replace(gone, asked_again_s=None) for client, gone in self.left.items()}
-        return replace(self, left=left, awaited_until_s={}, waits_until_s=None, excused=())
+        return replace(self, left=left, awaited_until_s={}, waits_until_s=None)
 
     def is_able(self, client: int, round_num: int) -> bool:
         """Return True when the client may take part in a round, if its worker is here."""
@@ -106,18 +100,16 @@ class Attendance:
         awaited = without(self.awaited_until_s, clients)
         return self if awaited is self.awaited_until_s else replace(self, awaited_until_s=awaited)
 
-    def after_round(
-        self, has_strikes: bool, answered: Iterable[int], rejected: Mapping[int, UpdateRejected]
-    ) -> "Attendance":
-        """Return the attendance after a round: who has answered is free of strikes, who has failed
-        has one more."""
-        ended = replace(self, waits_until_s=None, excused=())
+    def after_round(self, has_strikes: bool, clients: "Open") -> "Attendance":
+        """Return the attendance after a round: a client that answered is free of strikes, and one
+        that failed has one more."""
+        ended = replace(self, waits_until_s=None)
         if not has_strikes:
             return ended
-        failed = (client for client, fact in rejected.items() if fact.cause.is_fault)
-        strikes = dict(without(self.strikes, answered))
-        for client in failed:
-            strikes[client] = strikes.get(client, 0) + 1
+        strikes = dict(without(self.strikes, clients.updates))
+        for client, fact in clients.rejected.items():
+            if fact.cause.is_fault:
+                strikes[client] = strikes.get(client, 0) + 1
         return replace(ended, strikes=strikes)
 
     def with_bench(self, fact: ClientBenched) -> "Attendance":
@@ -157,8 +149,99 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
-class FederatedRun:
-    """The run value: the global state, the open round, and the work of each worker in it."""
+class OwedEvaluation:
+    """The evaluation of a committed state, until its metrics are entered."""
+
+    base: Base
+    clients: tuple[int, ...] | None = None
+    """The clients that evaluate the state on their own rows; None: the helper does."""
+    states: Mapping[int, KeptState] = field(default_factory=dict)
+    """The states that the clients had kept when it was committed, by client."""
+    answers: Mapping[int, ClientEvaluated] = field(default_factory=dict)
+    merges: tuple[MetricsMerged, ...] = ()
+    """The outcomes of merging the states of metrics, the newest last."""
+
+    @property
+    def left(self) -> list[int]:
+        """The clients that have not answered."""
+        return [client for client in self.clients or () if client not in self.answers]
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The work that lost workers had to do, since the last commit."""
+
+    taken: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
+    """The tasks that were taken from each worker."""
+    deaths: Mapping[str, Deaths] = field(default_factory=dict)
+    """The worker processes that ended while they had a task to do, by task."""
+
+    def with_taken(self, member: Member, task: str) -> "Losses":
+        """Return the losses with one more task that was taken from a worker."""
+        return replace(self, taken={**self.taken, member: (*self.taken.get(member, ()), task)})
+
+    def without(self, tasks: Collection[str]) -> "Losses":
+        """Return the losses without the deaths of some tasks."""
+        return replace(self, deaths={t: d for t, d in self.deaths.items() if t not in tasks})
+
+    def hopeless(self, task: str) -> Deaths | None:
+        """Return the deaths of a task that has ended too many processes; None for any other."""
+        deaths = self.deaths.get(task)
+        return deaths if deaths is not None and deaths.are_too_many else None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A round whose clients are not selected yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A round whose clients train or have answered."""
+
+    selected: tuple[int, ...] = ()
+    """The clients of the round; a private one may have none."""
+    num_needed: int | None = None
+    """Number of updates with which the round closes; None: not before all have answered."""
+    deadline_s: float | None = None
+    excused: tuple[Excused, ...] = ()
+    """The clients that could not be asked to take part."""
+    assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
+    """Client -> (worker, membership of the assignment)."""
+    holders: frozenset[Member] = frozenset()
+    """The workers that have clients left to train."""
+    num_unassigned: int = 0
+    """Selected clients that wait for a worker."""
+    updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
+    rejected: Mapping[int, UpdateRejected] = field(default_factory=dict)
+    is_waiting: bool = False
+    """The round has too few updates, and does not close before there are enough."""
+    asks_again_s: float | None = None
+    """Leader-clock time at which a round that waits asks the sites again that have refused."""
+    tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
+    """The workers on which a client has failed in this round, and is not asked again."""
+    secure: SecureSetup = field(default_factory=SecureSetup)
+    """The keys and shares that the clients have exchanged, with secure aggregation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A round whose updates are chosen and become the next state."""
+
+    clients: Open
+    """The round as it was when it closed."""
+    accepted: tuple[Accepted, ...]
+    """The updates; a private round may have none."""
+    weights: tuple[float, ...] = ()
+    """The weights of the updates; empty before they are judged, and where they are not."""
+
+
+NOBODY = Open()
+
+
+@dataclass(frozen=True, slots=True)
+class Federation:
+    """The run value: the global state, the round that follows it, and the work of each worker."""
 
     party: Party
     membership: int = 0
@@ -168,78 +251,71 @@ class FederatedRun:
     roster: tuple[ClientBinding, ...] = ()
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
+    server_state: tuple[Digest, ...] = ()
+    """The state of the server optimizer besides the committed state, one blob per slot."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
     trained: Mapping[str, float] = field(default_factory=dict)
     """Training metrics of the newest round that was closed; see evaluation.py."""
-    round_num: int = 0
-    """The open round, from 1; 0 until the model is built."""
-    is_opened: bool = False
-    """The clients of the round are selected; of a private one perhaps none."""
-    is_closed: bool = False
-    ledger: PrivacyLedger | None = None
-    """What a run whose clients are protected has spent."""
-    rows: RowLedger | None = None
-    """What each client has spent of a run whose rows are protected."""
-    selected: tuple[int, ...] = ()
-    assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
-    """Client -> (worker, membership of the assignment)."""
-    holders: frozenset[Member] = frozenset()
-    """The workers that have clients left to train."""
-    num_unassigned: int = 0
-    """Selected clients that wait for a worker."""
-    updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
-    rejected: Mapping[int, UpdateRejected] = field(default_factory=dict)
-    rejections: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    """By client: how many closed rounds have rejected it, and why the newest of them did."""
-    is_waiting: bool = False
-    """The open round has too few updates, and does not close before there are enough."""
-    asks_again_s: float | None = None
-    """Leader-clock time at which a round that waits asks the sites again that have refused."""
-    tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
-    """The workers on which a client has failed in the open round, and is not asked again."""
-    server_state: tuple[Digest, ...] = ()
-    """What the server optimizer keeps besides the committed state, one blob per slot."""
-    accepted: tuple[Accepted, ...] = ()
-    """Set once the round is closed; of a private one perhaps none."""
-    weights: tuple[float, ...] = ()
-    """What each of them counts; empty until they have been judged, and where they are not."""
-    num_needed: int | None = None
-    """Number of updates with which the open round closes; None: not before all have answered."""
-    deadline_s: float | None = None
+    round: Waiting | Open | Closed = field(default_factory=Waiting)
+    """The round after the committed state."""
+    losses: Losses = field(default_factory=Losses)
     late: Mapping[int, Late] = field(default_factory=dict)
     """Late clients, by client; empty where late updates are refused."""
-    to_evaluate: tuple[Base, ...] = ()
-    evaluators: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Round -> the clients that evaluate it on their own rows; without any, the helper does."""
-    evaluations: Mapping[int, Mapping[int, ClientEvaluated]] = field(default_factory=dict)
-    """Round -> client -> its answer."""
-    merges: Mapping[int, tuple[MetricsMerged, ...]] = field(default_factory=dict)
-    """Round -> what has come of merging the states of metrics, the newest last."""
+    ledger: PrivacyLedger | None = None
+    """The privacy spent by a run whose clients are protected."""
+    rows: RowLedger | None = None
+    """The privacy spent by each client of a run whose rows are protected."""
+    client_states: ClientStates | None = None
+    """The states that clients keep between rounds; None where they keep nothing."""
+    rejections: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    """Client -> (number of closed rounds that have rejected it, reason of the newest of them)."""
+    attendance: Attendance = field(default_factory=Attendance)
+    evaluations: Mapping[int, OwedEvaluation] = field(default_factory=dict)
+    """The evaluations that are still owed, by round."""
     took_part: Mapping[int, int] = field(default_factory=dict)
     """Client -> the newest round that has its update, where clients evaluate."""
     unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)
     """The workers that cannot build the model, where each has rows of its own."""
-    left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
-    """Tasks that were taken from a worker in this round, because it was lost."""
-    deaths: Mapping[str, Deaths] = field(default_factory=dict)
-    """By task: the worker processes that ended in this round while they had it to do."""
-    attendance: Attendance = field(default_factory=Attendance)
-    client_states: ClientStates | None = None
-    """What the clients keep to themselves; None where they keep nothing."""
-    secure: SecureSetup = field(default_factory=SecureSetup)
-    """Of a round with secure aggregation: what its clients have exchanged."""
+
+    @property
+    def round_num(self) -> int:
+        """The number of the round, from 1; 0 until the model is built."""
+        return 0 if self.committed is None else self.committed.segment + 1
+
+    @property
+    def clients(self) -> Open:
+        """The clients of the round, open or closed; none before they are selected."""
+        if isinstance(self.round, Closed):
+            return self.round.clients
+        return self.round if isinstance(self.round, Open) else NOBODY
+
+    @property
+    def accepted(self) -> tuple[Accepted, ...]:
+        """The updates that the round was closed with; none before."""
+        return self.round.accepted if isinstance(self.round, Closed) else ()
+
+    def kept_rounds(self, client: int) -> tuple[int, ...]:
+        """Return the rounds whose states a client must still have while it trains."""
+        newest = self.client_states.newest if self.client_states else {}
+        states = [newest.get(client)]
+        states += [owed.states.get(client) for owed in self.evaluations.values()]
+        return tuple(sorted({state.round_num for state in states if state is not None}))
 
     def left_unanswered(self) -> set[int]:
         """Return the selected clients that have left without an answer."""
-        left = self.attendance.left.keys() & set(self.selected) if self.attendance.left else set()
-        return left - self.updates.keys() - self.rejected.keys()
+        clients, left = self.clients, self.attendance.left
+        gone = left.keys() & set(clients.selected) if left else set()
+        return gone - clients.updates.keys() - clients.rejected.keys()
 
     def unanswered(self) -> Iterator[int]:
         """Return the selected clients of which there is neither an update nor a rejection, and that
         have not left."""
-        answered, left = (self.updates, self.rejected), self.attendance.left
-        return (c for c in self.selected if not any(c in who for who in answered) and c not in left)
+        clients, left = self.clients, self.attendance.left
+        answered = (clients.updates, clients.rejected)
+        return (
+            c for c in clients.selected if not any(c in who for who in answered) and c not in left
+        )
 
 
 MAX_CLIENTS_AHEAD = 4
@@ -257,53 +333,61 @@ def has_simulated_states(job: JobSpec) -> bool:
     return spec_of(job).options.has_client_state and job.data.worker_local is None
 
 
-def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun:
-    """Assign other workers to some clients, and remember whose they were."""
+def with_clients(value: Federation, clients: Open) -> Federation:
+    """Return the run with other clients in its round; one that waits has none."""
+    match value.round:
+        case Closed() as closed:
+            return replace(value, round=replace(closed, clients=clients))
+        case Open():
+            return replace(value, round=clients)
+        case _:
+            return value
+
+
+def reassigned(value: Federation, clients: Open) -> Federation:
+    """Return the run with other clients, and note which workers train them."""
+    changed, assigned = with_clients(value, clients), clients.assigned
+    todo = list(changed.unanswered())
+    holders = frozenset(assigned[c][0] for c in todo if c in assigned)
+    num_unassigned = sum(c not in assigned for c in todo)
+    noted = replace(clients, holders=holders, num_unassigned=num_unassigned)
+    return with_clients(changed, noted)
+
+
+def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
+    """Assign other workers to some clients, and note the workers that they were taken from."""
+    clients, losses = value.clients, value.losses
     moved = {a.client for a in fact.assignments}
-    kept = {c: a for c, a in value.assigned.items() if c not in moved}
     new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
-    left = dict(value.left)
-    for client in sorted(moved & value.assigned.keys()):
-        member = value.assigned[client][0]
-        left[member] = (*left.get(member, ()), task_of(client))
-    return reassigned(replace(value, membership=fact.membership, left=left), {**kept, **new})
+    for client in sorted(moved & clients.assigned.keys()):
+        losses = losses.with_taken(clients.assigned[client][0], task_of(client))
+    value = replace(value, membership=fact.membership, losses=losses)
+    return reassigned(value, replace(clients, assigned={**without(clients.assigned, moved), **new}))
 
 
-def reassigned(value: FederatedRun, assigned: Mapping[int, tuple[Member, int]]) -> FederatedRun:
-    """Note which workers train the clients of the open round."""
-    todo = list(value.unanswered())
-    return replace(
-        value,
-        assigned=assigned,
-        holders=frozenset(assigned[c][0] for c in todo if c in assigned),
-        num_unassigned=sum(c not in assigned for c in todo),
-    )
-
-
-def lacking(value: FederatedRun, is_here: Callable[[Member], bool]) -> list[int]:
-    """Return the clients of the open round that no worker trains now; asked with every fact, so it
-    is quick while there are none."""
-    if not value.num_unassigned and all(is_here(member) for member in value.holders):
+def lacking(value: Federation, is_here: Callable[[Member], bool]) -> list[int]:
+    """Return the clients of the open round that no worker trains now: quickly while there are none,
+    as it is asked with every fact."""
+    clients = value.clients
+    if not clients.num_unassigned and all(is_here(member) for member in clients.holders):
         return []
-    return [
-        client
-        for client in value.unanswered()
-        if client not in value.assigned or not is_here(value.assigned[client][0])
-    ]
+    assigned = clients.assigned
+    return [c for c in value.unanswered() if c not in assigned or not is_here(assigned[c][0])]
 
 
-def due_clients(value: FederatedRun) -> list[int]:
+def due_clients(value: Federation) -> list[int]:
     """Return the clients to be trained next, in order: a few of each worker."""
+    clients = value.clients
     num_due = Counter[Member]()
     due = []
     for client in value.unanswered():
-        if client not in value.assigned:
+        if client not in clients.assigned:
             continue
-        member = value.assigned[client][0]
+        member = clients.assigned[client][0]
         if num_due[member] < MAX_CLIENTS_AHEAD:
             num_due[member] += 1
             due.append(client)
-            if len(due) == MAX_CLIENTS_AHEAD * len(value.holders):
+            if len(due) == MAX_CLIENTS_AHEAD * len(clients.holders):
                 break
     return due
 
@@ -314,122 +398,122 @@ def evaluates_at_clients(job: JobSpec) -> bool:
     return job.data.worker_local is not None and job.evaluation is not None
 
 
-def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
-    """Fold what happens between the opening of a round and its closing."""
-    if value.rows is not None:
-        value = replace(value, rows=row_ledger.with_fact(value.rows, fact))
-    match fact:
-        case RoundAccounted() if value.ledger is not None:
-            return replace(value, ledger=ledgers.with_fact(value.ledger, fact))
-        case ClientsSelected():
-            attendance = replace(value.attendance, waits_until_s=None, excused=fact.excused)
-            ledger = value.ledger and ledgers.with_opened(value.ledger)
-            opened = replace(
-                value,
-                is_opened=True,
-                ledger=ledger,
-                selected=fact.clients,
-                is_waiting=False,
-                deadline_s=fact.deadline_s,
-                num_needed=fact.num_needed,
-                attendance=attendance,
-                asks_again_s=None,
-            )
-            return reassigned(opened, value.assigned)
-        case KeysPosted() | SharesRouted():
-            rejected = {**value.rejected, **ledgers.rejections(fact)}
-            exchanged = replace(value, rejected=rejected, secure=value.secure.with_fact(fact))
-            return reassigned(exchanged, value.assigned)
-        case ClientsAssigned():
-            return with_assignments(value, fact)
-        case UpdateReceived():
-            updates = {**value.updates, fact.client: fact}
-            return replace(value, updates=updates, trained=_counted(value, fact))
-        case UpdateRejected():
-            return replace(value, rejected={**value.rejected, fact.client: fact})
-        case RoundWaits():
-            return _waiting(value, fact)
-        case RoundClosed():
-            trained = {**value.trained, **fact.metrics}
-            attendance = replace(value.attendance, waits_until_s=None)
-            return replace(
-                value,
-                is_closed=True,
-                accepted=fact.accepted,
-                deadline_s=None,
-                asks_again_s=None,
-                trained=trained,
-                attendance=attendance,
-            )
-        case UpdatesJudged():
-            return replace(value, weights=fact.weights)
-        case _:
-            return value
-
-
-def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
-    """Lift the deadline, and give some of the clients that have failed another chance."""
-    again = set(fact.asked_again)
-    tried = {
-        client: value.tried.get(client, frozenset()) | {value.assigned[client][0]}
-        for client in (again - set(fact.refused)) & value.assigned.keys()
-    }
-    value = replace(
+def with_ledgers(value: Federation, fact: Fact) -> Federation:
+    """Fold a fact into the values that go on from round to round."""
+    return replace(
         value,
-        is_waiting=True,
-        attendance=replace(value.attendance, waits_until_s=fact.until_s),
-        deadline_s=None,
-        num_needed=fact.num_needed,
-        tried={c: who for c, who in {**value.tried, **tried}.items() if c not in fact.refused},
-        rejected={c: rejection for c, rejection in value.rejected.items() if c not in again},
-        deaths={t: count for t, count in value.deaths.items() if t not in map(task_of, again)},
+        ledger=value.ledger and value.ledger.fold(fact),
+        rows=value.rows and value.rows.fold(fact),
+        client_states=value.client_states and value.client_states.fold(fact),
     )
-    return reassigned(value, {c: a for c, a in value.assigned.items() if c not in again})
 
 
-def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
-    """Restart the open round after a resumption: workers have forgotten the run, clients that have
-    failed are asked again, and the round has its whole time."""
-    if spec_of(job).options.secure_aggregation is not None and value.is_opened:
-        # The workers have forgotten the secrets of the run.
-        value = again_with_new_keys(job, value, value.secure.attempt + 1, now_s)
-    time_s = spec_of(job).options.round_deadline_s
-    has_deadline = time_s is not None and value.is_opened and not value.is_closed
-    fresh = replace(
-        value,
-        helper=(),
-        rejected={} if not value.is_closed else value.rejected,
+def with_selection(value: Federation, fact: ClientsSelected) -> Federation:
+    """Open the round, or let further clients take part in it. Late clients that are selected again
+    train for it."""
+    clients = replace(
+        value.clients,
+        selected=fact.clients,
+        num_needed=fact.num_needed,
+        deadline_s=fact.deadline_s,
+        excused=fact.excused,
         is_waiting=False,
         asks_again_s=None,
-        tried={},
-        unfit={},
-        deadline_s=now_s + time_s if has_deadline and time_s is not None else value.deadline_s,
-        late={},
-        left={},
-        deaths={},
-        attendance=value.attendance.resumed(),
     )
-    return reassigned(fresh, {})
+    attendance = replace(value.attendance, waits_until_s=None)
+    late = without(value.late, fact.clients)
+    return reassigned(replace(value, round=clients, attendance=attendance, late=late), clients)
 
 
-def again_with_new_keys(
-    job: JobSpec, value: FederatedRun, attempt: int, now_s: float
-) -> FederatedRun:
-    """Restart the open round with secure aggregation: what was masked cannot be unmasked."""
-    fresh = replace(
+def with_exchange(
+    job: JobSpec, value: Federation, fact: KeysPosted | SharesRouted, now_s: float
+) -> Federation:
+    """Fold the keys or shares that clients have exchanged; once shares are routed they train."""
+    rejected = {**value.clients.rejected, **ledgers.rejections(fact)}
+    clients = replace(value.clients, rejected=rejected, secure=value.clients.secure.fold(fact))
+    if isinstance(fact, SharesRouted):
+        clients = replace(clients, deadline_s=deadline_of(job, now_s))
+    return reassigned(value, clients)
+
+
+def with_reply(value: Federation, fact: UpdateReceived | UpdateRejected) -> Federation:
+    """Fold the update or the rejection of a client of the round."""
+    clients = value.clients
+    if isinstance(fact, UpdateRejected):
+        rejected = {**clients.rejected, fact.client: fact}
+        return with_clients(value, replace(clients, rejected=rejected))
+    updates = {**clients.updates, fact.client: fact}
+    value = replace(value, trained=_counted(value, fact))
+    return with_clients(value, replace(clients, updates=updates))
+
+
+def with_closing(value: Federation, fact: RoundClosed) -> Federation:
+    """Close the round."""
+    return replace(
         value,
+        round=Closed(value.clients, fact.accepted),
+        trained={**value.trained, **fact.metrics},
+        attendance=replace(value.attendance, waits_until_s=None),
+    )
+
+
+def with_waiting(value: Federation, fact: RoundWaits) -> Federation:
+    """Lift the deadline, and give some of the clients that have failed another chance."""
+    clients, again = value.clients, set(fact.asked_again)
+    tried = {
+        client: clients.tried.get(client, frozenset()) | {clients.assigned[client][0]}
+        for client in (again - set(fact.refused)) & clients.assigned.keys()
+    }
+    attendance = replace(value.attendance, waits_until_s=fact.until_s)
+    losses = value.losses.without({*map(task_of, again)})
+    clients = replace(
+        clients,
+        is_waiting=True,
+        deadline_s=None,
+        num_needed=fact.num_needed,
+        tried=without({**clients.tried, **tried}, fact.refused),
+        rejected=without(clients.rejected, again),
+        assigned=without(clients.assigned, again),
+    )
+    return reassigned(replace(value, attendance=attendance, losses=losses), clients)
+
+
+def again_after_resumption(job: JobSpec, value: Federation, now_s: float) -> Federation:
+    """Restart the open round after a resumption: workers have forgotten the run, clients that have
+    failed are asked again, and the round has its whole time."""
+    is_secure = spec_of(job).options.secure_aggregation is not None
+    if is_secure and not isinstance(value.round, Waiting):
+        # The workers have forgotten the secrets of the run.
+        value = again_with_new_keys(job, value, value.clients.secure.attempt + 1, now_s)
+    clients = value.clients
+    again = Open(
+        selected=clients.selected,
+        num_needed=clients.num_needed,
+        deadline_s=deadline_of(job, now_s),
+        updates=clients.updates,
+        rejected=clients.rejected if isinstance(value.round, Closed) else {},
+        secure=clients.secure,
+    )
+    attendance = value.attendance.resumed()
+    fresh = replace(value, helper=(), unfit={}, late={}, losses=Losses(), attendance=attendance)
+    return reassigned(fresh, again)
+
+
+def again_with_new_keys(job: JobSpec, value: Federation, attempt: int, now_s: float) -> Federation:
+    """Restart the round, whose masked updates cannot be unmasked any more."""
+    again = replace(
+        value.clients,
         secure=SecureSetup(attempt),
-        is_closed=False,
-        accepted=(),
         updates={},
-        rejected=ledgers.cured(value.rejected),
+        rejected=ledgers.cured(value.clients.rejected),
         deadline_s=deadline_of(job, now_s),
     )
-    return reassigned(fresh, value.assigned)
+    return reassigned(replace(value, round=again), again)
 
 
 def deadline_of(job: JobSpec, now_s: float) -> float | None:
-    """Return when a round that is opened now closes with what it has; None: never."""
+    """Return the time at which a round that is opened now closes with the updates it has; None:
+    never."""
     time_s = spec_of(job).options.round_deadline_s
     return None if time_s is None else now_s + time_s
 
@@ -439,17 +523,7 @@ def task_of(client: int) -> str:
     return f"client {client}"
 
 
-def _with_rejections(value: FederatedRun) -> Mapping[int, tuple[int, str]]:
-    if not value.rejected:
-        return value.rejections
-    new = {
-        client: (value.rejections.get(client, (0, ""))[0] + 1, fact.reason)
-        for client, fact in value.rejected.items()
-    }
-    return {**value.rejections, **new}
-
-
-def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]:
+def _counted(value: Federation, update: UpdateReceived) -> Mapping[str, float]:
     """Return the training metrics with the skipped steps of an update that was journaled by a
     version that counted them when it came."""
     if update.num_steps or SKIPPED_STEPS not in update.metrics:
@@ -458,47 +532,30 @@ def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]
     return {**value.trained, SKIPPED_STEPS: num_skipped}
 
 
-def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
+def after_commit(job: JobSpec, value: Federation, fact: SegmentCommitted) -> Federation:
+    """Return the run before its next round, which begins from the state that is committed."""
     base = Base(fact.segment, fact.step, fact.digest, average=fact.average)
     has_strikes = spec_of(job).options.strikes is not None
-    due = schedule_of(job, value.num_rows).evaluates_at(fact.segment)
-    evaluators, took_part = dict(value.evaluators), value.took_part
-    states = value.client_states
-    if spec_of(job).options.control is not None:
-        states = states and states.anew()
+    evaluations, states, evaluators = value.evaluations, value.client_states, None
     if evaluates_at_clients(job):
-        clients = tuple(accepted.client for accepted in value.accepted)
-        took_part = {**took_part, **dict.fromkeys(clients, fact.segment)}
-        if due:
-            evaluators[fact.segment] = clients
-        if due and spec_of(job).options.has_own_models:
-            states = states and states.with_evaluation(fact.segment, clients)
+        evaluators = tuple(accepted.client for accepted in value.accepted)
+    if schedule_of(job, value.num_rows).evaluates_at(fact.segment):
+        newest = states.newest if states and spec_of(job).options.has_own_models else {}
+        kept = {client: newest[client] for client in evaluators or () if client in newest}
+        evaluations = {**evaluations, fact.segment: OwedEvaluation(base, evaluators, kept)}
+    clients = value.clients
+    rejections = {
+        client: (value.rejections.get(client, (0, ""))[0] + 1, fact.reason)
+        for client, fact in clients.rejected.items()
+    }
     return replace(
         value,
-        client_states=states,
-        took_part=took_part,
         committed=base,
-        evaluators=evaluators,
         server_state=fact.server_state,
-        round_num=fact.segment + 1,
-        ledger=value.ledger and ledgers.with_fact(value.ledger, fact),
-        is_opened=False,
-        is_closed=False,
-        selected=(),
-        assigned={},
-        holders=frozenset(),
-        num_unassigned=0,
-        updates={},
-        rejected={},
-        secure=SecureSetup(),
-        rejections=_with_rejections(value),
-        attendance=value.attendance.after_round(has_strikes, value.updates, value.rejected),
-        is_waiting=False,
-        asks_again_s=None,
-        tried={},
-        accepted=(),
-        weights=(),
-        left={},
-        deaths={},
-        to_evaluate=(*value.to_evaluate, base) if due else value.to_evaluate,
+        round=Waiting(),
+        losses=Losses(),
+        rejections={**value.rejections, **rejections},
+        attendance=value.attendance.after_round(has_strikes, clients),
+        evaluations=evaluations,
+        took_part={**value.took_part, **dict.fromkeys(evaluators or (), fact.segment)},
     )

@@ -52,7 +52,7 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated import due
 from stratagem.coordinator.strategies.federated import strategy as federated
 from stratagem.coordinator.strategies.federated.rejections import cause_of, reason_of, rejection
-from stratagem.coordinator.strategies.federated.run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.run import Federation, Open, spec_of
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 
 # ---- Clients that are parties ----
@@ -68,7 +68,7 @@ from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 class PartiesRun:
     """The run value: the rounds, and the parties of the clients that have taken part so far."""
 
-    rounds: FederatedRun
+    rounds: Federation
     strategies: Strategies
     """The table that the clients' strategy is taken from."""
     clients: Mapping[int, Child]
@@ -76,25 +76,22 @@ class PartiesRun:
     """Failures by client, in the open round; each becomes the rejection of its client alone."""
 
 
-def _unchanged(_job: JobSpec, _value: PartiesRun, _client: int, child: Child, _fact: Fact) -> Child:
-    return child
-
-
 @dataclass(frozen=True, slots=True)
 class PartyKind:
-    """What sort of parties the clients are: what differs between one and another."""
+    """The differences between one kind of clients that are parties and another."""
 
     noun: str
-    """What people call a client."""
+    """The word for a client."""
     has_trained: Callable[[Child], bool]
-    """Whether a party has done its part of the round."""
+    """(party): True once the party has done its part of the round."""
     opened: Callable[[JobSpec, PartiesRun, int], Child]
     """(job, value, client): its party at the opening of a round that it was selected for."""
     why_rejected: Callable[[PartyFailed], tuple[Cause, str]]
-    """Cause and reason of the rejection of a client whose party has failed."""
-    folded: Callable[[JobSpec, PartiesRun, int, Child, Fact], Child] = _unchanged
-    """(job, value, client, party, fact): the party after a fact of its own, which is folded into it
-    already."""
+    """(fact): cause and reason of the rejection of a client whose party has failed."""
+    folded: Callable[[JobSpec, PartiesRun, int, Child, Fact], Child] = (
+        lambda _job, _value, _client, party, _fact: party
+    )
+    """(job, value, client, party, fact): the party after a fact that is folded into it already."""
 
     def transition(self, job: JobSpec, value: PartiesRun, fact: Fact, now_s: float) -> PartiesRun:
         """Fold one fact: of the rounds, or of a client's party."""
@@ -107,7 +104,7 @@ class PartyKind:
                 return replace(value, clients={**value.clients, client: after})
         value = replace(value, rounds=federated.transition(job, value.rounds, fact, now_s))
         if isinstance(fact, ClientsSelected):
-            opened = {n: self.opened(job, value, n) for n in value.rounds.selected}
+            opened = {n: self.opened(job, value, n) for n in value.rounds.clients.selected}
             return replace(value, clients={**value.clients, **opened}, failures={})
         if isinstance(fact, RunResumed):
             clients = {n: nested.transition(c, fact, now_s) for n, c in value.clients.items()}
@@ -115,8 +112,7 @@ class PartyKind:
         return value
 
     def reject_reason(self, job: JobSpec, value: PartiesRun, fact: Fact) -> str:
-        """Return why a reported fact is stale, as its client or the round decides; "" when it is
-        welcome."""
+        """Return the reason why a reported fact is stale; "" when it is welcome."""
         for client, child in value.clients.items():
             if nested.is_of(child, fact):
                 if client not in self.in_training(value):
@@ -135,12 +131,12 @@ class PartyKind:
 
     def in_training(self, value: PartiesRun) -> dict[int, Child]:
         """Return the parties of the open round that have not trained yet."""
-        found = {client: value.clients[client] for client in unanswered(value)}
-        return {client: child for client, child in found.items() if not self.has_trained(child)}
+        parties = {client: value.clients[client] for client in unanswered(value)}
+        return {client: child for client, child in parties.items() if not self.has_trained(child)}
 
-    def answered(self, value: PartiesRun, shown: Status) -> str:
-        """Return, as a sentence, how many clients of the open round have answered."""
-        count = f"round {value.rounds.round_num}: {shown.num_clients_done} of {shown.num_clients}"
+    def answered(self, value: PartiesRun, status: Status) -> str:
+        """Return a sentence about the number of clients of the open round that have answered."""
+        count = f"round {value.rounds.round_num}: {status.num_clients_done} of {status.num_clients}"
         return f"{count} {self.noun}s have answered"
 
     def strategy(
@@ -150,11 +146,11 @@ class PartyKind:
         pending: Callable[[RunId, JobSpec, PartiesRun, int | None], frozenset[Effect]],
         status: Callable[[JobSpec, PartiesRun, World], Status],
     ) -> Strategy:
-        """Return the strategy of these parties: with what is alike for all."""
+        """Return the strategy of these parties, with the functions that all kinds share."""
         return Strategy(
             version=VERSION,
             check=check,
-            init=lambda _job, party, strategies: PartiesRun(FederatedRun(party), strategies, {}),
+            init=lambda _job, party, strategies: PartiesRun(Federation(party), strategies, {}),
             decide=decide,
             transition=self.transition,
             reject_reason=self.reject_reason,
@@ -165,13 +161,21 @@ class PartyKind:
             own_blobs=lambda value: federated.blobs(value.rounds),
             children=lambda value: value.clients.values(),
             working=lambda value: self.in_training(value).values(),
-            nesting=Nesting(lambda value: federated.progress(value.rounds), _rebase, _returned),
+            nesting=Nesting(
+                lambda value: federated.progress(value.rounds),
+                rebase=lambda job, value, base, num_rows: replace(
+                    value, rounds=federated.rebase(job, value.rounds, base, num_rows)
+                ),
+                returned=lambda job, value, base, metrics: replace(
+                    value, rounds=federated.returned(job, value.rounds, base, metrics)
+                ),
+            ),
         )
 
 
 def unanswered(value: PartiesRun) -> list[int]:
     """Return the clients of the open round without an update."""
-    return [] if value.rounds.is_closed else list(value.rounds.unanswered())
+    return list(value.rounds.unanswered()) if isinstance(value.rounds.round, Open) else []
 
 
 def party_of(value: PartiesRun, client: int) -> Party:
@@ -179,23 +183,11 @@ def party_of(value: PartiesRun, client: int) -> Party:
     return child_party(value.rounds.party, f"client{client}")
 
 
-def _rebase(job: JobSpec, value: PartiesRun, base: Base, num_rows: Mapping[str, int]) -> PartiesRun:
-    """Begin the next round from the given state."""
-    return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
-
-
-def _returned(
-    job: JobSpec, value: PartiesRun, base: Base, metrics: Mapping[str, float]
-) -> PartiesRun:
-    """Return the rounds to an earlier commit."""
-    return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))
-
-
 # ---- Silos ----
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Refuse what a silo cannot do, and an inner strategy that cannot run."""
+    """Refuse options that a silo cannot have, and an inner strategy that cannot run."""
     violations = [*found_in(SILOS, job)]
     return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 
@@ -244,9 +236,9 @@ def _lower(
     lower: dict[str, object] = {}
     if spec.lr is not None:
         lower["lr"] = plateau.reduced(spec.lr, num_reductions)
-    own = spec.optimizer if isinstance(spec, GroupSpec) else None
-    if own is not None:
-        lower["optimizer"] = own.with_changes(**_lower(own, plateau, num_reductions))
+    inside = spec.optimizer if isinstance(spec, GroupSpec) else None
+    if inside is not None:
+        lower["optimizer"] = inside.with_changes(**_lower(inside, plateau, num_reductions))
     return lower
 
 
@@ -261,7 +253,7 @@ def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact 
     )
 
 
-def _has_begun(rounds: FederatedRun) -> bool:
+def _has_begun(rounds: Federation) -> bool:
     return rounds.committed is not None or bool(rounds.helper)
 
 
@@ -282,8 +274,7 @@ def _of_clients(value: PartiesRun, world: World, now_s: float) -> Fact | None:
 
 
 def _folded(job: JobSpec, value: PartiesRun, client: int, child: Child, fact: Fact) -> Child:
-    """Return a silo that was built with the global state: it was built to know the client's rows,
-    and what is trained is that state."""
+    """Return a silo that was built, to know the client's rows, with the global state to train."""
     if isinstance(fact, ModelBuilt) and fact.party == child.party:
         return _based(job, value, client, child)
     return child
@@ -291,13 +282,13 @@ def _folded(job: JobSpec, value: PartiesRun, client: int, child: Child, fact: Fa
 
 def _opened(job: JobSpec, value: PartiesRun, client: int) -> Child:
     """Begin a silo; one that has taken part before, from the new global state."""
-    known = value.clients.get(client)
-    if known is None:
+    before = value.clients.get(client)
+    if before is None:
         party = party_of(value, client)
         return nested.begin(party, client_job(job, client, 1), 0, value.strategies)
-    if nested.progress(known).num_rows:
-        return _based(job, value, client, known)
-    return nested.again(known)  # it has failed before it knew its rows; on from its membership
+    if nested.progress(before).num_rows:
+        return _based(job, value, client, before)
+    return nested.again(before)  # it has failed before it knew its rows; on from its membership
 
 
 def _based(job: JobSpec, value: PartiesRun, client: int, child: Child) -> Child:
@@ -322,7 +313,7 @@ def pending(
 
 
 def _in_its_round(job: JobSpec, value: PartiesRun, effect: Effect) -> Effect:
-    """Return an effect of a client with the round that it belongs to, where that is of any use."""
+    """Return an effect of a client; a segment with the round that it belongs to."""
     if not isinstance(effect, RunSegment):
         return effect
     before, num_rounds = value.rounds.round_num - 1, spec_of(job).rounds
@@ -337,6 +328,7 @@ def _collecting(run_id: RunId, value: PartiesRun) -> set[Effect]:
         done = progress.committed
         if done is None or done.segment == 0 or rounds.committed is None:
             continue
+        metrics = {name: n for name, n in progress.metrics.items() if name != TRAIN_LOSS}
         effects.add(
             CollectUpdate(
                 run_id=run_id,
@@ -348,20 +340,15 @@ def _collecting(run_id: RunId, value: PartiesRun) -> set[Effect]:
                 num_steps=done.step,
                 loss=progress.loss,
                 base=rounds.committed,
-                metrics=tuple(sorted(_of_steps(progress.metrics).items())),
+                metrics=tuple(sorted(metrics.items())),
                 traffic=tuple(sorted(progress.traffic.items())),
             )
         )
     return effects
 
 
-def _of_steps(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a silo's steps without its loss, which an update has in a field."""
-    return {name: value for name, value in metrics.items() if name != TRAIN_LOSS}
-
-
 def _has_trained(child: Child) -> bool:
-    """Return whether a silo has trained; a new one is built first (horizon 0)."""
+    """Return True when a silo has trained; a new one is built first (horizon 0)."""
     return child.horizon != 0 and nested.is_at_horizon(child)
 
 

@@ -8,9 +8,9 @@ its kin hand the mean to an optimizer on the coordinator. One round:
     AGGREGATING  w = sum n_k w_k / sum n_k over the accepted updates, in client order
     (commit)     the new global state is a blob; next round
 
-The state that a client keeps between rounds is known by its digest (ledgers.py), so a lost client
-is trained again elsewhere (or waited for, where its rows are on one worker). Only a deadline with a
-quorum, or over-selection, leaves clients out; closing.py decides what becomes of those.
+A lost client is trained again elsewhere, or waited for, where its rows are on one worker; the
+journal has the digest of the state that it keeps between rounds (ledgers.py). Only a deadline with
+a quorum, or over-selection, leaves clients out (closing.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +19,7 @@ from dataclasses import replace
 from stratagem.common.base.ids import Digest, Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.courses import course_of
-from stratagem.coordinator.core.effects import (
-    Base,
-)
+from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import (
     TRAIN_LOSS,
     BuildFailed,
@@ -56,7 +54,7 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_calls import WHY, draws_in_secret
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
-from stratagem.coordinator.strategies.federated import closing, ledgers, row_ledger
+from stratagem.coordinator.strategies.federated import closing, ledgers
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.closing import ask_again, begin_again, close
 from stratagem.coordinator.strategies.federated.decisions import (
@@ -78,10 +76,8 @@ from stratagem.coordinator.strategies.federated.evaluation import (
     evaluated,
     evaluated_without,
     evaluation_crashed,
-    evaluators_left,
     merging,
     with_answer,
-    with_owed,
 )
 from stratagem.coordinator.strategies.federated.ledgers import ClientStates
 from stratagem.coordinator.strategies.federated.rejections import (
@@ -94,33 +90,45 @@ from stratagem.coordinator.strategies.federated.rejections import (
 )
 from stratagem.coordinator.strategies.federated.run import (
     Attendance,
-    FederatedRun,
+    Closed,
+    Federation,
+    Open,
+    Waiting,
     after_commit,
     again_after_resumption,
     again_with_new_keys,
-    deadline_of,
     has_simulated_states,
-    in_round,
     spec_of,
+    with_assignments,
+    with_closing,
+    with_exchange,
+    with_ledgers,
+    with_reply,
+    with_selection,
+    with_waiting,
 )
 from stratagem.coordinator.strategies.schedule import is_evaluated
 
 
-def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
+def decide(job: JobSpec, value: Federation, world: World, now_s: float) -> Fact | None:
     """Return the next fact of the round that the state calls for."""
     return decide_round(job, value, world, now_s, lambda workers: assign(job, value, workers))
 
 
 def decide_round(
     job: JobSpec,
-    value: FederatedRun,
+    value: Federation,
     world: World,
     now_s: float,
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
-    """Return the next fact of the round; while it is open, what `train` decides of its clients."""
+    """Return the next fact of the round; `train` decides about its clients while it is open."""
     fact = _decided(job, value, world, now_s, train)
-    if isinstance(fact, RunFailed) and value.is_opened and draws_in_secret(job):
+    if (
+        isinstance(fact, RunFailed)
+        and draws_in_secret(job)
+        and not isinstance(value.round, Waiting)
+    ):
         why = f"round {value.round_num} cannot be closed as the job asks: clients have failed, or "
         return RunFailed(reason=f"{why}are too few; {WHY}, so only the journal says which")
     return fact
@@ -128,7 +136,7 @@ def decide_round(
 
 def _decided(
     job: JobSpec,
-    value: FederatedRun,
+    value: Federation,
     world: World,
     now_s: float,
     train: Callable[[list[WorkerRecord]], Fact | None],
@@ -143,28 +151,28 @@ def _decided(
         return helper
     if value.committed is None:
         return None
-    spoken: Fact | None
-    spoken = evaluation_crashed(value) or evaluated(job, value) or evaluated_without(job, value)
-    if spoken or (spoken := open_roster.departed(job, value, world, now_s)):
-        return spoken
+    fact = evaluation_crashed(value) or evaluated(job, value) or evaluated_without(job, value)
+    if fact := fact or open_roster.departed(job, value, world, now_s):
+        return fact
     if not value.roster and open_roster.roster_of(job) is None:
         return form_roster(job, value, workers)
     if value.committed.segment == spec_of(job).rounds:
         return complete(job, value)
     if given_up := closing.give_up(value, workers):
         return given_up
-    if not value.is_opened:
+    if isinstance(value.round, Waiting):
         return _next_round(job, value, world, workers, now_s)
-    if value.is_closed:
+    if isinstance(value.round, Closed):
         return None
     ended = crashed(value) or begin_again(job, value, now_s) or close(job, value, workers, now_s)
     return ended or ask_again(job, value, workers, now_s) or train(workers)
 
 
 def _gathered(
-    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return whether the model can be built, and the fact that follows where it cannot."""
+    """Return True when enough workers are here for the build, and the fact that follows where they
+    are not."""
     if value.committed is not None or value.helper:
         return True, None
     if open_roster.roster_of(job) is not None:
@@ -173,10 +181,10 @@ def _gathered(
 
 
 def _next_round(
-    job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord], now_s: float
+    job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
-    """Open the next round, or end the run where the evaluations say so; None while one that the job
-    follows is missing, or clients are."""
+    """Open the next round, or end the run where the evaluations say so; None while an evaluation
+    that decides about it is missing, or clients are."""
     if is_evaluated_first(job, value):
         return None
     if ended := stopped_early(job, value) or bench(job, value):
@@ -188,10 +196,9 @@ def _next_round(
     return next_round(job, value, now_s)
 
 
-def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+def transition(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
     """Fold one fact."""
-    if isinstance(fact, UpdateReceived) and value.client_states is not None:
-        value = replace(value, client_states=value.client_states.with_update(fact))
+    value = with_ledgers(value, fact)
     if closing.is_late(value, fact):
         return closing.with_late(value, fact)
     match fact:
@@ -206,134 +213,157 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case SegmentCommitted():
             committed = closing.after_commit(job, after_commit(job, value, fact))
             return open_roster.awaiting_evaluators(job, committed, now_s)
-        case RoundClosed():
-            return closing.after_close(job, value, in_round(value, fact))
         case Evaluated() | ClientEvaluated() | MetricsMerged():
             return with_answer(job, value, fact)
         case RunResumed():
             again = again_after_resumption(job, value, now_s)
             return open_roster.awaiting_all(job, again, now_s)
-        case _:
-            return _with_clients(job, value, fact, now_s)
-
-
-def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
-    """Fold a fact about the clients: who they are, and what becomes of them in the round."""
-    match fact:
-        case ClientsSelected():
-            opened = closing.after_selection(in_round(value, fact))
-            return open_roster.awaiting_all(job, opened, now_s)
-        case ClientsAssigned():
-            return open_roster.after_assignment(job, in_round(value, fact), fact, now_s)
         case ClientsJoined():
             return open_roster.with_joined(job, value, fact, now_s)
         case ClientLeft():
             return open_roster.with_left(value, fact.client, fact.reason, now_s)
-        case UpdateRejected() if open_roster.is_refusal(job, fact):
-            again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
-            return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
-        case UpdateRejected() | RoundWaits():
-            return open_roster.asking_again(in_round(value, fact), now_s)
-        case SharesRouted():
-            return replace(in_round(value, fact), deadline_s=deadline_of(job, now_s))
-        case RoundRestarted():
-            return again_with_new_keys(job, value, fact.attempt, now_s)
-        case ClientStateLost():
-            states = value.client_states
-            return replace(value, client_states=states and states.with_loss())
         case ClientBenched():
             return replace(value, attendance=value.attendance.with_bench(fact))
         case _:
-            return in_round(value, fact)
+            return _in_round(job, value, fact, now_s)
 
 
-def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
-    """Return why a reported fact is stale or late; "" when it is welcome."""
+def _in_round(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
+    """Fold a fact of the round, from its opening to its commit."""
     match fact:
-        case ModelBuilt() | BuildFailed():
-            return "" if value.committed is None else "the model is built already"
-        case RoundAccounted():
-            waits = value.ledger is not None and value.ledger.round is None
-            is_next = waits and not value.is_opened and fact.round_num == value.round_num
-            return "" if is_next else f"round {fact.round_num} does not wait to be accounted"
+        case ClientsSelected():
+            return open_roster.awaiting_all(job, with_selection(value, fact), now_s)
+        case KeysPosted() | SharesRouted():
+            return with_exchange(job, value, fact, now_s)
+        case ClientsAssigned():
+            assigned = with_assignments(value, fact)
+            return open_roster.after_assignment(job, assigned, fact, now_s)
+        case UpdateReceived():
+            return with_reply(value, fact)
+        case UpdateRejected() if open_roster.is_refusal(job, fact):
+            again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
+            return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
+        case UpdateRejected():
+            return open_roster.asking_again(with_reply(value, fact), now_s)
+        case RoundWaits():
+            return open_roster.asking_again(with_waiting(value, fact), now_s)
+        case RoundClosed():
+            return closing.after_close(job, with_closing(value, fact))
+        case RoundRestarted():
+            return again_with_new_keys(job, value, fact.attempt, now_s)
+        case UpdatesJudged():
+            assert isinstance(value.round, Closed)
+            return replace(value, round=replace(value.round, weights=fact.weights))
+        case _:
+            return value
+
+
+def reject_reason(_job: JobSpec, value: Federation, fact: Fact) -> str:
+    """Return the reason why a reported fact is stale or late; "" when it is welcome."""
+    match fact:
         case UpdateReceived() | UpdateRejected():
-            return _is_update_welcome(value, fact)
+            return _why_unwelcome(value, fact)
         case ClientStateLost():
             answer = UpdateRejected(
                 party=fact.party, round_num=fact.round_num, client=fact.client, reason=fact.reason
             )
-            return _is_update_welcome(value, answer)
-        case SegmentCommitted():
-            is_next = value.is_closed and fact.segment == value.round_num
-            return "" if is_next else f"round {value.round_num} is to be committed next"
+            return _why_unwelcome(value, answer)
         case KeysPosted() | SharesRouted():
-            is_open = value.is_opened and not value.is_closed and fact.round_num == value.round_num
-            return value.secure.refuses(fact) if is_open else f"round {fact.round_num} is not open"
-        case RoundRestarted():
-            is_next = value.is_closed and fact.attempt == value.secure.attempt + 1
-            is_due = is_next and fact.round_num == value.round_num
-            return "" if is_due else f"round {fact.round_num} is not to be restarted"
-        case UpdatesJudged():
-            is_due = (
-                bool(value.accepted) and not value.weights and fact.round_num == value.round_num
-            )
-            return "" if is_due else f"round {fact.round_num} does not wait for a verdict"
-        case Evaluated():
-            waits = any(base.segment == fact.segment for base in value.to_evaluate)
-            return "" if waits else f"round {fact.segment} does not wait for an evaluation"
-        case ClientEvaluated():
-            waits = fact.client in evaluators_left(value, fact.segment)
-            return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
-        case MetricsMerged():
-            due = merging(value, fact.segment)
-            is_due = due is not None and tuple(client for client, _ in due.states) == fact.clients
-            return "" if is_due else f"round {fact.segment} does not wait for these metrics"
+            is_open = isinstance(value.round, Open) and fact.round_num == value.round_num
+            secure = value.clients.secure
+            return secure.refuses(fact) if is_open else f"round {fact.round_num} is not open"
         case _:
-            return f"no round waits for {type(fact).__name__}"
+            is_due, why_not = _is_due(value, fact)
+            return "" if is_due else why_not
 
 
-def begun(job: JobSpec, party: Party) -> FederatedRun:
+def _is_due(value: Federation, fact: Fact) -> tuple[bool, str]:
+    """Return True when the run waits for a fact, and the reason for a refusal."""
+    current, number = value.round, value.round_num
+    match fact:
+        case ModelBuilt() | BuildFailed():
+            return value.committed is None, "the model is built already"
+        case RoundAccounted():
+            waits = isinstance(current, Waiting) and fact.round_num == number
+            is_due = waits and value.ledger is not None and value.ledger.round is None
+            return is_due, f"round {fact.round_num} does not wait to be accounted"
+        case SegmentCommitted():
+            is_due = isinstance(current, Closed) and fact.segment == number
+            return is_due, f"round {number} is to be committed next"
+        case RoundRestarted():
+            is_next = fact.attempt == value.clients.secure.attempt + 1
+            is_due = isinstance(current, Closed) and is_next and fact.round_num == number
+            return is_due, f"round {fact.round_num} is not to be restarted"
+        case UpdatesJudged():
+            waits = isinstance(current, Closed) and bool(current.accepted) and not current.weights
+            is_due = waits and fact.round_num == number
+            return is_due, f"round {fact.round_num} does not wait for a verdict"
+        case Evaluated() | ClientEvaluated() | MetricsMerged():
+            return _is_evaluation_due(value, fact)
+        case _:
+            return False, f"no round waits for {type(fact).__name__}"
+
+
+def _is_evaluation_due(
+    value: Federation, fact: Evaluated | ClientEvaluated | MetricsMerged
+) -> tuple[bool, str]:
+    owed, text = value.evaluations.get(fact.segment), f"round {fact.segment} does not wait for"
+    match fact:
+        case Evaluated():
+            return owed is not None, f"{text} an evaluation"
+        case ClientEvaluated():
+            is_due = owed is not None and fact.client in owed.left
+            return is_due, f"{text} client {fact.client}"
+        case _:
+            due = None if owed is None else merging(value, owed)
+            is_due = due is not None and tuple(client for client, _ in due.states) == fact.clients
+            return is_due, f"{text} these metrics"
+
+
+def begun(job: JobSpec, party: Party) -> Federation:
     """Return the value of a run before its first fact."""
     states = None
     if spec_of(job).options.has_client_state:
-        states = ClientStates(are_blobs=has_simulated_states(job))
-    ledger, rows = ledgers.begun(job), row_ledger.begun(job)
-    return FederatedRun(party, ledger=ledger, rows=rows, client_states=states)
+        are_summed = spec_of(job).options.control is not None
+        states = ClientStates(are_blobs=has_simulated_states(job), are_summed=are_summed)
+    ledger, rows = ledgers.privacy_ledger(job), ledgers.row_ledger(job)
+    return Federation(party, ledger=ledger, rows=rows, client_states=states)
 
 
-def own_deadline(value: FederatedRun) -> float | None:
-    """Return when the round closes, or the patience with clients ends, whichever is earlier."""
-    times = (value.deadline_s, value.asks_again_s, open_roster.deadline(value))
+def own_deadline(value: Federation) -> float | None:
+    """Return the time at which the round closes or the patience with clients ends, whichever is
+    earlier."""
+    times = [open_roster.deadline(value)]
+    if isinstance(value.round, Open):
+        times += [value.round.deadline_s, value.round.asks_again_s]
     return min((time for time in times if time is not None), default=None)
 
 
-def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
+def deaths(value: Federation, member: Member) -> tuple[ProcessDied, ...]:
     """Return the death of a worker process for all that it had to do in this round."""
     return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
 
 
-def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """Return the global state, what the server optimizer and simulated clients keep with it, and
-    the states that wait for an evaluation: also while no worker can do it, and while the run is
-    stopped."""
-    bases = (*value.to_evaluate, *((value.committed,) if value.committed else ()))
-    kept = {digest for base in bases for digest in (base.digest, base.average) if digest}
-    kept |= {*value.server_state} if value.committed else set()
-    kept |= {f.states for known in value.evaluations.values() for f in known.values() if f.states}
+def blobs(value: Federation) -> frozenset[Digest]:
+    """Return the global state with those of the server optimizer and of simulated clients, and the
+    states that wait for an evaluation, also while no worker can do it or the run is stopped."""
+    needed = {*value.server_state} if value.committed else set()
+    bases = [value.committed] if value.committed else []
+    for owed in value.evaluations.values():
+        bases.append(owed.base)
+        needed |= {answer.states for answer in owed.answers.values() if answer.states}
+    needed |= {digest for base in bases for digest in (base.digest, base.average) if digest}
     if value.client_states is not None:
-        kept |= value.client_states.blobs
-    return frozenset(kept) | closing.blobs(value) | value.secure.blobs
+        needed |= value.client_states.blobs
+    return frozenset(needed) | closing.blobs(value) | value.clients.secure.blobs
 
 
-def progress(value: FederatedRun) -> NestedProgress:
+def progress(value: Federation) -> NestedProgress:
     """Return the progress of the party, up to the committed round."""
     metrics, loss = {**value.trained, **value.metrics}, value.trained.get(TRAIN_LOSS, 0.0)
     return NestedProgress(
-        value.committed,
-        metrics,
-        value.num_rows,
-        loss,
-        is_idle=not value.to_evaluate,
+        *(value.committed, metrics, value.num_rows, loss),
+        is_idle=not value.evaluations,
         keeps_more=bool(
             value.server_state
             or value.late
@@ -344,12 +374,10 @@ def progress(value: FederatedRun) -> NestedProgress:
     )
 
 
-def rebase(
-    _job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
-) -> FederatedRun:
+def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, int]) -> Federation:
     """Begin the next round from the given state; a server optimizer starts afresh."""
     return replace(
-        FederatedRun(value.party),
+        Federation(value.party),
         membership=value.membership + 1,
         helper=value.helper,
         fingerprint=value.fingerprint,
@@ -357,45 +385,41 @@ def rebase(
         attendance=Attendance(left=value.attendance.resumed().left),
         num_rows=num_rows,
         committed=base,
-        round_num=base.segment + 1,
-        ledger=ledgers.returned(value.ledger),
+        ledger=value.ledger and value.ledger.returned(),
         rows=value.rows,
-        client_states=value.client_states and value.client_states.returned(base.segment),
+        client_states=value.client_states and value.client_states.returned(),
     )
 
 
 def returned(
-    job: JobSpec, value: FederatedRun, base: Base, metrics: Mapping[str, float]
-) -> FederatedRun:
-    """Rebase to an earlier commit with its metrics, such as the steps skipped up to it, keeping the
-    evaluations that are still owed."""
-    fresh = replace(
+    job: JobSpec, value: Federation, base: Base, metrics: Mapping[str, float]
+) -> Federation:
+    """Go back to an earlier commit with its metrics, such as the steps skipped up to it. The
+    evaluations up to it are still owed: they may come some rounds after what they evaluate."""
+    segment, course = base.segment, course_of(metrics)
+    evaluated = {name: n for name, n in metrics.items() if is_evaluated(job, name)} | course
+    return replace(
         rebase(job, value, base, value.num_rows),
-        trained={
-            name: n
-            for name, n in metrics.items()
-            if not is_evaluated(job, name) and name not in course_of(metrics)
-        },
-        metrics={
-            **{name: n for name, n in metrics.items() if is_evaluated(job, name)},
-            **course_of(metrics),
-        },
+        trained={name: n for name, n in metrics.items() if name not in evaluated},
+        metrics=evaluated,
+        evaluations={n: owed for n, owed in value.evaluations.items() if n <= segment},
+        took_part={client: min(number, segment) for client, number in value.took_part.items()},
     )
-    return with_owed(fresh, value, base.segment)
 
 
-def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:
-    round_num, client = fact.round_num, fact.client
+def _why_unwelcome(value: Federation, fact: UpdateReceived | UpdateRejected) -> str:
+    """Return the reason why the answer of a client is stale; "" when it is welcome."""
+    clients, round_num, client = value.clients, fact.round_num, fact.client
     if closing.is_late(value, fact):
-        answered = value.late[client].update is not None
-        return f"client {client} has answered round {round_num} already" if answered else ""
-    if round_num != value.round_num or value.is_closed:
+        has_answered = value.late[client].update is not None
+        return f"client {client} has answered round {round_num} already" if has_answered else ""
+    if round_num != value.round_num or isinstance(value.round, Closed):
         return f"round {round_num} is closed"
-    if fact.attempt != value.secure.attempt:
+    if fact.attempt != clients.secure.attempt:
         return f"attempt {fact.attempt} of round {round_num} is over"
-    if client not in value.selected:
+    if client not in clients.selected:
         return f"client {client} was not selected in round {round_num}"
-    if client in value.updates or client in value.rejected:
+    if client in clients.updates or client in clients.rejected:
         return f"client {client} has answered round {round_num} already"
     if isinstance(fact, UpdateRejected) and client in value.attendance.left:
         return f"client {client} has left round {round_num}"

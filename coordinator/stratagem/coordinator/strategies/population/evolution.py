@@ -242,7 +242,7 @@ class Variant:
 
     name: str
     fields: Mapping[str, JSON]
-    """What differs, by dotted path; None: the field is not there."""
+    """The fields that differ, by dotted path; None: the field is not there."""
 
 
 def known_structure(space: SearchSpace) -> frozenset[str]:

@@ -115,16 +115,16 @@ class MemberRun:
     child: Child
     params: Mapping[str, JSON]
     schedule: tuple[Setting, ...]
-    """The settings that its state was trained with, and last those of now; a copy's begins as that
-    of its donor."""
+    """The settings that its state was trained with, the present ones last; that of a copy begins as
+    that of its donor."""
     generation: int = 1
     """The generation that it trains now."""
     failure: PartyFailed | None = None
-    """Why it has no score in this generation."""
+    """The failure for which it has no score in this generation."""
     scores: tuple[float | None, ...] = ()
     """Scores of its past generations, higher is better; None: invalid."""
     rejected: tuple[RejectedClient, ...] = ()
-    """For a federation: clients rejected in the rounds before it continued from another state."""
+    """The clients of a federation that were rejected before it continued from another state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def score_of(job: JobSpec, member: MemberRun) -> float | None:
 
 
 def close_generation(job: JobSpec, value: PopulationRun) -> GenerationClosed | RunFailed | None:
-    """Return the end of a generation once every member has a score for it, and who copies whom."""
+    """Return the end of a generation once every member has a score for it, with the copies."""
     number, spec = value.generation, spec_of(job)
     if spec.options.asynchronous:
         if any(len(member.scores) < number for member in value.members):
@@ -240,7 +240,7 @@ def _evolution(
 
 
 def _copied(job: JobSpec, value: PopulationRun, member: int, donor: int, rng: Random) -> Copied:
-    """Return the donor's newest commit, which it has its score for, as what the member copies."""
+    """Return the newest commit of the donor, which its score is of, for the member to copy."""
     base = nested.progress(value.members[donor].child).committed
     assert base is not None
     params = _explored(job, value, value.members[donor], rng)

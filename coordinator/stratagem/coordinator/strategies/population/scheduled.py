@@ -64,7 +64,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def _objections(job: JobSpec, place: int) -> Iterator[Violation]:
-    """Yield what is wrong with the job of a setting."""
+    """Yield the violations of the job of a setting."""
     where = f"{_SECTION}.settings[{place}].params"
     try:
         own = scheduled_job(job, _schedule(job).settings[place])

@@ -98,7 +98,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fact | None:
-    """Return the members' own decisions; then what follows from their scores."""
+    """Return the next decision of a member; without one, that which follows from the scores."""
     if not value.members:
         return form(job, value)
     if value.generation > spec_of(job).generations:
@@ -193,7 +193,7 @@ def status(job: JobSpec, value: PopulationRun, world: World) -> Status:
 
 
 def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
-    """Return the end of the run: whose state is the result, and what has failed on the way."""
+    """Return the end of the run, with the member whose state is the result, and the failures."""
     number = value.generation - 1
     parts = [f"{counted(number, 'generation')} committed"]
     origin = value.origins[number]
@@ -238,7 +238,7 @@ STRATEGY = Strategy(
 
 
 def counts(job: JobSpec, value: PopulationRun) -> RunCounts:
-    """Return how far the open generation is, and what the newest closed one has shown."""
+    """Return the progress of the open generation, and the result of the newest closed one."""
     is_even = not spec_of(job).options.asynchronous
     num_scored = sum(map(is_scored, value.members)) if is_even else 0
     newest = value.generation - 1
@@ -348,7 +348,7 @@ def check_name(job: JobSpec, name: str, section: str) -> Iterator[Violation]:
 
 
 def _is_of_a_turn(job: JobSpec, name: str) -> bool:
-    """Return whether a name is that of a number of a turn's optimizer."""
+    """Return True for the name of a number of the optimizer of a turn."""
     paths = tuple(f"turns.{turn.name}.optimizer." for turn in job.turns or ())
     kinds = (".optimizer.name", ".optimizer.entrypoint")
     return name.startswith(paths) and not name.endswith(kinds)

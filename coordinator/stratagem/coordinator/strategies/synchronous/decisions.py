@@ -79,7 +79,8 @@ def decide(
 def _copies_due(
     job: JobSpec, run: PartyRun, world: World, now_s: float
 ) -> UploadDue | SoleCopiesLost | None:
-    """Return what becomes of what only workers have of the commit, where it is needed elsewhere.
+    """Return the upload, or the loss, of files of the commit that only workers have and that are
+    needed elsewhere.
 
     A worker that is away may come back with its files, and is waited for; one that has left may
     not. One that was asked may have sent them before: the upload finds out.
@@ -109,7 +110,8 @@ def _copies_due(
 
 
 def deadline(run: PartyRun) -> float | None:
-    """Return until when workers are waited for that are away with what only they have kept."""
+    """Return the time until which absent workers are waited for that alone have files of the
+    commit."""
     return run.awaits_until_s
 
 
@@ -151,7 +153,7 @@ def _what_follows(
     *,
     are_apart: bool,
 ) -> str:
-    """Say what becomes of what was trained, where that depends on who is left."""
+    """Return a sentence about the fate of trained steps, where it depends on the members left."""
     at = run.committed
     if job.only_evaluates or not run.open_segment or at is None:
         return ""
@@ -164,7 +166,8 @@ def _what_follows(
 
 
 def setback(job: JobSpec, run: PartyRun, shape: SegmentRules) -> str:
-    """Say what the present members lose where they meet again, as after a failed exchange."""
+    """Return a sentence about the loss where the present members meet again, as after a failed
+    exchange."""
     if goes_on(run, run.members, shape, are_apart=run.are_apart):
         return ""
     return _what_follows(job, run, run.members, shape, are_apart=run.are_apart)

@@ -84,11 +84,11 @@ class PartyRun:
     traffic: Mapping[str, int] = field(default_factory=dict)
     """Traffic of the same segment; see SegmentFinished."""
     lineage: int = 0
-    """How often the party has begun from a given state."""
+    """The number of times that the party has begun from a given state."""
     open_segment: int = 0
     """The segment being trained; 0 until the model is built."""
     finished: tuple[Finished, ...] = ()
-    """Trained by all members and not yet committed, in order."""
+    """The segments that all members have trained and that are not committed, in order."""
     left: frozenset[Member] = frozenset()
     """Members that were lost inside the open segment."""
     deaths: Deaths = field(default_factory=Deaths)
@@ -96,21 +96,21 @@ class PartyRun:
     is_recovering: bool = False
     why: str = ""
     stop_reason: str = ""
-    """Why the user's code has ended the training with the committed segment."""
+    """The reason for which code of the user has ended the training with the committed segment."""
     kept: tuple[KeptFile, ...] = ()
-    """What only workers have of the commit, in order of rank; none of one that is whole."""
+    """The files of the commit that only workers have, in order of rank; none of a whole one."""
     whole: WholeCommit | None = None
-    """To return to when that is lost; None while the commit is whole."""
+    """The commit to return to when those are lost; None while the commit is whole."""
     holders: tuple[Member, ...] = ()
-    """Workers that were asked for what they have kept of it."""
+    """The workers that were asked for their files of it."""
     awaits_until_s: float | None = None
-    """How long workers that have kept something of it, and are away, are waited for."""
+    """The leader-clock time until which workers with files of it are waited for."""
     has_ended: bool = False
     """True once the run was stopped or has failed, until it is resumed."""
 
 
 RETURN_S: Final = 60.0
-"""How long a worker is waited for that is away with what only it has kept of a commit."""
+"""The time for which an absent worker is waited for that alone has a file of a commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Placed:
 
 
 Parts = tuple[tuple[Member, ...], ...]
-"""Per part of a state, the members that hold it, any of which will do."""
+"""The members that hold each part of a state, any of which will do."""
 
 
 def one_part(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
@@ -136,7 +136,7 @@ def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Par
 
 
 def mirrors_of(members: tuple[Member, ...]) -> Parts:
-    """Return who has a mirror of each member's part: the one that comes after it."""
+    """Return the member with the mirror of each part: the one after the member that has it."""
     return tuple((member,) for member in (*members[1:], *members[:1]))
 
 
@@ -148,20 +148,20 @@ class SegmentRules:
     min_members: int
     exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
     parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
-    """How members, in order of rank, divide the state among them; also from the party's ranks."""
+    """(members in order of rank, ranks of the party): the division of the state among them."""
     place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
     """The placement of the party, where not any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
     """The sentence about what `place` waits for, for people."""
     upload_every: int = 1
-    """Every how many segments a commit has what only one member each has, too."""
+    """The number of segments from a commit that has all files of its members to the next."""
     is_sole_copy: bool = False
-    """Members cannot go on with what the survivors of a loss hold, nor redo a step that failed:
-    any change of members, and any failed exchange, returns the party to its last commit. So it is
-    with members that are apart, whose states are alike but cannot be copied."""
+    """True where members can neither go on with the states of the survivors of a loss nor redo a
+    step that failed, as their states are alike but cannot be copied: any change of members, and any
+    failed exchange, returns the party to its last commit."""
     fewest_mirrored: int | None = None
-    """From how many members on each has the part of the one before it, too: then they can go on
-    while of each part one of the two is left. None: never."""
+    """The number of members from which on each also has the part of the one before it, so that they
+    can go on while one of the two is left. None: never."""
 
     def is_mirrored(self, members: tuple[Member, ...]) -> bool:
         """Return True if each part of the state is with two of these members."""
@@ -239,7 +239,7 @@ def _holders(run: PartyRun) -> tuple[Member, ...]:
 
 
 def _kept(run: PartyRun, fact: SegmentFinished) -> tuple[KeptFile, ...]:
-    """What the members have kept at the end of a segment."""
+    """Return the files that the members have kept at the end of a segment."""
     if not fact.kept:
         return ()
     return tuple(
@@ -337,7 +337,7 @@ def goes_on(
 
 
 def _holders_of(members: tuple[Member, ...], ranks: tuple[int, ...], shape: SegmentRules) -> Parts:
-    """Return who holds each part of what these members have trained, themselves or as a mirror."""
+    """Return the holders of each part of the state of these members, with those of mirrors."""
     parts = shape.parts_of(members, ranks)
     if not shape.is_mirrored(members):
         return parts
@@ -357,7 +357,7 @@ def _returned_to_commit(run: PartyRun) -> PartyRun:
 
 
 def reject_reason(run: PartyRun, fact: Fact) -> str:
-    """Return why a reported fact is stale; "" when it is the one waited for."""
+    """Return the reason why a reported fact is stale; "" when it is the one waited for."""
     match fact:
         case ModelBuilt():
             return "" if run.open_segment == 0 else "the model is built already"
@@ -409,7 +409,8 @@ def latest_metrics(run: PartyRun) -> Mapping[str, float]:
 
 
 def stop_reason(job: JobSpec, run: PartyRun) -> str:
-    """Return why no segment is trained after the newest one, before the last step; "" otherwise."""
+    """Return the reason for which no segment is trained after the newest one, before the last step;
+    "" where one is."""
     asked = run.finished[-1].stop_reason if run.finished else run.stop_reason
     return asked or why_stopped(job, latest_metrics(run))
 
