@@ -11,12 +11,13 @@ from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.common.tensors.local_files import MAX_COPY_BYTES
 from stratagem.tools.memory.estimate import text_of
-from stratagem.tools.memory.stages import num_copied, num_received
+from stratagem.tools.memory.play import measure_training
 from stratagem.tools.memory.strategies import (
     codec_memory,
     coded_copies,
-    measure_training,
+    num_copied,
     num_known,
+    num_received,
     plain_copies,
 )
 from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer

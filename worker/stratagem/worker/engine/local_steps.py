@@ -388,7 +388,7 @@ class LocalStepsTrainer:
         """setup.model becomes what the replicas have in common; models: by number."""
         strategy = setup.job.strategy
         assert isinstance(strategy, DataParallel)
-        self._setup, self.model = setup, setup.model
+        self.setup, self.model = setup, setup.model
         self._keeps_models = not strategy.options.are_replicas_alike
         self._models = LocalModels(setup, models, REPLICA)
         self._replicas, self.num_steps = self._models.by_number, self._models.num_steps
@@ -398,12 +398,12 @@ class LocalStepsTrainer:
     @property
     def callbacks(self) -> Callbacks:
         """The hooks of the user's."""
-        return self._setup.callbacks
+        return self.setup.callbacks
 
     @property
     def notes(self) -> list[str]:
         """Sentences about settings that are carried out in another way than they say."""
-        return self._setup.notes
+        return self.setup.notes
 
     @property
     def fragments(self) -> Sequence[OuterFragment]:
@@ -477,7 +477,7 @@ class LocalStepsTrainer:
     def evaluator(self) -> Evaluator:
         """Returns the evaluator of what the replicas have in common."""
         self.model.eval()
-        return self._setup.evaluator
+        return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Returns the sums of the share's batches."""
