@@ -61,18 +61,6 @@ def after_hook(
     return again()
 
 
-def summarize(
-    loss: float,
-    weight: float,
-    grads: Sequence[Tensor],
-    numerics: int,
-    norms: Sequence[Tensor] | None = None,
-) -> StepSummary:
-    """Summarizes a step with these gradients; norms: what `parts_of` says of them, if known."""
-    norm = total_norm(parts_of(grads, numerics) if norms is None else norms, numerics)
-    return StepSummary(loss, weight, norm, are_finite(norm, grads))
-
-
 # ---- Learning-rate schedules ----
 #
 # The rate of each step is a pure function of the step; a schedule has no state.
@@ -243,6 +231,10 @@ class StepPolicy:
     buffers: Buffers | None
     """Restored with a step that is skipped; None for steps without a forward pass."""
     rates: ReportedRates
+    numerics: int
+    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
+    num_steps: int
+    """Of the whole job, or rounds of clients: the length of a schedule."""
     average: WeightAverage | None = None
     """Takes in the parameters after each update."""
     schedule: ShadowSchedule | None = None
@@ -270,33 +262,69 @@ class StepPolicy:
         for param in self.params:
             param.grad = None
 
+    def summarize(
+        self,
+        loss: float,
+        weight: float,
+        norms: Sequence[Tensor] | None = None,
+        *,
+        is_spoiled: bool = False,
+    ) -> StepSummary:
+        """Summarize a step with the gradients in `.grad`. norms: what `parts_of` says of them, if
+        known. is_spoiled: they are known not to be finite."""
+        grads = [param.grad for param in self.params if param.grad is not None]
+        norm = total_norm(parts_of(grads, self.numerics) if norms is None else norms, self.numerics)
+        return StepSummary(loss, weight, norm, not is_spoiled and are_finite(norm, grads))
+
+
+class StepPlace(NamedTuple):
+    """A step among all steps of a training."""
+
+    lr_factor: float
+    """Of all learning rates."""
+    activity: str
+    """The step, for error messages."""
+    number: int | None = None
+    """From 1; None where messages are to name no number."""
+
+
+def place_of(policy: StepPolicy, step: int) -> StepPlace:
+    """Return the place of the step that follows `step` applied ones."""
+    lr_factor = learning_rate_factor(policy.job.optimizer, step, policy.num_steps)
+    return StepPlace(lr_factor, f"training step {step + 1}", step + 1)
+
 
 class Applied(NamedTuple):
-    """What became of a step, and the learning rates of its update, by series."""
+    """The outcome of a step."""
 
     is_applied: bool
     learning_rates: Mapping[str, float]
+    """Those of its update, by series."""
+    phase: str = ""
+    """Under phase training."""
+    news: Sequence[str] = ()
+    """Sentences for people, likewise."""
+    is_torn: bool = False
+    """True if updates of others are missing here."""
 
 
 def apply_step(
     summary: StepSummary,
     policy: StepPolicy,
+    place: StepPlace,
     *,
-    lr_factor: float,
-    activity: str,
-    number: int | None = None,
     correct: Callable[[Tensor], Tensor] | None = None,
     share: Callable[[], bool] | None = None,
 ) -> Applied:
     """Makes one update with the gradients in `.grad`, unless loss or gradients are not finite: then
     the step is skipped.
 
-    lr_factor: of all learning rates. activity and number (from 1): the step, for error messages.
     correct: is given the norm of gradients that will be applied, may change them, and returns their
     norm then. share: is called once the optimizer has updated what this member owns, and brings
     what others have updated; False where that has not come yet, so that the average waits for it.
     Raises UserCodeError for a step that is not finite and may not be skipped.
     """
+    lr_factor, activity, number = place
     rates = policy.rates.of_update(lr_factor, policy.schedule)
     scale, clip_norm = policy.execution.scale, policy.job.optimizer.clip_norm
     what = _not_finite(summary, is_clipped=clip_norm is not None)

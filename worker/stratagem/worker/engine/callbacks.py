@@ -319,8 +319,6 @@ class AnswerExtras:
 
     def appended(self, extras: Tensor, shard: int, answer: StepAnswer) -> Tensor:
         """Returns the extras of a shard with what was logged; the first shard alone has it."""
-        if not self.num_extras:
-            return extras
         if shard or not answer.logged:
             nothing = torch.zeros(self.num_extras, dtype=torch.float64)
             return torch.cat([extras, nothing])
@@ -329,6 +327,4 @@ class AnswerExtras:
 
     def taken(self, total: Tensor) -> dict[str, float]:
         """Returns what was logged, of the sums of all extras."""
-        if not self.num_extras:
-            return {}
         return means(unpacked(total[self._first : self._first + self.num_extras]))

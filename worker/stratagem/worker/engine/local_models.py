@@ -18,7 +18,7 @@ from stratagem.common.numerics.keys import Key
 from stratagem.common.numerics.shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.datasets import Coming
-from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy, learning_rate_factor
+from stratagem.worker.engine.apply_step import ReportedRates, StepPlace, StepPolicy, place_of
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.forward_backward import (
     LoggedSums,
@@ -95,11 +95,13 @@ def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalMod
     policy = StepPolicy(
         *(setup.job, execution, [p for _, p in params], optimizer, buffers),
         rates=ReportedRates(setup.job.optimizer),
+        numerics=setup.numerics,
+        num_steps=num_steps,
         schedule=schedule,
     )
     must_divide, hooks = setup.job.window.must_divide, setup.callbacks
-    local_step = LocalStep(StepTurn(params, passes, policy), must_divide, setup.numerics, hooks)
-    saved = TrainerState(model, optimizer, params, execution.scale, None, None, None, schedule)
+    local_step = LocalStep(StepTurn(params, passes, policy), must_divide, hooks)
+    saved = TrainerState(model, optimizer, params, execution.scale, schedule)
     return LocalModel(model, params, saved, local_step)
 
 
@@ -189,9 +191,9 @@ class LocalModels:
             raise ValueError(f"the models here are {[*self.by_number]}, not {[*owned]}")
         batch = self.rows.batch(step)
         shards = split_rows(batch.num_rows, num_shards)
-        lr_factor = learning_rate_factor(self._job.optimizer, step, self.num_steps)
         policy = next(iter(self.by_number.values())).local_step.turn.policy
-        rates = policy.rates.of_update(lr_factor, policy.schedule)
+        place = place_of(policy, step)
+        rates = policy.rates.of_update(place.lr_factor, policy.schedule)
         own = LocalSums()
         parts: list[PartReport] = []
         for number, model in self.by_number.items():
@@ -199,14 +201,14 @@ class LocalModels:
                 continue
             rows = self.rows.rows(batch, shards[number])
             model.local_step.turn.passes.execution.begin_batch(batch.num_rows)
-            report = self._one_step(step, number, model, rows, lr_factor)
+            report = self._one_step(step, number, model, rows, place)
             model.sums.add(report)
             own.add(report)
             parts.append(recorded_part(self._kind, number, report))
         return LocalSteps(own, batch.num_rows, parts, rates)
 
     def _one_step(
-        self, step: int, number: int, model: LocalModel, rows: Rows, lr_factor: float
+        self, step: int, number: int, model: LocalModel, rows: Rows, place: StepPlace
     ) -> LocalReport:
         """One optimizer step with the mean gradient of the rows."""
         model.model.train()
@@ -216,8 +218,6 @@ class LocalModels:
             before_backward=lambda _: failpoint("worker.local_step.before_backward"),
         )
         try:
-            return model.local_step.run(
-                rows, window, lr_factor=lr_factor, step=step + 1, number=step + 1
-            )
+            return model.local_step.run(rows, window, place, step + 1)
         finally:
             model.local_step.turn.passes.randomness.end()

@@ -8,6 +8,7 @@ a job may name with it. Must not know how gradients and parameters travel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -16,16 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.same_bytes import ParameterSlice, SliceName
 from stratagem.worker.engine import state_format
-from stratagem.worker.engine.apply_step import StepSummary
+from stratagem.worker.engine.apply_step import (
+    Applied,
+    StepPolicy,
+    StepSummary,
+    apply_step,
+    place_of,
+)
+from stratagem.worker.engine.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.reports import StepReport
 from stratagem.worker.engine.state_format import dealt_out
-from stratagem.worker.exchange.layout import parts_of, total_norm
-from stratagem.worker.exchange.slice_owners import HeldBlocks, OwnedPart, SliceOwners
+from stratagem.worker.exchange.layout import BucketLayout, parts_of, total_norm
+from stratagem.worker.exchange.reducer import Reducer
+from stratagem.worker.exchange.slice_owners import (
+    HeldBlocks,
+    OwnedPart,
+    SliceOwners,
+    divide_slices,
+)
 from stratagem.worker.exchange.slices import SliceExchange
-from stratagem.worker.exchange.transports import StepScalars
+from stratagem.worker.exchange.transports import ParameterTransport, StepScalars
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.numerics.model import layers_of
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 _FIELD: Final = "strategy.options.partition_state"
@@ -84,10 +100,10 @@ class OptimizerPieces:
         rank: int,
         *,
         is_mirrored: bool = False,
-        held: HeldBlocks | None = None,
+        blocks: GatheredBlocks | None = None,
     ) -> None:
-        """optimizer: a fresh one of all parameters, which becomes one of the pieces. held: the
-        places of the parameters' parts, where these are kept here, and not the parameters."""
+        """optimizer: a fresh one of all parameters, which becomes one of the pieces. blocks: bring
+        the parameters, where only their pieces are kept here."""
         for name, param in params:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
@@ -98,7 +114,14 @@ class OptimizerPieces:
         self.is_mirrored, self.mirrored_rank = is_mirrored, owners.mirrored_rank(rank)
         mirrored = owners.parts[self.mirrored_rank] if is_mirrored else ()
         self._mirrored = [_piece_of(*params[part.index], part) for part in mirrored]
-        self.held = held
+        self._blocks = blocks
+        self.held: HeldBlocks | None = None if blocks is None else blocks.held
+        """The places of the parameters' parts, where these are kept here, and not the
+        parameters."""
+        self.passing: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if blocks is None else blocks.passing
+        )
+        """The time in which the model is run, forward and backward."""
         self.summary: StepSummary | None = None
         """Of the step that was summarized last; None where its norm did not come."""
         self.in_doubt: StepInDoubt | None = None
@@ -106,6 +129,9 @@ class OptimizerPieces:
         """Why the parameters of other slices are those before the latest step; "" where not."""
         self._has_sums = False
         self._step_pieces_only()
+        if blocks is not None:
+            self.take_parameters()
+            blocks.leave()
 
     @property
     def holds_all(self) -> bool:
@@ -120,36 +146,81 @@ class OptimizerPieces:
     def _all(self) -> list[_OwnPiece]:
         return [*self._pieces, *self._mirrored]
 
-    def summarize(
-        self, scalars: StepScalars, exchange: SliceExchange, numerics: int
-    ) -> StepSummary:
-        """Gives each piece its gradient, of what the exchange has summed up, and summarizes the
-        gradient of the whole model. Raises ExchangeError; the sums may then be `kept`."""
-        self.summary, self._has_sums = None, False
-        sums = [*exchange.sums(), *exchange.mirrored_sums()]
+    def summarize(self, policy: StepPolicy, scalars: StepScalars, exchange: Reducer) -> StepSummary:
+        """Give each piece its gradient, of what the exchange has summed up, and summarize the
+        gradient of the whole model. Raises ExchangeError."""
+        assert exchange.slices is not None  # the one is made with the other
+        self.summary, self.in_doubt, self._has_sums = None, None, False
+        sums = [*exchange.slices.sums(), *exchange.slices.mirrored_sums()]
         for each, total in zip(self._all(), sums, strict=True):
             is_reached = scalars.reached[each.part.index] != 0
             # As with whole parameters: a narrow one rounds its sum once.
             each.piece.grad = total.to(each.piece.dtype) if is_reached else None
         grads = [each.piece.grad for each in self._pieces]
         self._has_sums = True
-        norms = [None if grad is None else parts_of([grad], numerics)[0] for grad in grads]
-        found, is_finite = exchange.gather_norms(
+        norms = [None if grad is None else parts_of([grad], policy.numerics)[0] for grad in grads]
+        found, is_finite = exchange.slices.gather_norms(
             norms, scalars.reached, partial(_are_all_finite, grads)
         )
-        norm = total_norm(found, numerics)
+        norm = total_norm(found, policy.numerics)
         self.summary = StepSummary(scalars.loss, scalars.weight, norm, is_finite)
         return self.summary
 
-    def keeps_sums(self) -> bool:
-        """Return True, after a failed `summarize`, if the step can be finished once its norm is
-        known; its sums are then no longer in the storage of the exchange."""
+    def doubt(self, step: int, finish: Callable[[float, bool], StepReport]) -> None:
+        """Keep the step before `step` applied ones, whose `summarize` has failed, if it can be
+        finished once its norm is known; its sums are then no longer in the storage of the
+        exchange."""
         if not self.is_mirrored or not self._has_sums:
-            return False
+            return
         for each in self._all():
             if each.piece.grad is not None:
                 each.piece.grad = each.piece.grad.clone()
-        return True
+        self.in_doubt = StepInDoubt(step, finish)
+
+    def apply(
+        self, summary: StepSummary, policy: StepPolicy, step: int, exchange: Reducer | None
+    ) -> Applied:
+        """Update the pieces, and bring those of all members into the parameters. exchange: None
+        where others have ended it, so that only the pieces are updated."""
+        self.summary = summary
+        applied = apply_step(
+            summary, policy, place_of(policy, step), share=partial(self._bring, exchange)
+        )
+        return applied._replace(is_torn=bool(self.torn))
+
+    def _bring(self, exchange: Reducer | None) -> bool:
+        if exchange is None:
+            self.torn = "others have ended the exchange"
+            return False
+        if exchange.parameters is not None:
+            return self.end_step(partial(_tell_updated, exchange.parameters))
+        assert exchange.slices is not None
+        return self.share(exchange.slices)
+
+    def connect(self, exchange: Reducer) -> None:
+        """Have parameters that are not kept here come over this exchange. Raises ExchangeError."""
+        if self._blocks is not None:
+            assert exchange.parameters is not None  # the one is made with the other
+            self._move_to(exchange.parameters.memory())
+            exchange.parameters.updated()
+            self._blocks.connect(exchange.parameters)
+
+    def end_passes(self) -> None:
+        """Wait until no member needs parameters of others any more. Raises ExchangeError."""
+        if self._blocks is not None:
+            self._blocks.end_passes()
+
+    def load_model(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the model of a state; the parameters are whole meanwhile."""
+        if self._blocks is None:
+            state_format.load_model_state(model, tensors)
+            return
+        self._blocks.make_whole()
+        try:
+            state_format.load_model_state(model, tensors)
+            self.take_parameters()
+        finally:
+            self._blocks.leave()
 
     @torch.no_grad()
     def take_parameters(self) -> None:
@@ -162,7 +233,7 @@ class OptimizerPieces:
                 each.piece.copy_(flat)
 
     @torch.no_grad()
-    def move_to(self, memory: Sequence[Tensor]) -> None:
+    def _move_to(self, memory: Sequence[Tensor]) -> None:
         """Moves the own pieces into this memory, which is bytes by block; see `HeldBlocks`. Those
         of the mirror nobody asks for: they stay where they are."""
         assert self.held is not None
@@ -340,6 +411,32 @@ class OptimizerPieces:
             for each in own:
                 if each.param in before:
                     self.optimizer.state[each.piece] = _sliced(before[each.param], each)
+
+
+def make_pieces(
+    optimizer: torch.optim.Optimizer,
+    params: NamedParams,
+    layout: BucketLayout,
+    share: StateShare,
+    model: nn.Module,
+) -> OptimizerPieces:
+    """Make the pieces of all parameters that this member's optimizer steps. layout: of the buckets
+    of their gradients."""
+    owners, blocks = divide_slices(layout, share.size), None
+    if share.is_full:
+        trained = {id(param) for _, param in params}
+        named = (*model.named_parameters(), *model.named_buffers())
+        whole = [(name, tensor) for name, tensor in named if id(tensor) not in trained]
+        blocks = GatheredBlocks(params, layers_of(model), owners, whole)
+    return OptimizerPieces(
+        optimizer, params, owners, share.rank, is_mirrored=share.is_mirrored, blocks=blocks
+    )
+
+
+def _tell_updated(parameters: ParameterTransport) -> None:
+    """End a step after which nothing is sent: others gather what they need."""
+    failpoint("worker.parameters.updated")
+    parameters.updated()
 
 
 def _piece_of(name: str, param: nn.Parameter, part: OwnedPart) -> _OwnPiece:

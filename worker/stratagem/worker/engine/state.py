@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from stratagem.worker.engine import state_format
 from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
-from stratagem.worker.engine.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.optimizers import WeightAverage
 from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.shadow_schedule import ShadowSchedule
@@ -39,14 +38,12 @@ class TrainerState:
     optimizer: torch.optim.Optimizer
     params: Sequence[tuple[str, nn.Parameter]]
     scale: LossScale
-    phases: PhaseTraining | None
-    compressor: Compressor | None
-    average: WeightAverage | None = None
     schedule: ShadowSchedule | None = None
+    further: Sequence[PhaseTraining | WeightAverage] = ()
+    """What has tensors of its own that all members hold."""
+    compressor: Compressor | None = None
     pieces: OptimizerPieces | None = None
     """Of the optimizer, where its state is divided among the members."""
-    blocks: GatheredBlocks | None = None
-    """Of the parameters, where these are divided, too."""
     form: ModelForm = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,12 +60,9 @@ class TrainerState:
         numbers |= self.scale.metadata()
         if self.schedule is not None:
             numbers |= self.schedule.metadata()
-        if self.phases is not None:
-            saved, texts = self.phases.state()
-            tensors, numbers = {**tensors, **saved}, {**numbers, **texts}
-        if self.average is not None:
-            means, counts = self.average.state()
-            tensors, numbers = {**tensors, **means}, {**numbers, **counts}
+        for each in self.further:
+            more, texts = each.state()
+            tensors, numbers = {**tensors, **more}, {**numbers, **texts}
         return {**self._model_state(), **tensors}, numbers
 
     def _model_state(self) -> dict[str, Tensor]:
@@ -132,34 +126,21 @@ class TrainerState:
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], step: int
     ) -> None:
         """Takes over what `parts` gave after `step` steps."""
-        if self.blocks is None:
-            state_format.load_model_state(self.model, tensors)
-        else:
-            self._load_slices(self.blocks, tensors)
-        self.form.note_extra()
         if self.pieces is None:
+            state_format.load_model_state(self.model, tensors)
+            self.form.note_extra()
             state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
         else:
+            self.pieces.load_model(self.model, tensors)
+            self.form.note_extra()
             self.pieces.load(tensors, metadata)
         if self.compressor is not None:
             self.compressor.load_state(tensors)
-        if self.phases is not None:
-            self.phases.load(tensors, metadata)
-        if self.average is not None:
-            self.average.load(tensors, metadata)
+        for each in self.further:
+            each.load(tensors, metadata)
         if self.schedule is not None:
             self.schedule.load(metadata, step)
         self.scale.load(metadata)
-
-    def _load_slices(self, blocks: GatheredBlocks, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the own slices of a model's parameters, which are whole meanwhile."""
-        assert self.pieces is not None
-        blocks.make_whole()
-        try:
-            state_format.load_model_state(self.model, tensors)
-            self.pieces.take_parameters()
-        finally:
-            blocks.leave()
 
 
 # ---- Interfaces of a trainer and its exchange ----

@@ -21,13 +21,19 @@ from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy
 from stratagem.worker.engine.buffers import Buffers, constant_buffers
 from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
 from stratagem.worker.engine.forward_backward import Passes, micro_batches
-from stratagem.worker.engine.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.optimizers import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.setup import Batch, Setup, TrainingRows
 from stratagem.worker.engine.shadow_schedule import ShadowSchedule, shadow_schedule
-from stratagem.worker.engine.shared_step import Share, SharedStep, StepExtras
-from stratagem.worker.engine.slices import OptimizerPieces, StateShare
+from stratagem.worker.engine.shared_step import (
+    Phased,
+    Share,
+    SharedStep,
+    StepExtras,
+    Update,
+    Whole,
+)
+from stratagem.worker.engine.slices import StateShare, make_pieces
 from stratagem.worker.engine.state import State, TrainerState
 from stratagem.worker.engine.state_format import NOTHING
 from stratagem.worker.engine.turns import StepTurn, make_turns, unfreeze, whole_step
@@ -35,11 +41,8 @@ from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.layout import BUCKET_BYTES, CODED_BUCKET_BYTES, LENT_BUCKET_BYTES
 from stratagem.worker.exchange.reducer import Reducer
-from stratagem.worker.exchange.slice_owners import divide_slices
 from stratagem.worker.exchange.transports import num_scalars
-from stratagem.worker.numerics.model import layers_of
 from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
-from stratagem.worker.phases import PassTimer, PhaseTraining
 
 # ---- Synchronous trainer ----
 
@@ -59,13 +62,10 @@ class Trainer:
             raise InvalidInputError.at("model", "has no trainable parameter")
         self.optimizer = setup.optimizer_of(self.params)
         buffers = Buffers(self.model, setup.gather.device)
-        self.phases: PhaseTraining | None = None
-        if job.phases is not None:
-            self.phases = PhaseTraining(job.phases, self.params, setup.numerics)
-        self._timer = PassTimer(setup.gather.device, is_idle=job.phases is None)
+        self.phased = None if job.phases is None else Phased(job.phases, self.params, setup)
         may_log = setup.objective.may_log
-        self._extras = StepExtras(buffers, setup.callbacks, self.phases, may_log=may_log)
-        self.num_extras = num_scalars(len(self.params), self._extras.num_elements)
+        extras = StepExtras(buffers, setup.callbacks, self.phased, may_log=may_log)
+        self.num_extras = num_scalars(len(self.params), extras.num_elements)
         self.compressor = compressor_of(
             job,
             self.params,
@@ -73,65 +73,34 @@ class Trainer:
             absorbs=execution.scale.is_dynamic,
             numerics=setup.numerics,
         )
-        self.blocks: GatheredBlocks | None = None
-        self.pieces = None if share is None else self._own_pieces(share)
+        self.pieces = None
+        if share is not None:
+            layout = self.buckets.layout
+            self.pieces = make_pieces(self.optimizer, self.params, layout, share, self.model)
+        update: Update = self.pieces or self.phased or Whole(self.params)
+        self._passing = nullcontext if self.pieces is None else self.pieces.passing
         self._average = average_of(job, self.params)
         schedule = self._make_schedule()
+        phases = None if self.phased is None else self.phased.phases
         self._saved = TrainerState(
-            self.model,
-            self.optimizer,
-            self.params,
-            execution.scale,
-            self.phases,
-            self.compressor,
-            self._average,
-            schedule,
-            self.pieces,
-            self.blocks,
+            *(self.model, self.optimizer, self.params, execution.scale, schedule),
+            further=[each for each in (phases, self._average) if each is not None],
+            compressor=self.compressor,
+            pieces=self.pieces,
         )
         self.turns = self._make_turns(buffers, schedule)
+        add_sums = Passes.add_sums if self.phased is None else self.phased.add_sums
         self._shared_step = SharedStep(
-            setup,
-            self.params,
-            self._rows,
-            buffers,
-            self._extras,
-            self.compressor,
-            self.phases,
-            self._timer,
-            self.pieces,
+            *(setup, self._rows, buffers, extras, self.compressor, add_sums, update)
         )
         self.step = 0
         self._is_training = False
 
-    def _own_pieces(self, share: StateShare) -> OptimizerPieces:
-        """Makes the pieces of all parameters that the optimizer steps here."""
-        owners, held = divide_slices(self.buckets.layout, share.size), None
-        if share.is_full:
-            trained = {id(param) for _, param in self.params}
-            named = (*self.model.named_parameters(), *self.model.named_buffers())
-            whole = [(name, tensor) for name, tensor in named if id(tensor) not in trained]
-            self.blocks = GatheredBlocks(self.params, layers_of(self.model), owners, whole)
-            held = self.blocks.held
-        pieces = OptimizerPieces(
-            *(self.optimizer, self.params, owners, share.rank),
-            is_mirrored=share.is_mirrored,
-            held=held,
-        )
-        if self.blocks is not None:
-            pieces.take_parameters()
-            self.blocks.leave()
-        return pieces
-
     def connect(self, exchange: Reducer) -> None:
         """Prepares for steps and evaluations with this exchange; all members must. Raises
         ExchangeError."""
-        if self.blocks is not None:
-            assert self.pieces is not None
-            assert exchange.parameters is not None  # the one is made with the other
-            self.pieces.move_to(exchange.parameters.memory())
-            exchange.parameters.updated()
-            self.blocks.connect(exchange.parameters)
+        if self.pieces is not None:
+            self.pieces.connect(exchange)
 
     def _make_schedule(self) -> ShadowSchedule | None:
         """Makes the user's schedule, if there is one for all steps of the job."""
@@ -143,26 +112,24 @@ class Trainer:
 
     def _make_turns(self, buffers: Buffers, schedule: ShadowSchedule | None) -> list[StepTurn]:
         setup, job, execution = self.setup, self.job, self.setup.execution
-        around = nullcontext if self.blocks is None else self.blocks.passing
         passes = Passes(
             *(self.model, setup.objective, setup.gather, setup.randomness, execution),
-            around=around,
+            around=self._passing,
         )
         params: list[Tensor] = [param for _, param in self.params]
         if self.pieces is not None:
             params = self.pieces.tensors  # they alone have gradients when a step is applied
         policy = StepPolicy(
             *(job, execution, params, self.optimizer, buffers),
-            ReportedRates(job.optimizer),
-            self._average,
-            schedule,
+            *(ReportedRates(job.optimizer), setup.numerics, self.num_steps),
+            *(self._average, schedule),
         )
         return make_turns(job, setup.entrypoints, passes, policy, self.params)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Has the micro-batches of the coming steps read ahead. Phases say in each step only
         whether its batch is read."""
-        if self.phases is None:
+        if self.phased is None:
             self.setup.gather.expect(self._coming(owned, num_shards, to_step))
 
     def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
@@ -200,12 +167,8 @@ class Trainer:
 
         In a Predict phase the batch is passed over: nothing is computed on it, nothing exchanged.
         """
-        self._timer.begin_step()
-        if self.phases is not None and not self.phases.phase.is_exact:
-            return self._predicted_step(self.phases)
-        if self.pieces is not None:
-            self.pieces.in_doubt = None
-        self._extras.begin_step(self.state)
+        if self.phased is not None and not self.phased.begins_exact(self.state):
+            return self._predicted_step(self.phased)
         batch = self._rows.batch(self.step)
         if not self._is_training:  # walks all modules
             self.model.train()
@@ -217,7 +180,8 @@ class Trainer:
         if self.setup.execution.frees_gradients:
             exchange.free_gradients()
         failpoint("worker.step.after_apply")
-        self._timer.end_exact_step(self.phases, report.phase)
+        if self.phased is not None:
+            self.phased.end(report)
         return report
 
     def finish_step_in_doubt(self, norm: float, *, is_finite: bool) -> StepReport:
@@ -247,12 +211,11 @@ class Trainer:
                 reports.append(self._shared_step.run(turn, len(turns), batch, share))
         return whole_step(turns, reports)
 
-    def _predicted_step(self, phases: PhaseTraining) -> StepReport:
+    def _predicted_step(self, phased: Phased) -> StepReport:
         """Makes an update without a batch."""
         (turn,) = self.turns
-        report = self._shared_step.predict(turn, self.step, phases)
+        report = phased.predict(turn.policy, self.step)
         self.step = report.step
-        self._timer.end_predicted_step(phases)
         failpoint("worker.phases.predicted")
         return report
 
@@ -264,11 +227,10 @@ class Trainer:
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Returns the sums of the share's batches."""
-        around = nullcontext() if self.blocks is None else self.blocks.passing()
-        with evaluated(self.job, self._average), constant_buffers(self.model), around:
+        with evaluated(self.job, self._average), constant_buffers(self.model), self._passing():
             parts = self.evaluator().parts_of(share)
-        if self.blocks is not None:
-            self.blocks.end_passes()
+        if self.pieces is not None:
+            self.pieces.end_passes()
         return parts
 
     def state(self) -> State:
@@ -312,10 +274,10 @@ class Trainer:
     def end_segment(self, exchange: Reducer, tally: Tally) -> SegmentSummary:
         """Returns the summary of a segment with these sums over its steps."""
         loss, metrics = tally.loss, tally.metrics(may_skip=self._rows.window.may_skip)
-        if self.phases is not None:
-            metrics |= self.phases.metrics
+        if self.phased is not None:
+            metrics |= self.phased.phases.metrics
             if not tally.weight:  # a segment of predicted steps only
-                loss = self.phases.last_loss
+                loss = self.phased.phases.last_loss
         coder = self.compressor
         return SegmentSummary(loss, metrics, {} if coder is None else asdict(coder.take_traffic()))
 

@@ -16,11 +16,10 @@ from stratagem.common.job.turns import TurnSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.engine.apply_step import (
     ReportedRates,
+    StepPlace,
     StepPolicy,
-    StepSummary,
     after_hook,
     apply_step,
-    summarize,
 )
 from stratagem.worker.engine.callbacks import Callbacks
 from stratagem.worker.engine.forward_backward import Counted, LoggedSums, Passes, Rows, Window
@@ -176,8 +175,6 @@ class LocalStep:
     turn: StepTurn
     must_divide: bool
     """Whether the gradient is that of the mean over all rows, not of the sum."""
-    numerics: int
-    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
     callbacks: Callbacks
     protected: Callable[[Rows, Window], Counted] | None = None
     """Makes gradients in place of the turn's passes, where rows are protected."""
@@ -186,17 +183,12 @@ class LocalStep:
         self,
         rows: Rows,
         window: Window,
-        *,
-        lr_factor: float,
+        place: StepPlace,
         step: int,
-        number: int | None = None,
         pull: Callable[[], None] = lambda: None,
     ) -> LocalReport:
-        """Makes one step over these rows.
-
-        lr_factor: of all learning rates. step: from 1, for callbacks. number: the same where error
-        messages are to name it. pull: may add to the mean gradient.
-        """
+        """Makes one step over these rows. step: from 1, for callbacks. pull: may add to the mean
+        gradient."""
         policy = self.turn.policy
         policy.begin()
         try:
@@ -205,24 +197,17 @@ class LocalStep:
             else:
                 counted = self.protected(rows, window)
             pull()
-            summary = after_hook(
-                self._summary(counted),
-                partial(self._call_hook, rows, window, step)
-                if self.callbacks.takes_gradients
-                else None,
-                partial(self._summary, counted),
-            )
+            again = partial(policy.summarize, counted.loss, counted.weight)
+            hook = None
+            if self.callbacks.takes_gradients:
+                hook = partial(self._call_hook, rows, window, step)
+            summary = after_hook(again(), hook, again)
         except BaseException:
             policy.undo()
             raise
-        is_applied, rates = apply_step(
-            summary, policy, lr_factor=lr_factor, activity=rows.activity, number=number
-        )
-        return LocalReport(counted, summary.norm.item(), int(not is_applied), rates)
-
-    def _summary(self, counted: Counted) -> StepSummary:
-        grads = [param.grad for param in self.turn.policy.params if param.grad is not None]
-        return summarize(counted.loss, counted.weight, grads, self.numerics)
+        applied = apply_step(summary, policy, place)
+        num_skipped = int(not applied.is_applied)
+        return LocalReport(counted, summary.norm.item(), num_skipped, applied.learning_rates)
 
     def _call_hook(self, rows: Rows, window: Window, step: int) -> None:
         """Has the user's code change the gradient that is about to be applied."""

@@ -24,7 +24,12 @@ from stratagem.worker.data.order import epoch_order
 from stratagem.worker.data.sources import ClientData, ClientShare, DataSources
 from stratagem.worker.data.streams import StreamDataset
 from stratagem.worker.engine import state_format
-from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy, learning_rate_factor
+from stratagem.worker.engine.apply_step import (
+    ReportedRates,
+    StepPlace,
+    StepPolicy,
+    place_of,
+)
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.callbacks import StepView, make_callbacks
 from stratagem.worker.engine.forward_backward import (
@@ -399,13 +404,15 @@ class ClientRunner:
             make_optimizer_of(job, self._named, self._entrypoints),
             self._buffers,
             rates=ReportedRates(job.optimizer),
+            numerics=self._numerics,
+            num_steps=self._strategy.rounds,
             schedule=self._schedule(data),
         )
         turns = make_turns(job, self._entrypoints, self._passes, policy, self._named)
         for turn in turns:
             turn.policy.lower_rates(num_lr_reductions)
         must_divide, hooks = job.window.must_divide, self._callbacks
-        return [LocalStep(turn, must_divide, self._numerics, hooks, protected) for turn in turns]
+        return [LocalStep(turn, must_divide, hooks, protected) for turn in turns]
 
     def _step(
         self,
@@ -423,11 +430,9 @@ class ClientRunner:
             turn = local_step.turn
             if turn.number is not None:
                 turn.begin(self._named)
-            spec, num_rounds = turn.policy.job.optimizer, self._strategy.rounds
-            lr_factor = learning_rate_factor(spec, round_num - 1, num_rounds)
+            place = StepPlace(place_of(turn.policy, round_num - 1).lr_factor, rows.activity)
             window = Window(self._cuts(rows), key=_keys(key, turn))
-            report = local_step.run(rows, window, lr_factor=lr_factor, step=number, pull=pull)
-            reports.append(report)
+            reports.append(local_step.run(rows, window, place, number, pull))
         turns = [local_step.turn for local_step in local_steps]
         return whole_local_step(turns, reports, len(rows.indices))
 

@@ -28,7 +28,7 @@ from stratagem.worker.engine.apply_step import (
     StepPolicy,
     StepSummary,
     apply_step,
-    learning_rate_factor,
+    place_of,
 )
 from stratagem.worker.engine.buffers import Buffers, constant_buffers
 from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer, wish_of
@@ -116,6 +116,8 @@ class StageRunner:
         self._policy = StepPolicy(
             *(self._job, setup.execution, params, self.optimizer, self._buffers),
             rates=ReportedRates(None if self._job.only_evaluates else self._job.optimizer),
+            numerics=setup.numerics,
+            num_steps=self.num_steps,
             average=self._average,
             schedule=self._schedule,
         )
@@ -214,13 +216,8 @@ class StageRunner:
         failpoint("worker.stages.before_apply")
         number = self.step + 1
         with self._times.updating():
-            is_applied, learning_rates = apply_step(
-                summary,
-                self._policy,
-                lr_factor=learning_rate_factor(self._job.optimizer, self.step, self.num_steps),
-                activity=f"training step {number}",
-                number=number,
-            )
+            place = place_of(self._policy, self.step)
+            is_applied, learning_rates, *_ = apply_step(summary, self._policy, place)
         if is_applied:
             self._buffers.apply(scalars.rest, len(live))
         self.step = number
