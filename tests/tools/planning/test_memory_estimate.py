@@ -20,7 +20,7 @@ from stratagem.tools.memory.strategies import (
     num_received,
     plain_copies,
 )
-from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer
+from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.layout import ShardOwners
@@ -204,7 +204,7 @@ def test_workers_that_divide_the_optimizer_hold_their_slices(num_workers: int) -
 
 
 def bytes_of_pieces(spec: JobSpec, share: StateShare) -> int:
-    trainer = build_sliced_trainer(spec, SITE.entrypoints, share, device=SITE.device, fresh=True)
+    trainer = build_trainer(spec, SITE.entrypoints, share, device=SITE.device, fresh=True)
     assert trainer.pieces is not None
     return sum(piece.nbytes for piece in trainer.pieces.tensors)
 

@@ -8,7 +8,7 @@ mean of all nodes. The module knows neither gRPC nor members nor the coordinator
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Final
 
 import torch
@@ -18,7 +18,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import DataParallel
 from stratagem.worker.engine import state_format
 from stratagem.worker.engine.buffers import constant_buffers
-from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
+from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.forward_backward import NUM_EXTRAS, LoggedSums, means, packed, unpacked
 from stratagem.worker.engine.local_models import (
     LocalModels,
@@ -60,7 +60,7 @@ class GossipTrainer:
         """setup.model becomes the mean of all nodes at the end of each segment; models by node.
         weights: of each node's neighbours; needed where the job has a codec."""
         job = setup.job
-        self._setup, self._job, self.model = setup, job, setup.model
+        self.setup, self.model, self.callbacks = setup, setup.model, setup.callbacks
         self._models = LocalModels(setup, models, NODE)
         self._nodes, self.num_steps = self._models.by_number, self._models.num_steps
         params = next(iter(self._nodes.values())).params
@@ -75,16 +75,6 @@ class GossipTrainer:
         self._consensus_every = strategy.options.consensus_every
         self._measured: dict[str, float] = {}
         """The newest exact distance, which is shown until there is another one."""
-
-    @property
-    def callbacks(self) -> Callbacks:
-        """The hooks of the user's."""
-        return self._setup.callbacks
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
-        return self._setup.notes
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Has the micro-batches of the nodes' coming steps read ahead."""
@@ -111,7 +101,6 @@ class GossipTrainer:
         steps, and the trainer is of no more use.
         """
         taken = self._models.take_step(self.step, owned, num_shards)
-        own = taken.sums
         failpoint("worker.gossip.before_mix")
         tensors = {number: node.tensors for number, node in self._nodes.items()}
         waits_since_s = time.perf_counter()
@@ -125,22 +114,12 @@ class GossipTrainer:
         is_due = self._consensus_every is not None and self.step % self._consensus_every == 0
         if is_due:
             self._measured = {"consensus_distance": consensus_distance(exchange, tensors)}
-        return StepReport(
-            step=self.step,
-            loss=own.loss / own.weight if own.weight else math.nan,
-            weight=own.weight,
-            num_rows=taken.num_rows,
-            stop=False,
-            grad_norm=own.grad_norm,
-            num_skipped=own.num_skipped,
-            logged=own.logged,
+        return replace(
+            taken.report(self.step, wait_s),
             metrics={
                 "neighbour_distance": neighbour_distance([*distances.values()]),
                 **self._measured,
             },
-            learning_rates=taken.learning_rates,
-            exchange_wait_s=wait_s,
-            parts=taken.parts,
             measured=in_training(self._measured) if is_due else {},
         )
 
@@ -166,7 +145,7 @@ class GossipTrainer:
         }
         (table,) = exchange.sum_in_order(
             [_NUM_COLUMNS * exchange.num_nodes],
-            lambda n, _: _row(n, exchange.num_nodes, columns[n]).to(self._setup.gather.device),
+            lambda n, _: _row(n, exchange.num_nodes, columns[n]).to(self.setup.gather.device),
         )
         logged = self._sum_logged(exchange)
         by_column = [table[i::_NUM_COLUMNS].tolist() for i in range(_NUM_COLUMNS)]
@@ -189,10 +168,10 @@ class GossipTrainer:
 
     def _sum_logged(self, exchange: GossipExchange) -> LoggedSums:
         """What all nodes have logged in this segment."""
-        if not self._setup.objective.may_log:
+        if not self.setup.objective.may_log:
             return {}
         own = {number: node.sums.logged for number, node in self._nodes.items()}
-        device = self._setup.gather.device
+        device = self.setup.gather.device
         (total,) = exchange.sum_in_order([NUM_EXTRAS], lambda n, _: packed(own[n]).to(device))
         here = next((tuple(logged) for logged in own.values() if logged), None)
         return unpacked(total, here)
@@ -200,7 +179,7 @@ class GossipTrainer:
     def evaluator(self) -> Evaluator:
         """Returns the evaluator of the mean, as of the last end of a segment."""
         self.model.eval()
-        return self._setup.evaluator
+        return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Returns the sums of the share's batches."""

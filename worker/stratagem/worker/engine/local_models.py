@@ -29,7 +29,7 @@ from stratagem.worker.engine.forward_backward import (
     means,
     micro_batches,
 )
-from stratagem.worker.engine.reports import PartReport
+from stratagem.worker.engine.reports import PartReport, StepReport
 from stratagem.worker.engine.setup import Setup, TrainingRows
 from stratagem.worker.engine.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.state import TrainerState
@@ -140,6 +140,24 @@ class LocalSteps(NamedTuple):
     parts: list[PartReport]
     learning_rates: Mapping[str, float]
     """Of the first one's update."""
+
+    def report(self, step: int, wait_s: float) -> StepReport:
+        """Return the report of the step, of what this member knows alone; the models have no step
+        in common after which they could stop."""
+        own = self.sums
+        return StepReport(
+            step=step,
+            loss=own.loss / own.weight if own.weight else math.nan,
+            weight=own.weight,
+            num_rows=self.num_rows,
+            stop=False,
+            grad_norm=own.grad_norm,
+            num_skipped=own.num_skipped,
+            logged=own.logged,
+            learning_rates=self.learning_rates,
+            exchange_wait_s=wait_s,
+            parts=self.parts,
+        )
 
 
 class LocalModels:

@@ -22,7 +22,7 @@ from stratagem.common.strategy.local_steps import Due, due_after, fragments_of
 from stratagem.worker.engine import state_format
 from stratagem.worker.engine.apply_step import are_finite
 from stratagem.worker.engine.buffers import Buffers, constant_buffers
-from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
+from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.forward_backward import (
     NUM_EXTRAS,
     LoggedSums,
@@ -388,22 +388,12 @@ class LocalStepsTrainer:
         """setup.model becomes what the replicas have in common; models: by number."""
         strategy = setup.job.strategy
         assert isinstance(strategy, DataParallel)
-        self.setup, self.model = setup, setup.model
+        self.setup, self.model, self.callbacks = setup, setup.model, setup.callbacks
         self._keeps_models = not strategy.options.are_replicas_alike
         self._models = LocalModels(setup, models, REPLICA)
         self._replicas, self.num_steps = self._models.by_number, self._models.num_steps
         self._outer = OuterSteps(setup, self._replicas, self.num_steps)
         self.step = 0
-
-    @property
-    def callbacks(self) -> Callbacks:
-        """The hooks of the user's."""
-        return self.setup.callbacks
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
-        return self.setup.notes
 
     @property
     def fragments(self) -> Sequence[OuterFragment]:
@@ -433,23 +423,15 @@ class LocalStepsTrainer:
         The loss is of the own replicas; what is measured where they are joined is of all. After an
         error the replicas are at different steps, and the trainer is of no more use.
         """
-        taken = self._models.take_step(self.step, owned, num_shards)
-        own, step = taken.sums, self.step + 1
+        taken, step = self._models.take_step(self.step, owned, num_shards), self.step + 1
         joined = self._outer.after(exchange, step)
         self.step = step
-        return StepReport(
-            step=step,
-            loss=own.loss / own.weight if own.weight else math.nan,
-            weight=own.weight,
-            num_rows=taken.num_rows,
-            stop=False,
-            grad_norm=own.grad_norm,
-            num_skipped=own.num_skipped,
-            logged=own.logged,
-            learning_rates=taken.learning_rates,
-            exchange_wait_s=0.0 if joined is None else joined.wait_s,
-            parts=_with_drifts(taken.parts, {} if joined is None else joined.drifts),
-            measured={} if joined is None else in_training(joined.numbers),
+        if joined is None:
+            return taken.report(step, 0.0)
+        return replace(
+            taken.report(step, joined.wait_s),
+            parts=_with_drifts(taken.parts, joined.drifts),
+            measured=in_training(joined.numbers),
         )
 
     def end_segment(self, exchange: FragmentExchange, tally: Tally) -> SegmentSummary:

@@ -19,7 +19,7 @@ from stratagem.worker.data.datasets import Coming
 from stratagem.worker.engine import state_format
 from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy
 from stratagem.worker.engine.buffers import Buffers, constant_buffers
-from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
+from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.forward_backward import Passes, micro_batches
 from stratagem.worker.engine.optimizers import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally
@@ -53,7 +53,7 @@ class Trainer:
     def __init__(self, setup: Setup, share: StateShare | None = None) -> None:
         """share: of the optimizer's state that is kept here; all of it unless given."""
         self.setup, self.job, self.model = setup, setup.job, setup.model
-        self.share = share
+        self.callbacks, self.share = setup.callbacks, share
         job, execution = setup.job, setup.execution
         self._rows = TrainingRows(setup)
         self.num_steps = self._rows.num_steps
@@ -142,11 +142,6 @@ class Trainer:
                     cuts = self._rows.window.cut(len(live[shard]))
                     key = partial(self._shared_step.key, turn, step, shard)
                     yield from micro_batches(rows, cuts, key)
-
-    @property
-    def callbacks(self) -> Callbacks:
-        """The hooks of the user's."""
-        return self.setup.callbacks
 
     def lower_rates(self, num_reductions: int) -> None:
         """Sets the rates to those after as many reductions of a plateau, from the next step on."""
