@@ -90,7 +90,7 @@ class StepMemory:
     num_received: int = 0
     num_copied: int = 0
     layout: tuple[TensorLayout, ...] = ()
-    """What is trained, where one party trains it."""
+    """The trained tensors, where one party trains them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -486,7 +486,7 @@ def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> S
 
 
 def _calibrated(job: JobSpec, site: Site, estimate: StepMemory) -> StepMemory:
-    """Corrects the workspace by the peak of real steps of the same share."""
+    """Correct the workspace by the peak of real steps of the same share."""
     if not isinstance(job.strategy, Local | DataParallel) or (
         estimate.notes and local_steps_of(job.strategy) is None
     ):

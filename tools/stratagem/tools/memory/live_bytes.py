@@ -118,8 +118,8 @@ _CONVOLUTIONS: Final = (
 LAYER: Final = torch.ops.aten.mkldnn_rnn_layer.default
 BACKWARD: Final = torch.ops.aten.mkldnn_rnn_layer_backward.default
 SCRATCH_FRACTION: Final = 0.28
-"""Of the workspace of an LSTM: what backward needs more for a moment. Measured: 0.272 to 0.280
-for 16 to 32 rows, 24 to 48 time steps and 64 to 128 features."""
+"""The part of the workspace of an LSTM that backward needs more for a moment. Measured: 0.272 to
+0.280 for 16 to 32 rows, 24 to 48 time steps and 64 to 128 features."""
 
 
 def with_workspace(made: Any, args: tuple[Any, ...]) -> Any:

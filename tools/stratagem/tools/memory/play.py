@@ -122,17 +122,17 @@ class Reading:
     peak: int
     num_parameters: int
     state: int
-    """Of a copy of parameters, buffers and optimizer state, as each commit takes one."""
+    """The size of a copy of parameters, buffers and optimizer state, as each commit takes one."""
     layout: tuple[TensorLayout, ...] = ()
-    """What is trained."""
+    """The trained tensors."""
     momentum: int = 0
-    """Of `optimizer`, where replicas take local steps: the outer optimizer's."""
+    """The part of `optimizer` that is the outer optimizer's, where replicas take local steps."""
     sums: int = 0
-    """Of `gradients`: what is exchanged, and what of it is received from others."""
+    """The part of `gradients` that is exchanged, with what of it is received from others."""
     flops: int = 0
-    """Where only forward was played: of its matrix products, convolutions and attention."""
+    """Operations of its matrix products, convolutions and attention, if only forward was played."""
     num_rows: int = 0
-    """Where only forward was played: of the split."""
+    """The rows of the split, if only forward was played."""
     output_bytes_per_row: int = 0
     """Likewise."""
 
@@ -371,7 +371,7 @@ def _split(job: JobSpec) -> str:
 
 
 def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> ShapesOnly:
-    """Gathers nothing but the shapes of rows, in the dtypes of the data. To be called where tensors
+    """Gather nothing but the shapes of rows, in the dtypes of the data. To be called where tensors
     are real."""
     x, y = Gather(None, torch.device("cpu"))(data[_split(job)], torch.arange(1), "reading one row")
     return ShapesOnly(None, site.device, x, y)

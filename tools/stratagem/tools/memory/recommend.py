@@ -316,7 +316,7 @@ _LOWER: Final = {
     "Single": ("Mixed", "Half"),
     None: ("Mixed", "Half"),
 }
-"""What may be tried below a precision; None: a model of its own dtypes."""
+"""The settings that may be tried below a precision; None: a model of its own dtypes."""
 _INTERVALS: Final = (1, 4)
 
 

@@ -137,7 +137,7 @@ def outer_messages(
 # codec need not change a formula here. The numbers are those of codecs on the host.
 
 _MAX_ELEMENTS: Final = 1 << 20
-"""Of the small copy: coded in a fraction of a second."""
+"""The size of the small copy, which is coded in a fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class CodecMemory:
 
     payload: int
     state: int
-    """What is kept from step to step: residuals, bases."""
+    """The bytes that are kept from step to step: residuals, bases."""
     scratch: int
     """Beyond the payload and the new state, while a shard is coded and decoded again."""
 
@@ -214,7 +214,7 @@ class NodeCost:
     buffers: int
     kept: int
     flops: int
-    """Of one forward pass, those of matrix products, convolutions and attention."""
+    """Operations of one forward pass: of matrix products, convolutions and attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +224,9 @@ class StageReading:
     reading: Reading
     rows: int
     name: str
-    """As "stage 0 of 2"."""
+    """A text such as "stage 0 of 2"."""
     kept: str
-    """How many passes it keeps: "3 micro-batches at one time"."""
+    """The passes that it keeps: "3 micro-batches at one time"."""
 
 
 def play_stages(

@@ -31,7 +31,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """What all members know of a step before they apply it."""
+    """The numbers of a step that all members know before they apply it."""
 
     loss: float
     """Mean over `weight` rows or tokens."""
@@ -39,11 +39,11 @@ class StepSummary:
     norm: Tensor
     """2-norm of the whole gradient, 0-d, before clipping."""
     is_finite: bool
-    """Whether all elements of the gradients are finite."""
+    """True if all elements of the gradients are finite."""
 
 
 def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
-    """Returns whether every element of the gradients, whose norm is `norm`, is finite.
+    """Return whether every element of the gradients, whose norm is `norm`, is finite.
 
     The norm of finite gradients may overflow; only then are the elements looked at one by one.
     """
@@ -53,7 +53,7 @@ def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
 def after_hook(
     summary: StepSummary, hook: Callable[[], None] | None, again: Callable[[], StepSummary]
 ) -> StepSummary:
-    """Has a hook change the gradients of a step, if it is finite; returns the summary of what they
+    """Have a hook change the gradients of a step, if it is finite; return the summary of what they
     are then, which `again` makes."""
     if hook is None or not (summary.is_finite and math.isfinite(summary.loss)):
         return summary
@@ -67,7 +67,7 @@ def after_hook(
 
 
 def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
-    """Returns the factor of all rates for the update that follows `step` applied ones, of
+    """Return the factor of all rates for the update that follows `step` applied ones, of
     `num_steps` in all."""
     if spec.schedule is None or spec.schedule.entrypoint is not None:
         return 1.0
@@ -75,7 +75,7 @@ def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> floa
 
 
 def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Returns the schedule's factor of the base rate; warm-up rises linearly and ends at 1.
+    """Return the schedule's factor of the base rate; warm-up rises linearly and ends at 1.
 
     Where torch.optim.lr_scheduler has the curve, the factor is that of its scheduler, except that
     `linear` and `cosine` end at `final_lr_fraction` themselves.
@@ -94,7 +94,7 @@ def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Returns the factor at a step after the warm-up, of as many."""
+    """Return the factor at a step after the warm-up, of as many."""
     final = spec.final_lr_fraction
     progress = min(1.0, step / num_steps)
     match spec.name:
@@ -121,7 +121,7 @@ def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _share_of_period(spec: ScheduleSpec, step: int) -> float:
-    """Returns the share of the current period of `restarts` that is over."""
+    """Return the share of the current period of `restarts` that is over."""
     period = spec.period_steps or 1
     factor = spec.period_factor or 1
     if factor == 1:
@@ -132,7 +132,7 @@ def _share_of_period(spec: ScheduleSpec, step: int) -> float:
 
 
 def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Returns the factor of Smith and Topin (2018): up to the base rate, then down to the end.
+    """Return the factor of Smith and Topin (2018): up to the base rate, then down to the end.
 
     The peak is where torch's OneCycleLR has it: one step before the share of all steps.
     """
@@ -145,14 +145,14 @@ def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _between(start: float, end: float, share: float) -> float:
-    """Returns the half wave of a cosine that leads from start (share 0) to end (share 1)."""
+    """Return the half wave of a cosine that leads from start (share 0) to end (share 1)."""
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
 def lower_learning_rates(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, num_reductions: int
 ) -> None:
-    """Lowers the rates that the schedule multiplies to those after as many reductions of a plateau,
+    """Lower the rates that the schedule multiplies to those after as many reductions of a plateau,
     counted from the beginning of the training."""
     if spec.plateau is None:
         return
@@ -162,7 +162,7 @@ def lower_learning_rates(
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Sets the rate of each group, from the next step on, to this factor of the one it was made
+    """Set the rate of each group, from the next step on, to this factor of the one it was made
     with."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
@@ -196,14 +196,14 @@ class ReportedRates:
         self._current = self._full
 
     def lower(self, num_reductions: int) -> None:
-        """Takes the rates after as many reductions of a plateau, from the next update on."""
+        """Take the rates after as many reductions of a plateau, from the next update on."""
         if (plateau := self._plateau) is not None:
             self._current = {
                 name: plateau.reduced(lr, num_reductions) for name, lr in self._full.items()
             }
 
     def of_update(self, factor: float, schedule: ShadowSchedule | None = None) -> dict[str, float]:
-        """Returns the rates of the update that comes next, by series.
+        """Return the rates of the update that comes next, by series.
 
         factor: of our own schedule in this step. schedule: the user's, whose values count instead.
         """
@@ -220,12 +220,12 @@ _SKIPPING: Final = "; accumulation.non_finite: skip_step leaves single such step
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """What the steps of one model change, and the settings by which they do."""
+    """The tensors that the steps of one model change, and the settings by which they do."""
 
     job: JobSpec
     execution: ModelExecution
     params: Sequence[Tensor]
-    """What the optimizer updates here."""
+    """The tensors that the optimizer updates here."""
     optimizer: torch.optim.Optimizer | None
     """None where this process holds no parameters."""
     buffers: Buffers | None
@@ -234,26 +234,26 @@ class StepPolicy:
     numerics: int
     """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
     num_steps: int
-    """Of the whole job, or rounds of clients: the length of a schedule."""
+    """The length of a schedule: steps of the whole job, or rounds of clients."""
     average: WeightAverage | None = None
     """Takes in the parameters after each update."""
     schedule: ShadowSchedule | None = None
     """The user's; one of ours is in the factor of each step."""
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         self.rates.lower(num_reductions)
         if self.optimizer is not None:
             lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
 
     def begin(self) -> None:
-        """Drops the gradients of an earlier step and remembers the buffers."""
+        """Drop the gradients of an earlier step and remember the buffers."""
         self.drop_gradients()
         if self.buffers is not None:
             self.buffers.snapshot()
 
     def undo(self) -> None:
-        """Drops the gradients and restores the buffers."""
+        """Drop the gradients and restore the buffers."""
         self.drop_gradients()
         if self.buffers is not None:
             self.buffers.restore()
@@ -281,11 +281,11 @@ class StepPlace(NamedTuple):
     """A step among all steps of a training."""
 
     lr_factor: float
-    """Of all learning rates."""
+    """The factor of all learning rates."""
     activity: str
     """The step, for error messages."""
     number: int | None = None
-    """From 1; None where messages are to name no number."""
+    """Counts from 1; None where messages are to name no number."""
 
 
 def place_of(policy: StepPolicy, step: int) -> StepPlace:
@@ -316,7 +316,7 @@ def apply_step(
     correct: Callable[[Tensor], Tensor] | None = None,
     share: Callable[[], bool] | None = None,
 ) -> Applied:
-    """Makes one update with the gradients in `.grad`, unless loss or gradients are not finite: then
+    """Make one update with the gradients in `.grad`, unless loss or gradients are not finite: then
     the step is skipped.
 
     correct: is given the norm of gradients that will be applied, may change them, and returns their
@@ -367,7 +367,7 @@ def _cure(job: JobSpec) -> str:
 
 
 def _not_finite(summary: StepSummary, *, is_clipped: bool) -> str:
-    """Returns the words for what is not finite; "" when all is well.
+    """Return the words for what is not finite; "" when all is well.
 
     is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
     """

@@ -72,7 +72,7 @@ class Inference:
         return tensors, state_format.state_metadata(step=0)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over the model of a state; what else stands in it is passed over."""
+        """Take over the model of a state; what else stands in it is passed over."""
         state_format.load_model_state(self.model, tensors)
 
 
@@ -106,7 +106,7 @@ def build_trainer(  # noqa: PLR0913  (as many as there are to give)
     numerics: int = CURRENT,
     folder: Path | None = None,
 ) -> Trainer:
-    """Builds the trainer of a synchronous job.
+    """Build the trainer of a synchronous job.
 
     share: of the optimizer's state that is kept here; all of it unless given. fresh: the model is
     initialised from the seed; otherwise load_state must come first. folder: see build_model.
@@ -124,7 +124,7 @@ def build_inference(
     numerics: int = CURRENT,
     folder: Path | None = None,
 ) -> Inference:
-    """Builds a model of the job that is only run.
+    """Build a model of the job that is only run.
 
     fresh: the model is initialised from the seed; otherwise load_state must come first. folder: see
     build_model.
@@ -142,7 +142,7 @@ def build_gossip_trainer(
     weights: Sequence[Mapping[int, float]] = (),
     numerics: int = CURRENT,
 ) -> GossipTrainer:
-    """Builds a trainer of these nodes, each with a model of its own; load_state must come first.
+    """Build a trainer of these nodes, each with a model of its own; load_state must come first.
 
     weights: of each node's neighbours; needed where the job has a codec.
     """
@@ -159,7 +159,7 @@ def build_local_steps_trainer(
     sources: DataSources | None = None,
     numerics: int = CURRENT,
 ) -> LocalStepsTrainer:
-    """Builds a trainer of these replicas, each with a model of its own; load_state must come
+    """Build a trainer of these replicas, each with a model of its own; load_state must come
     first."""
     setup = _setup(job, entrypoints, device, False, sources, numerics)
     return LocalStepsTrainer(setup, _models(job, entrypoints, device, replicas, setup))
@@ -168,7 +168,7 @@ def build_local_steps_trainer(
 def _models(
     job: JobSpec, entrypoints: EntryPoints, device: torch.device, numbers: range, setup: Setup
 ) -> dict[int, nn.Module]:
-    """Builds models that train apart from each other."""
+    """Build models that train apart from each other."""
     made = {n: build_model(job, entrypoints, device=device, fresh=False) for n in numbers}
     for model in made.values():
         setup.callbacks.built(model)
@@ -204,7 +204,7 @@ def make_setup(
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Setup:
-    """Makes the parts of a trainer of this model, which is changed as the job's execution says."""
+    """Make the parts of a trainer of this model, which is changed as the job's execution says."""
     callbacks = make_callbacks(job, entrypoints)
     callbacks.built(model)
     randomness = KeyedRandomness(model, gather.device)

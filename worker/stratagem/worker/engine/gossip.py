@@ -42,7 +42,7 @@ _NUM_COLUMNS: Final = 6
 
 
 NODE: Final = "node"
-"""What a model is called here."""
+"""The name for a model here."""
 
 
 class GossipTrainer:
@@ -77,11 +77,11 @@ class GossipTrainer:
         """The newest exact distance, which is shown until there is another one."""
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Has the micro-batches of the nodes' coming steps read ahead."""
+        """Have the micro-batches of the nodes' coming steps read ahead."""
         self._models.expect(num_shards, self.step, to_step)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         self._models.lower_rates(num_reductions)
 
     def train_step(
@@ -124,7 +124,7 @@ class GossipTrainer:
         )
 
     def end_segment(self, exchange: GossipExchange, tally: Tally) -> SegmentSummary:
-        """Makes `model` the mean of all nodes; the summary, over all nodes, says how far they are
+        """Make `model` the mean of all nodes; the summary, over all nodes, says how far they are
         from it. The sums of the own nodes are kept here, not taken from the tally.
 
         The mean is over float64 values in order of node, rounded once; integers are node 0's.
@@ -167,7 +167,7 @@ class GossipTrainer:
         )
 
     def _sum_logged(self, exchange: GossipExchange) -> LoggedSums:
-        """What all nodes have logged in this segment."""
+        """Return what all nodes have logged in this segment."""
         if not self.setup.objective.may_log:
             return {}
         own = {number: node.sums.logged for number, node in self._nodes.items()}
@@ -177,25 +177,25 @@ class GossipTrainer:
         return unpacked(total, here)
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator of the mean, as of the last end of a segment."""
+        """Return the evaluator of the mean, as of the last end of a segment."""
         self.model.eval()
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Returns the sums of the share's batches."""
+        """Return the sums of the share's batches."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the first
+        """Copy on the CPU in order of name: `node<i>/…` of the own nodes, and the first
         member's mean. into: see `state_format.copied`."""
         tensors, metadata = self._state(is_first=is_first)
         return state_format.copied(tensors, into), metadata
 
     def _state(self, *, is_first: bool) -> State:
-        """Returns what `copy_state` copies."""
+        """Return what `copy_state` copies."""
         tensors: dict[str, Tensor] = state_format.model_state(self.model) if is_first else {}
         metadata = state_format.state_metadata(self.step)
         for number, node in self._nodes.items():
@@ -211,7 +211,7 @@ class GossipTrainer:
         return dict(sorted(tensors.items())), metadata
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a state of all nodes; from a state without nodes, each begins there."""
+        """Continue from a state of all nodes; from a state without nodes, each begins there."""
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         for number, node in self._nodes.items():
@@ -226,7 +226,7 @@ class GossipTrainer:
         self.step = step
 
     def fingerprint(self) -> str:
-        """Returns the fingerprint of what this member holds: its nodes and the mean."""
+        """Return the fingerprint of what this member holds: its nodes and the mean."""
         return state_format.fingerprint(*self._state(is_first=True))
 
 
@@ -242,7 +242,7 @@ def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
 
 @torch.no_grad()
 def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[Tensor]]) -> float:
-    """Computes sqrt(Σ_i ‖x_i - mean‖² / N) over the parameters x_i of all N nodes.
+    """Compute sqrt(Σ_i ‖x_i - mean‖² / N) over the parameters x_i of all N nodes.
 
     tensors: of the own nodes, of the same shapes everywhere. All members call it equally often and
     get the same bits, independent of who owns which nodes. The mean takes one sum over all nodes in
@@ -280,7 +280,7 @@ def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[
 def take_mean(
     mean: nn.Module, nodes: Mapping[int, nn.Module], exchange: GossipExchange
 ) -> dict[int, float]:
-    """Sets `mean` to that of all nodes, of which these are the own ones; returns for each of those
+    """Set `mean` to that of all nodes, of which these are the own ones; return for each of those
     the squared distance of its parameters to it."""
     own = {number: _averaged(node) for number, node in nodes.items()}
     target, is_param = _averaged(mean), _is_trainable(mean)

@@ -106,7 +106,7 @@ def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalMod
 
 
 def recorded_part(kind: str, number: int, report: LocalReport) -> PartReport:
-    """What is recorded of the step of a model of this kind, such as "node"."""
+    """Return what is recorded of the step of a model of this kind, such as "node"."""
     counted = report.counted
     numbers = {"loss": counted.loss, "grad_norm": report.grad_norm, **means(counted.logged)}
     return PartReport(f"{kind}/{number}", {**in_training(numbers), **report.learning_rates})
@@ -136,10 +136,10 @@ class LocalSteps(NamedTuple):
 
     sums: LocalSums
     num_rows: int
-    """Of the global batch."""
+    """The rows of the global batch."""
     parts: list[PartReport]
     learning_rates: Mapping[str, float]
-    """Of the first one's update."""
+    """The rates of the first one's update."""
 
     def report(self, step: int, wait_s: float) -> StepReport:
         """Return the report of the step, of what this member knows alone; the models have no step
@@ -176,13 +176,13 @@ class LocalModels:
             raise InvalidInputError.at("model", "has no trainable parameter")
 
     def check_form(self) -> None:
-        """Raises UserCodeError if training has changed which tensors a model has; before they are
+        """Raise UserCodeError if training has changed which tensors a model has; before they are
         joined."""
         for model in self.by_number.values():
             model.saved.form.check()
 
     def expect(self, num_shards: int, step: int, to_step: int) -> None:
-        """Has the micro-batches of the models' coming steps read ahead."""
+        """Have the micro-batches of the models' coming steps read ahead."""
         self._setup.gather.expect(self._coming(num_shards, step, to_step))
 
     def _coming(self, num_shards: int, step: int, to_step: int) -> Iterator[Coming]:
@@ -198,12 +198,12 @@ class LocalModels:
         return (self._job.seed, step, number, micro_batch)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         for model in self.by_number.values():
             model.local_step.turn.policy.lower_rates(num_reductions)
 
     def take_step(self, step: int, owned: range, num_shards: int) -> LocalSteps:
-        """Makes one step of each model, which follows `step` others. One whose shard has no rows
+        """Make one step of each model, which follows `step` others. One whose shard has no rows
         stays as it is. After an error the models are at different steps."""
         if [*owned] != [*self.by_number]:
             raise ValueError(f"the models here are {[*self.by_number]}, not {[*owned]}")

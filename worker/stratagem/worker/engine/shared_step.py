@@ -55,12 +55,12 @@ from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
 
 # ---- Updates ----
 #
-# An update turns the sums of a step into new parameters: `Whole` of all that are trained, `Phased`
-# likewise under phase training, and `OptimizerPieces` of this member's slices where the state is
-# divided.
+# An update turns the sums of a step into new parameters: `WholeUpdate` of all that are trained,
+# `PhasedUpdate` likewise under phase training, and `OptimizerPieces` of this member's slices where
+# the state is divided.
 
 
-class Whole:
+class WholeUpdate:
     """The update of all parameters, which every member makes alike from the same sums."""
 
     def __init__(self, params: NamedParams) -> None:
@@ -85,7 +85,7 @@ class Whole:
         return apply_step(summary, policy, place_of(policy, step))
 
 
-class Phased:
+class PhasedUpdate:
     """The update of all parameters under phase training, which shows exact gradients to the phases;
     and predicted steps, which have no sums.
 
@@ -97,9 +97,9 @@ class Phased:
         self.phases = PhaseTraining(spec, params, setup.numerics)
         self.timer = PassTimer(setup.gather.device)
         self.checksum = 0.0
-        """Of the state in which the exact step begins, if a check is due."""
+        """The checksum of the state in which the exact step begins, if a check is due."""
         self._setup, self._params = setup, params
-        self.summarize = Whole(params).summarize
+        self.summarize = WholeUpdate(params).summarize
 
     def begins_exact(self, state: Callable[[], State]) -> bool:
         """Begin a step in this state; return whether it needs its batch."""
@@ -175,7 +175,7 @@ class Phased:
         self.timer.end_exact_step(self.phases, report.phase)
 
 
-Update = Whole | Phased | OptimizerPieces
+Update = WholeUpdate | PhasedUpdate | OptimizerPieces
 
 
 # ---- Extras of a step ----
@@ -189,7 +189,7 @@ class StepExtras:
     """One member's extras of each step. Used by one thread."""
 
     def __init__(
-        self, buffers: Buffers, callbacks: Callbacks, phased: Phased | None, *, may_log: bool
+        self, buffers: Buffers, callbacks: Callbacks, phased: PhasedUpdate | None, *, may_log: bool
     ) -> None:
         self._buffers, self._phased, self._may_log = buffers, phased, may_log
         self._first_logged = buffers.num_elements
@@ -238,7 +238,7 @@ class StepExtras:
 
 
 class Share(NamedTuple):
-    """What this member has of a step: its shards, and its wishes."""
+    """The part that this member has of a step: its shards, and its wishes."""
 
     exchange: Reducer
     owned: range
@@ -270,7 +270,7 @@ class SharedStep:
     update: Update
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
-        """Makes the update of a turn, of `num_turns` in each step, over the batch."""
+        """Make the update of a turn, of `num_turns` in each step, over the batch."""
         exchange = share.exchange
         self.buffers.snapshot()
         self.setup.execution.begin_batch(batch.num_rows)
@@ -294,11 +294,11 @@ class SharedStep:
         return self._apply(turn, batch, exchange, sums, must_divide=must_weigh)
 
     def key(self, turn: StepTurn, step: int, shard: int, micro_batch: int) -> Key:
-        """Returns what a micro-batch's random numbers depend on."""
+        """Return what a micro-batch's random numbers depend on."""
         return (self.setup.job.seed, step, *turn.key, shard, micro_batch)
 
     def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
-        """Returns the divisor of the sums if known before the step; gradients then come divided.
+        """Return the divisor of the sums if known before the step; gradients then come divided.
 
         None where it depends on the weights, or where nothing is divided.
         """
@@ -317,7 +317,7 @@ class SharedStep:
         *,
         must_weigh: bool,
     ) -> _Sums:
-        """Computes the own shards, and waits for the sums of all. number: of the exchange, from 1.
+        """Compute the own shards, and wait for the sums of all. number: of the exchange, from 1.
         must_weigh: the divisor is not known before."""
         exchange, owned = share.exchange, share.owned
         live = split_rows(batch.num_rows, min(share.num_shards, batch.num_rows))
@@ -349,7 +349,7 @@ class SharedStep:
         cut: range,
         must_weigh: bool,
     ) -> Counted:
-        """Does forward and backward of one shard."""
+        """Do forward and backward of one shard."""
         rows = self.rows.rows(batch, cut)
         cuts = self.rows.window.cut(len(cut))
         exchange.begin_shard(shard, num_micro_batches=len(cuts))
@@ -371,7 +371,7 @@ class SharedStep:
     def _apply(
         self, turn: StepTurn, batch: Batch, exchange: Reducer, sums: _Sums, *, must_divide: bool
     ) -> StepReport:
-        """Turns the sums into one update, or leaves everything as it is and says so."""
+        """Turn the sums into one update, or leave everything as it is and say so."""
         scalars = sums.scalars
         if must_divide:
             exchange.divide(scalars.weight * self.setup.execution.scale.value)
@@ -387,7 +387,7 @@ class SharedStep:
     def _finish_late(
         self, turn: StepTurn, batch: Batch, sums: _Sums, norm: float, is_finite: bool
     ) -> StepReport:
-        """Applies a step here alone, once others have told the rest of its summary."""
+        """Apply a step here alone, once others have told the rest of its summary."""
         total = torch.scalar_tensor(norm, dtype=torch.float64)
         summary = StepSummary(sums.scalars.loss, sums.scalars.weight, total, is_finite)
         return self._finish(turn, batch, sums, summary, None)
@@ -400,7 +400,7 @@ class SharedStep:
         summary: StepSummary,
         exchange: Reducer | None,
     ) -> StepReport:
-        """Makes the update with the gradients that are there; exchange: None where others
+        """Make the update with the gradients that are there; exchange: None where others
         have ended it."""
         scalars, scale, policy = sums.scalars, self.setup.execution.scale, turn.policy
         scale_before = scale.value
@@ -434,7 +434,7 @@ class SharedStep:
         )
 
     def _call_hook(self, turn: StepTurn, step: int) -> None:
-        """Has the user's code change the gradient that is about to be applied."""
+        """Have the user's code change the gradient that is about to be applied."""
         number, key, randomness = step + 1, (self.setup.job.seed, step), turn.passes.randomness
         activity = f"training step {number}"
         self.setup.callbacks.take_gradients(turn.params, number, key, randomness, activity)

@@ -48,14 +48,14 @@ _FIELD: Final = "strategy.options.partition_state"
 
 
 class StateShare(NamedTuple):
-    """Which of how many members keeps its slice of the optimizer's state here."""
+    """The rank, of how many, of the member that keeps its slice of the optimizer's state here."""
 
     rank: int
     size: int
     is_mirrored: bool = False
-    """The slice of the member before this one is kept here, too."""
+    """True if the slice of the member before this one is kept here, too."""
     is_full: bool = False
-    """Of the parameters, too, only the slice is kept here."""
+    """True if only the slice is kept here of the parameters, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,11 @@ class OptimizerPieces:
         )
         """The time in which the model is run, forward and backward."""
         self.summary: StepSummary | None = None
-        """Of the step that was summarized last; None where its norm did not come."""
+        """The summary of the latest step; None where its norm did not come."""
         self.in_doubt: StepInDoubt | None = None
         self.torn: str = ""
-        """Why the parameters of other slices are those before the latest step; "" where not."""
+        """The reason that the parameters of other slices are those before the latest step; "" where
+        they are not."""
         self._has_sums = False
         self._step_pieces_only()
         if blocks is not None:
@@ -224,7 +225,7 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Copies the pieces, also of the mirror, of parameters that are whole for now."""
+        """Copy the pieces, also of the mirror, of parameters that are whole for now."""
         for each in self._all():
             flat = each.param.detach().view(-1)[each.part.first : each.part.stop]
             if each.piece.data_ptr() == flat.data_ptr():  # still a view of it
@@ -234,7 +235,7 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def _move_to(self, memory: Sequence[Tensor]) -> None:
-        """Moves the own pieces into this memory, which is bytes by block; see `HeldBlocks`. Those
+        """Move the own pieces into this memory, which is bytes by block; see `HeldBlocks`. Those
         of the mirror nobody asks for: they stay where they are."""
         assert self.held is not None
         by_index = {each.part.index: each.piece for each in self._pieces}
@@ -245,13 +246,13 @@ class OptimizerPieces:
                 piece.data = room.copy_(piece)
 
     def share(self, exchange: SliceExchange) -> bool:
-        """Brings the updated pieces of all members into the parameters of all; returns True. See
+        """Bring the updated pieces of all members into the parameters of all; return True. See
         `end_step`."""
         own = [each.piece for each in self._pieces]
         return self.end_step(partial(exchange.share, own, self._params))
 
     def end_step(self, tell: Callable[[], None]) -> bool:
-        """Ends a step whose update is made here by a call that all members make; returns True.
+        """End a step whose update is made here by a call that all members make; return True.
 
         With a mirror it returns False where that fails: the pieces of all members can be had from
         those that are left, and until then what is here of others may be of the step before.
@@ -266,19 +267,19 @@ class OptimizerPieces:
         return not self.torn
 
     def whole_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns (tensors, metadata) as of an optimizer of whole parameters; `holds_all`."""
+        """Return (tensors, metadata) as of an optimizer of whole parameters; `holds_all`."""
         tensors, numbers = self._state(self._pieces)
         return {full: value for full, (_, _, value) in tensors.items()}, numbers
 
     def own_state(self, *, of_mirror: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns (tensors by `SliceName`, metadata) of what this member owns; or of what it keeps
+        """Return (tensors by `SliceName`, metadata) of what this member owns; or of what it keeps
         of the one before it."""
         return self._named_state(self._mirrored if of_mirror else self._pieces)
 
     def part_of_model(
         self, model: nn.Module, first_bytes: int, *, of_mirror: bool = False
     ) -> dict[str, Tensor]:
-        """Returns what this member copies of the model, by `ParameterSlice`; or what the one before
+        """Return what this member copies of the model, by `ParameterSlice`; or what the one before
         it does: its slices of parameters, and of what is not divided its share by size.
 
         first_bytes: what the first member copies beside.
@@ -303,14 +304,14 @@ class OptimizerPieces:
         return named
 
     def _identity(self, tensor: Tensor) -> object:
-        """Returns what a parameter and any other tensor of the model that is the same memory have
+        """Return what a parameter and any other tensor of the model that is the same memory have
         in common."""
         if self.held is None and tensor.numel():
             return state_format.storage_key(tensor)
         return id(tensor)
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Returns what all members hold of the model: all, unless parameters are divided."""
+        """Return what all members hold of the model: all, unless parameters are divided."""
         if self.held is None:
             return state_format.model_state(model)
         by_param = {id(each.param): each for each in self._pieces if self.holds_all}
@@ -327,7 +328,7 @@ class OptimizerPieces:
     def slices(
         self, model: nn.Module, *, of_mirror: bool
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns `own_state` and the parameters of the same slice, each under all its names; or of
+        """Return `own_state` and the parameters of the same slice, each under all its names; or of
         the slice that is mirrored here."""
         pieces = self._mirrored if of_mirror else self._pieces
         named, numbers = self._named_state(pieces)
@@ -348,7 +349,7 @@ class OptimizerPieces:
         return named, numbers
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Replaces the optimizer's state by this member's slice of the given one, which may be
+        """Replace the optimizer's state by this member's slice of the given one, which may be
         nothing."""
         self.in_doubt, self.torn = None, ""
         self._load(self._pieces, tensors, metadata)
@@ -384,7 +385,7 @@ class OptimizerPieces:
     def _state(
         self, pieces: Sequence[_OwnPiece]
     ) -> tuple[dict[str, tuple[_OwnPiece, int, Tensor]], dict[str, str]]:
-        """Returns (by name of the whole: the piece, the place among its tensors, what it keeps;
+        """Return (by name of the whole: the piece, the place among its tensors, what it keeps;
         metadata); in the shape of the parameter where that is all its own."""
         found: dict[str, tuple[_OwnPiece, int, Tensor]] = {}
         numbers: dict[str, str] = {}
@@ -398,7 +399,7 @@ class OptimizerPieces:
         return found, numbers
 
     def _step_pieces_only(self) -> None:
-        """Puts the pieces in the place of the parameters, in their groups and with what some
+        """Put the pieces in the place of the parameters, in their groups and with what some
         optimizers keep of them from the start."""
         by_param: dict[int, list[_OwnPiece]] = {}
         for each in self._all():
@@ -456,7 +457,7 @@ def _sliced(state: Mapping[str, object], each: _OwnPiece) -> dict[str, object]:
 
 
 def _parameter_of(full: str) -> str | None:
-    """Returns the parameter whose state has this name; None of what is no state of an optimizer."""
+    """Return the parameter whose state has this name; None of what is no state of an optimizer."""
     if not full.startswith(state_format.OPTIMIZER):
         return None
     return full.removeprefix(state_format.OPTIMIZER).rpartition("/")[0]

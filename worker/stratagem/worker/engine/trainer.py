@@ -26,12 +26,12 @@ from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.setup import Batch, Setup, TrainingRows
 from stratagem.worker.engine.shadow_schedule import ShadowSchedule, shadow_schedule
 from stratagem.worker.engine.shared_step import (
-    Phased,
+    PhasedUpdate,
     Share,
     SharedStep,
     StepExtras,
     Update,
-    Whole,
+    WholeUpdate,
 )
 from stratagem.worker.engine.slices import StateShare, make_pieces
 from stratagem.worker.engine.state import State, TrainerState
@@ -62,7 +62,7 @@ class Trainer:
             raise InvalidInputError.at("model", "has no trainable parameter")
         self.optimizer = setup.optimizer_of(self.params)
         buffers = Buffers(self.model, setup.gather.device)
-        self.phased = None if job.phases is None else Phased(job.phases, self.params, setup)
+        self.phased = None if job.phases is None else PhasedUpdate(job.phases, self.params, setup)
         may_log = setup.objective.may_log
         extras = StepExtras(buffers, setup.callbacks, self.phased, may_log=may_log)
         self.num_extras = num_scalars(len(self.params), extras.num_elements)
@@ -77,7 +77,7 @@ class Trainer:
         if share is not None:
             layout = self.buckets.layout
             self.pieces = make_pieces(self.optimizer, self.params, layout, share, self.model)
-        update: Update = self.pieces or self.phased or Whole(self.params)
+        update: Update = self.pieces or self.phased or WholeUpdate(self.params)
         self._passing = nullcontext if self.pieces is None else self.pieces.passing
         self._average = average_of(job, self.params)
         schedule = self._make_schedule()
@@ -97,13 +97,13 @@ class Trainer:
         self._is_training = False
 
     def connect(self, exchange: Reducer) -> None:
-        """Prepares for steps and evaluations with this exchange; all members must. Raises
+        """Prepare for steps and evaluations with this exchange; all members must. Raises
         ExchangeError."""
         if self.pieces is not None:
             self.pieces.connect(exchange)
 
     def _make_schedule(self) -> ShadowSchedule | None:
-        """Makes the user's schedule, if there is one for all steps of the job."""
+        """Make the user's schedule, if there is one for all steps of the job."""
         job = self.job
         # Clients have schedules of their own, and turns have none by entry point.
         if job.turns is not None or isinstance(job.strategy, Federated):
@@ -127,7 +127,7 @@ class Trainer:
         return make_turns(job, setup.entrypoints, passes, policy, self.params)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Has the micro-batches of the coming steps read ahead. Phases say in each step only
+        """Have the micro-batches of the coming steps read ahead. Phases say in each step only
         whether its batch is read."""
         if self.phased is None:
             self.setup.gather.expect(self._coming(owned, num_shards, to_step))
@@ -144,7 +144,7 @@ class Trainer:
                     yield from micro_batches(rows, cuts, key)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         for turn in self.turns:
             turn.policy.lower_rates(num_reductions)
 
@@ -157,7 +157,7 @@ class Trainer:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Makes one optimizer step over the next global batch, cut into `num_shards` shards; with
+        """Make one optimizer step over the next global batch, cut into `num_shards` shards; with
         turns one of each of them, all or none.
 
         In a Predict phase the batch is passed over: nothing is computed on it, nothing exchanged.
@@ -180,7 +180,7 @@ class Trainer:
         return report
 
     def finish_step_in_doubt(self, norm: float, *, is_finite: bool) -> StepReport:
-        """Applies the step of whose sums the norm did not come, as others have; what they have
+        """Apply the step of whose sums the norm did not come, as others have; what they have
         updated comes with the slices of all."""
         assert self.pieces is not None
         assert self.pieces.in_doubt is not None
@@ -190,12 +190,12 @@ class Trainer:
         return report
 
     def take_average(self) -> None:
-        """Takes the parameters into their average, which the latest step has left out."""
+        """Take the parameters into their average, which the latest step has left out."""
         if self._average is not None:
             self._average.update(self.step)
 
     def _take_turns(self, batch: Batch, share: Share) -> StepReport:
-        """Makes the updates of a step, which are one unless the job has turns."""
+        """Make the updates of a step, which are one unless the job has turns."""
         turns = self.turns
         if len(turns) == 1:
             return self._shared_step.run(turns[0], 1, batch, share)
@@ -206,8 +206,8 @@ class Trainer:
                 reports.append(self._shared_step.run(turn, len(turns), batch, share))
         return whole_step(turns, reports)
 
-    def _predicted_step(self, phased: Phased) -> StepReport:
-        """Makes an update without a batch."""
+    def _predicted_step(self, phased: PhasedUpdate) -> StepReport:
+        """Make an update without a batch."""
         (turn,) = self.turns
         report = phased.predict(turn.policy, self.step)
         self.step = report.step
@@ -215,13 +215,13 @@ class Trainer:
         return report
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator of the present state, to be used before the next step."""
+        """Return the evaluator of the present state, to be used before the next step."""
         self._is_training = False
         self.model.eval()
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Returns the sums of the share's batches."""
+        """Return the sums of the share's batches."""
         with evaluated(self.job, self._average), constant_buffers(self.model), self._passing():
             parts = self.evaluator().parts_of(share)
         if self.pieces is not None:
@@ -233,7 +233,7 @@ class Trainer:
         return self._saved.live(self.step)
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
-        """Returns `state`, copied to the CPU: it does not change while training continues.
+        """Return `state`, copied to the CPU: it does not change while training continues.
 
         Also what this member alone holds; and of a party of which each member holds residuals
         alone, only the first gives what all of them have. Where each has a slice, each gives a part
@@ -243,7 +243,7 @@ class Trainer:
         return self._saved.copied(self.step, with_shared=with_shared, into=into)
 
     def copy_mirror(self, into: Mapping[str, Tensor] = NOTHING) -> State | None:
-        """Returns what `copy_state` gives on the member before this one, of the mirror of its
+        """Return what `copy_state` gives on the member before this one, of the mirror of its
         slice; None without one. into: see `state_format.copied`."""
         return self._saved.copied_mirror(self.step, into)
 
@@ -267,7 +267,7 @@ class Trainer:
         return has_residuals or (self.pieces is not None and not self.pieces.is_mirrored)
 
     def end_segment(self, exchange: Reducer, tally: Tally) -> SegmentSummary:
-        """Returns the summary of a segment with these sums over its steps."""
+        """Return the summary of a segment with these sums over its steps."""
         loss, metrics = tally.loss, tally.metrics(may_skip=self._rows.window.may_skip)
         if self.phased is not None:
             metrics |= self.phased.phases.metrics
@@ -277,19 +277,19 @@ class Trainer:
         return SegmentSummary(loss, metrics, {} if coder is None else asdict(coder.take_traffic()))
 
     def stream_marks(self) -> dict[int, str]:
-        """Returns a mark of each stream of rows that is read here, as JSON; none for other rows."""
+        """Return a mark of each stream of rows that is read here, as JSON; none for other rows."""
         return self._rows.stream_marks()
 
     def add_stream_marks(self, marks: Mapping[int, str]) -> None:
-        """Takes over marks of any streams, to read on from. No bit depends on them."""
+        """Take over marks of any streams, to read on from. No bit depends on them."""
         self._rows.add_stream_marks(marks)
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a state that `state` gave, of this or another process."""
+        """Continue from a state that `state` gave, of this or another process."""
         self.step = self._saved.load(tensors, metadata)
 
     def fingerprint(self) -> str:
-        """Returns a fingerprint, which is equal on all members that hold the same state."""
+        """Return a fingerprint, which is equal on all members that hold the same state."""
         return state_format.fingerprint(*self.state())
 
 
@@ -321,7 +321,7 @@ def all_or_none(turns: Sequence[StepTurn], saved: TrainerState, step: int) -> It
 
 
 def _belongs(name: str, of_last: Set[str]) -> bool:
-    """Returns whether only the last turn changes this tensor of a state."""
+    """Return whether only the last turn changes this tensor of a state."""
     if name.startswith(AVERAGE):
         return True
     if name.startswith(state_format.OPTIMIZER):

@@ -52,7 +52,7 @@ _ROWS: Final = "history/rows"
 
 @dataclass(frozen=True, slots=True)
 class SegmentSums:
-    """What a state was sent with: the sums of the segment so far, and what goes with them."""
+    """The sums of the segment so far that a state was sent with, and what goes with them."""
 
     tally: str
     marks: str

@@ -53,7 +53,7 @@ class StageAssignment:
     micro_batch_size: int | None = None
     schedule: str = AUTO
     numerics: int = CURRENT
-    """Which rules decide the bits; see stratagem.common.numerics.rules."""
+    """The version of the rules that decide the bits; see stratagem.common.numerics.rules."""
 
     def __post_init__(self) -> None:
         size = len(set(self.ranks))
@@ -83,7 +83,7 @@ def build_stage_runner(
     fresh: bool,
     sources: DataSources | None = None,
 ) -> StageRunner:
-    """Builds the runner of one rank. fresh: initialised from the seed, as the whole model would be;
+    """Build the runner of one rank. fresh: initialised from the seed, as the whole model would be;
     otherwise load_state must come first."""
     sources = sources or DataSources()
     data = load_data(job, entrypoints, sources, numerics=placement.numerics)

@@ -110,7 +110,7 @@ class StageRunner:
         return "" if self._rank.micro_batch_size is None else str(self.schedules)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Has the micro-batches of the coming steps read ahead, if stages here read any."""
+        """Have the micro-batches of the coming steps read ahead, if stages here read any."""
         self.setup.gather.expect(self._coming(owned, num_shards, to_step))
 
     def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
@@ -127,7 +127,7 @@ class StageRunner:
                         yield self.setup.data["train"], batches[action.micro_batch], keys
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         self._policy.lower_rates(num_reductions)
 
     def train_step(
@@ -139,7 +139,7 @@ class StageRunner:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Does one optimizer step over the next global batch, of which this pipeline computes the
+        """Do one optimizer step over the next global batch, of which this pipeline computes the
         shards it owns, one after the other. Without `exchange.reduce` these must be all of them,
         and only one.
 
@@ -195,29 +195,29 @@ class StageRunner:
         )
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator, with the metrics and the batches of the job."""
+        """Return the evaluator, with the metrics and the batches of the job."""
         return self.setup.evaluator
 
     def end_segment(self, exchange: StageExchange, tally: Tally) -> SegmentSummary:
-        """Returns the summary of a segment with these sums over its steps."""
+        """Return the summary of a segment with these sums over its steps."""
         if self._job.only_evaluates:
             return SegmentSummary(tally.loss, {})
         return SegmentSummary(tally.loss, tally.metrics(may_skip=self._job.window.may_skip))
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Returns the sums of all batches on the rank of the last stage of the first replica;
+        """Return the sums of all batches on the rank of the last stage of the first replica;
         nothing on the others."""
         if share.rank >= self._lane.size:
             return []
         return [part for split in share.splits for part in self.evaluate_split(split, share.begins)]
 
     def evaluate_split(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
-        """Returns the sums per batch on the rank of the last stage; nothing on the others."""
+        """Return the sums per batch on the rank of the last stage; nothing on the others."""
         with evaluated(self._job, self._average), constant_buffers(self.model):
             return evaluate(self._rank, self._next_pass(), split, begins)
 
     def state(self) -> State:
-        """Returns (live tensors, metadata) of this rank's nodes; the union over ranks is the whole
+        """Return (live tensors, metadata) of this rank's nodes; the union over ranks is the whole
         state.
 
         Names are those of a single process. Optimizer state of a tied parameter comes from the
@@ -242,13 +242,13 @@ class StageRunner:
         return {**state.model_state(self.model), **tensors}, metadata
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
-        """Returns `state`, copied to the CPU, which training then leaves as it is; all of it is
+        """Return `state`, copied to the CPU, which training then leaves as it is; all of it is
         this rank's alone. into: see `state_format.copied`."""
         tensors, metadata = self.state()
         return state.copied(tensors, into), metadata
 
     def wants(self, name: str) -> bool:
-        """Returns whether `load_state` needs this tensor or number of the whole state."""
+        """Return whether `load_state` needs this tensor or number of the whole state."""
         if name.startswith(state.OPTIMIZER):
             return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
         if name.startswith(AVERAGE):
@@ -256,7 +256,7 @@ class StageRunner:
         return name.removeprefix(state.MODEL) in self.model.state_dict()
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a whole state, or from at least what this rank wants of it."""
+        """Continue from a whole state, or from at least what this rank wants of it."""
         step = state.step_of(metadata)
         own = {name: tensor for name, tensor in tensors.items() if self.wants(name)}
         state.load_model_state(self.model, own)
@@ -271,18 +271,18 @@ class StageRunner:
         self.step = step
 
     def fingerprint(self) -> str:
-        """Returns the fingerprint of this rank's part of the state."""
+        """Return the fingerprint of this rank's part of the state."""
         return state.fingerprint(*self.state())
 
     def _next_pass(self) -> int:
-        """Returns the number of the next pass: all ranks count them alike."""
+        """Return the number of the next pass: all ranks count them alike."""
         self._num_passes += 1
         return self._num_passes - 1
 
     def _compute_all(
         self, shards: range, live: list[Tensor], wish: float
     ) -> Iterator[StageGradients]:
-        """Computes the live shards of this replica; each starts from the buffers before the
+        """Compute the live shards of this replica; each starts from the buffers before the
         step."""
         for shard in shards:
             if shard > shards.start:
@@ -292,7 +292,7 @@ class StageRunner:
             self._compute((), 0, len(live), wish)
 
     def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
-        """Returns the micro-batches of the placement, if it has any, else those of the job."""
+        """Return the micro-batches of the placement, if it has any, else those of the job."""
         if self._rank.micro_batch_size is not None:
             return torch.split(rows, self._rank.micro_batch_size)
         return [rows[cut.start : cut.stop] for cut in self._job.window.cut(len(rows))]
@@ -300,7 +300,7 @@ class StageRunner:
     def _compute(
         self, micro_batches: Sequence[Tensor], shard: int, num_live: int, wish: float
     ) -> StageGradients:
-        """Does forward and backward of all micro-batches of a shard."""
+        """Do forward and backward of all micro-batches of a shard."""
         activity = f"training step {self.step + 1}"
         weight = loss_sum = 0.0
         for trained in self._rank.trained:
@@ -349,7 +349,7 @@ class StageRunner:
         return StageGradients(gradients, scalars)
 
     def _take(self, total: StageGradients) -> StepScalars:
-        """Makes the sum the gradient of each parameter that any shard reached; returns its
+        """Make the sum the gradient of each parameter that any shard reached; return its
         scalars."""
         for (name, param), count in zip(self.params, total.scalars.reached, strict=True):
             param.grad = total.gradients[name] if count else None
@@ -383,7 +383,7 @@ _WINDOW_PER_STAGE: Final = 2
 def evaluate(
     rank: RankSetup, number: int, split: str, begins: Begins | None
 ) -> list[EvaluationPart]:
-    """Returns the sums per batch on the rank of the last stage; nothing on the others. number: of
+    """Return the sums per batch on the rank of the last stage; nothing on the others. number: of
     the pass."""
     evaluator, lane = rank.setup.evaluator, rank.lane
     count, num_begun = evaluator.num_batches(split), 0
