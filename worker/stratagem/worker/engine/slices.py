@@ -168,9 +168,8 @@ class OptimizerPieces:
         return self.summary
 
     def doubt(self, step: int, finish: Callable[[float, bool], StepReport]) -> None:
-        """Keep the step before `step` applied ones, whose `summarize` has failed, if it can be
-        finished once its norm is known; its sums are then no longer in the storage of the
-        exchange."""
+        """Keep a step whose `summarize` has failed, if it can be finished once its norm is known;
+        its sums are then no longer in the storage of the exchange. See `StepInDoubt`."""
         if not self.is_mirrored or not self._has_sums:
             return
         for each in self._all():

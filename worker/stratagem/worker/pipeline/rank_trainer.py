@@ -155,19 +155,8 @@ class StageRunner:
         self._buffers.snapshot()
         self.setup.execution.begin_batch(len(indices))
         self._times.begin()
-        try:
-            if self.schedules.can_settle:
-                self.schedules.settle(self._next_pass())
-            wish = wish_of(answer, stop=stop)
-            computed = self._compute_all(range(owned.start, min(owned.stop, len(live))), live, wish)
-            reduce = only_shard if exchange is None else exchange.reduce
-            scalars = self._take(reduce(len(live), computed))
-            summary, wishes = self._divide_and_agree(scalars)
-            self._times.exchanged()
-        except BaseException:
-            self._undo()
-            self._lane.transport.cut()
-            raise
+        wish = wish_of(answer, stop=stop)
+        scalars, summary, wishes = self._sums(exchange, owned, live, wish)
         if wishes >= END:
             self._undo()
             return end_of(self.step)
@@ -278,6 +267,25 @@ class StageRunner:
         """Return the number of the next pass: all ranks count them alike."""
         self._num_passes += 1
         return self._num_passes - 1
+
+    def _sums(
+        self, exchange: StageExchange | None, owned: range, live: list[Tensor], wish: float
+    ) -> tuple[StepScalars, StepSummary, float]:
+        """Compute the own shards, and wait for the sums of all; return also the largest wish to
+        stop."""
+        try:
+            if self.schedules.can_settle:
+                self.schedules.settle(self._next_pass())
+            computed = self._compute_all(range(owned.start, min(owned.stop, len(live))), live, wish)
+            reduce = only_shard if exchange is None else exchange.reduce
+            scalars = self._take(reduce(len(live), computed))
+            summary, wishes = self._divide_and_agree(scalars)
+            self._times.exchanged()
+        except BaseException:
+            self._undo()
+            self._lane.transport.cut()
+            raise
+        return scalars, summary, wishes
 
     def _compute_all(
         self, shards: range, live: list[Tensor], wish: float
