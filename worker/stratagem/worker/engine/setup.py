@@ -79,11 +79,8 @@ class Batch:
     step: int
     epoch: int
     indices: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        """All of them, of all shards."""
-        return self.indices.shape[0]
+    num_rows: int
+    """All of them, of all shards."""
 
 
 class TrainingRows:
@@ -98,7 +95,8 @@ class TrainingRows:
 
     def batch(self, step: int) -> Batch:
         """Return the batch that comes after so many steps."""
-        return Batch(step, *self._order.batch(step))
+        epoch, indices = self._order.batch(step)
+        return Batch(step, epoch, indices, indices.shape[0])
 
     def rows(self, batch: Batch, cut: range) -> Rows:
         """Return some rows of a batch."""
