@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from stratagem.tools.memory.estimate import StepMemory, estimate_memory, text_of
-from stratagem.tools.memory.strategies import measure_training
+from stratagem.tools.memory.play import measure_training
 from stratagem.worker.exchange.layout import ShardOwners
 from tests.tools.planning.support import SITE, kind_job
 

@@ -43,7 +43,7 @@ from benchmarks.data_parallel import Setup, Times, form, ratio  # noqa: E402
 from stratagem.common.job import JobSpec  # noqa: E402
 from stratagem.common.process.process import tune_malloc  # noqa: E402
 from stratagem.common.tensors.same_bytes import parameter_slice  # noqa: E402
-from stratagem.worker.engine import Trainer, build_sliced_trainer, build_trainer  # noqa: E402
+from stratagem.worker.engine import Trainer, build_trainer  # noqa: E402
 from stratagem.worker.engine.slices import StateShare  # noqa: E402
 from stratagem.worker.exchange import mesh_exchange, sliced_exchange  # noqa: E402
 from stratagem.worker.user_code.entrypoints import EntryPoints  # noqa: E402
@@ -123,7 +123,7 @@ def make(variant: str, setup: Setup, num_layers: int = NUM_LAYERS) -> Variant:
     else:
         is_full, is_mirrored = kind.startswith("full"), kind.endswith("mirror")
         share = StateShare(setup.rank, setup.size, is_mirrored, is_full)
-        trainer = build_sliced_trainer(spec, allowed, share, device=CPU, fresh=True)
+        trainer = build_trainer(spec, allowed, share, device=CPU, fresh=True)
         assert trainer.pieces is not None
         owners = trainer.pieces.owners
         exchange = sliced_exchange(

@@ -8,7 +8,7 @@ import torch
 
 from stratagem.common.job import JobSpec
 from stratagem.tools.memory.estimate import estimate_memory, text_of
-from stratagem.tools.memory.strategies import measure_training
+from stratagem.tools.memory.play import measure_training
 from stratagem.worker.engine import Trainer, build_trainer
 from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.user_code.entrypoints import EntryPoints

@@ -11,15 +11,16 @@ from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.common.tensors.local_files import MAX_COPY_BYTES
 from stratagem.tools.memory.estimate import text_of
-from stratagem.tools.memory.stages import num_copied, num_received
+from stratagem.tools.memory.play import measure_training
 from stratagem.tools.memory.strategies import (
     codec_memory,
     coded_copies,
-    measure_training,
+    num_copied,
     num_known,
+    num_received,
     plain_copies,
 )
-from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer
+from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.layout import ShardOwners
@@ -203,7 +204,7 @@ def test_workers_that_divide_the_optimizer_hold_their_slices(num_workers: int) -
 
 
 def bytes_of_pieces(spec: JobSpec, share: StateShare) -> int:
-    trainer = build_sliced_trainer(spec, SITE.entrypoints, share, device=SITE.device, fresh=True)
+    trainer = build_trainer(spec, SITE.entrypoints, share, device=SITE.device, fresh=True)
     assert trainer.pieces is not None
     return sum(piece.nbytes for piece in trainer.pieces.tensors)
 

@@ -13,7 +13,7 @@ from stratagem.common.tensors.files import blob_digest
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest, Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.updates.merge import are_sliced, joined_slices
-from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
+from stratagem.worker.engine import StepReport, Trainer, build_trainer
 from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.exchange import ExchangeError, GradientReducer, sliced_exchange
 from stratagem.worker.mesh import Link
@@ -41,7 +41,7 @@ class SlicedParty:
         self.size, self.num_shards = len(links), num_shards
         shares = [StateShare(rank, self.size, is_mirrored, is_full) for rank in range(self.size)]
         self.trainers = [
-            build_sliced_trainer(spec, ALLOWED, share, device=CPU, fresh=True) for share in shares
+            build_trainer(spec, ALLOWED, share, device=CPU, fresh=True) for share in shares
         ]
         self._pool = ThreadPoolExecutor(self.size)
         self.exchanges: list[GradientReducer] = self.all(lambda rank: self._exchange(rank, links))

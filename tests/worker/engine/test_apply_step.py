@@ -14,10 +14,10 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.worker.engine.apply_step import (
     ReportedRates,
+    StepPlace,
     StepPolicy,
     StepSummary,
     apply_step,
-    summarize,
 )
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.numerics.model import CompileGate, ModelExecution
@@ -59,6 +59,7 @@ class Step:
             torch.optim.Adam([{"params": self.params, "initial_lr": 1.0}], lr=99.0),
             buffers,
             ReportedRates(None),
+            *(CURRENT, 10),
         )
         buffers.snapshot()
         self.model.seen.fill_(5.0)  # as a forward pass does
@@ -79,10 +80,9 @@ class Step:
         weight: float = 2.0,
         correct: Callable[[Tensor], Tensor] | None = None,
     ) -> bool:
-        summary = summarize(loss, weight, self.grads, CURRENT)
-        applied = apply_step(
-            summary, self.policy, lr_factor=0.5, activity="step 3", number=3, correct=correct
-        )
+        summary = self.policy.summarize(loss, weight)
+        place = StepPlace(0.5, "step 3", 3)
+        applied = apply_step(summary, self.policy, place, correct=correct)
         return applied.is_applied
 
 
@@ -141,7 +141,7 @@ def test_a_correction_changes_gradients_and_the_norm_that_clips_them() -> None:
             param.grad.mul_(2.0)
         clip(params)
 
-    expected = summarize(1.5, 2.0, step.grads, CURRENT).norm.item()
+    expected = step.policy.summarize(1.5, 2.0).norm.item()
     assert step.end(correct=correct)
     assert norms == [expected]
     assert step.values == updated(change)
@@ -187,16 +187,16 @@ def test_a_scaled_loss_absorbs_gradients_that_are_not_finite_until_its_scale_is_
 def test_an_infinite_norm_of_finite_gradients_is_an_error_only_where_they_are_clipped() -> None:
     summary = replace(FINE, norm=torch.tensor(math.inf))
     step = Step()
-    assert apply_step(summary, step.policy, lr_factor=0.5, activity="step 3").is_applied
+    assert apply_step(summary, step.policy, StepPlace(0.5, "step 3")).is_applied
     assert step.values == updated()
     clipped = Step(clip_norm=1.0)
     with pytest.raises(UserCodeError, match=r"non-finite gradient norm; lower optimizer\.lr"):
-        apply_step(summary, clipped.policy, lr_factor=0.5, activity="step 3")
+        apply_step(summary, clipped.policy, StepPlace(0.5, "step 3"))
 
 
 def test_a_process_without_parameters_takes_part() -> None:
     policy = replace(Step().policy, params=[], optimizer=None, buffers=None)
-    assert apply_step(FINE, policy, lr_factor=0.5, activity="step 1").is_applied
+    assert apply_step(FINE, policy, StepPlace(0.5, "step 1")).is_applied
     assert policy.execution.scale.num_good_steps == 1
 
 
@@ -204,5 +204,5 @@ def test_an_error_of_the_optimizer_is_the_users() -> None:
     step = Step()
     step.params[1].grad = torch.ones(1).to_sparse()
     with pytest.raises(UserCodeError, match="sparse gradients") as caught:
-        apply_step(FINE, step.policy, lr_factor=0.5, activity="step 3")
+        apply_step(FINE, step.policy, StepPlace(0.5, "step 3"))
     assert caught.value.activity == "step 3"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.tensors.same_bytes import parameter_slice, slice_name
-from stratagem.worker.engine import EvaluationPart, EvaluationShare, build_sliced_trainer
+from stratagem.worker.engine import EvaluationPart, EvaluationShare, build_trainer
 from stratagem.worker.engine import trainer as synchronous_trainer
 from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.engine.state_format import dealt_out
@@ -323,7 +323,7 @@ def test_each_member_holds_about_its_share(state: str) -> None:
     spec, held = sliced_job(state, user_model("mlp", hidden=60_000)), []
     for rank in range(3):
         share = StateShare(rank, 3, is_full=state == "full")
-        trainer = build_sliced_trainer(spec, ALLOWED, share, device=CPU, fresh=True)
+        trainer = build_trainer(spec, ALLOWED, share, device=CPU, fresh=True)
         assert trainer.pieces is not None
         assert trainer.is_sole_copy
         if state == "full":

@@ -12,7 +12,7 @@ from torch import Tensor
 from stratagem.common.job import JobSpec
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.coordinator_pb2 import HeldSlices, RendezvousMember
-from stratagem.worker.engine import Tally, Trainer, build_sliced_trainer
+from stratagem.worker.engine import Tally, Trainer, build_trainer
 from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.party import state
@@ -51,8 +51,8 @@ class Member:
 
     segment = 1
 
-    def new_member(self, share: StateShare, *, fresh: bool) -> Trainer:
-        return build_sliced_trainer(self.job, ALLOWED, share, device=CPU, fresh=fresh)
+    def new_trainer(self, share: StateShare, *, fresh: bool) -> Trainer:
+        return build_trainer(self.job, ALLOWED, share, device=CPU, fresh=fresh)
 
     @property
     def context(self) -> ExecutionContext:

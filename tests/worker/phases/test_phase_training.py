@@ -167,8 +167,8 @@ def test_replicas_that_differ_after_predictions_fail_with_the_step(phase: str) -
     trainers = [trainer_of(spec) for _ in range(2)]
     at = 5 if phase == "CORRECT" else 8
     train_together(trainers, 2, at)
-    assert trainers[0].phases is not None
-    assert trainers[0].phases.phase == phase
+    assert trainers[0].phased is not None
+    assert trainers[0].phased.phases.phase == phase
     with torch.no_grad():
         trainers[1].params[0][1].view(-1)[3] += 1e-6
     before = trainers[0].fingerprint()
@@ -226,7 +226,7 @@ def test_a_step_that_is_skipped_leaves_the_phases_where_they_are() -> None:
     trainer, other = trainer_of(spec), trainer_of(spec)
     train(trainer, 2, 5)
     train(other, 2, 5)
-    assert trainer.phases is not None
+    assert trainer.phased is not None
     exchange = solo(trainer, 2)
     finish = exchange.finish
 
@@ -234,11 +234,11 @@ def test_a_step_that_is_skipped_leaves_the_phases_where_they_are() -> None:
         return replace(finish(), loss_sum=math.inf)
 
     exchange.finish = broken  # type: ignore[method-assign]
-    before = trainer.phases.state()[1]
+    before = trainer.phased.phases.state()[1]
     report = trainer.train_step(exchange, range(2), 2)
     assert (report.phase, report.num_skipped, report.step) == ("CORRECT", 1, 6)
-    assert trainer.phases.state()[1] == before
-    assert trainer.phases.phase == "CORRECT"
+    assert trainer.phased.phases.state()[1] == before
+    assert trainer.phased.phases.phase == "CORRECT"
     assert train(trainer, 2, 7)[0].phase == "CORRECT"
     # The whole data is in each batch, so the other one has made the same steps, in another order.
     train(other, 2, 6)
@@ -252,23 +252,23 @@ def test_states_of_others_are_checked() -> None:
     tensors, metadata = trainer.copy_state()
     wider = trainer_of(phased(SMOOTH, model=user_model("mlp", hidden=8)))
     saved = {name: tensor for name, tensor in tensors.items() if name.startswith("phases/")}
-    assert wider.phases is not None
+    assert wider.phased is not None
     with pytest.raises(InvalidInputError, match="other names, shapes or dtypes"):
-        wider.phases.load(saved, metadata)
+        wider.phased.phases.load(saved, metadata)
     # A state without phases is a beginning; a job without phases leaves them alone.
     plain = trainer_of(phased(None))
     plain.load_state(tensors, metadata)
     assert not any(name.startswith("phases/") for name in plain.state()[0])
     trainer.load_state(*plain.copy_state())
-    assert trainer.phases is not None
-    assert trainer.phases.statistics.counts.total == 0
+    assert trainer.phased is not None
+    assert trainer.phased.phases.statistics.counts.total == 0
     assert trainer.step == 4
 
 
 def test_the_call_that_does_not_fit_the_phase_is_an_error() -> None:
     trainer = trainer_of(phased(SMOOTH))
-    phases = trainer.phases
-    assert phases is not None
+    assert trainer.phased is not None
+    phases = trainer.phased.phases
     with pytest.raises(PhaseError, match="FULL step computes its gradient"):
         phases.predict()
     with pytest.raises(ValueError, match="1 gradients for 4 parameters"):
@@ -283,8 +283,8 @@ def test_the_call_that_does_not_fit_the_phase_is_an_error() -> None:
 def test_metrics_say_what_was_saved() -> None:
     trainer = trainer_of(phased(SMOOTH))
     train(trainer, 2, 11)
-    assert trainer.phases is not None
-    metrics = trainer.phases.metrics
+    assert trainer.phased is not None
+    metrics = trainer.phased.phases.metrics
     assert metrics["step_ratio"] == 11 / 6
     assert metrics["predicted_steps"] == 5
     assert metrics["full_loss_change"] < 0
@@ -295,16 +295,16 @@ def test_metrics_say_what_was_saved() -> None:
 
 def test_a_loss_that_diverges_is_told_and_leaves_no_step_predicted() -> None:
     trainer = trainer_of(phased(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}))
-    assert trainer.phases is not None
+    assert trainer.phased is not None
     seen, news = "", list[str]()
     for to_step in range(1, STEPS + 1):
-        was_diverging = trainer.phases.metrics["is_diverging"]
+        was_diverging = trainer.phased.phases.metrics["is_diverging"]
         reports = train(trainer, 1, to_step)
         seen += letters(reports)
         news += [sentence for report in reports for sentence in report.news]
         assert not (was_diverging and seen[-1] == "P" and seen[-2] == "F")
     assert "no gradient is predicted until it settles" in news[0]
-    assert trainer.phases.metrics["refused_cycles"] > 0
+    assert trainer.phased.phases.metrics["refused_cycles"] > 0
 
 
 @pytest.mark.gpu

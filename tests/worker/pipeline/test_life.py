@@ -74,7 +74,7 @@ def test_only_a_run_of_old_widens_what_its_model_says_in_16_bits(
     names = tuple(str(i) for i in range(5))
     spec = deep_job(user_model("in_dtypes", dtypes=["float32", "bfloat16"]))
     party = Party(spec, StageAssignment((names,), (0,), numerics=numerics))
-    part = party.runners[0]._setup.parts[0]
+    part = party.runners[0]._rank.parts[0]
     assert part.forward(torch.zeros(2, NUM_FEATURES), {})[0].output.dtype == dtype
 
 

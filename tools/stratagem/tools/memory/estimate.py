@@ -34,20 +34,20 @@ from stratagem.tools.memory.play import (
     Reading,
     Site,
     library_workspace,
+    measure_training,
     play_forward,
     play_training,
 )
-from stratagem.tools.memory.stages import num_copied, num_received, play_stages
 from stratagem.tools.memory.strategies import (
     NodeCopies,
-    ReplicasReading,
     codec_memory,
     coded_copies,
-    measure_training,
+    num_copied,
     num_known,
+    num_received,
     outer_messages,
     plain_copies,
-    play_local_steps,
+    play_stages,
 )
 from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.plans.build import check_supported
@@ -90,7 +90,7 @@ class StepMemory:
     num_received: int = 0
     num_copied: int = 0
     layout: tuple[TensorLayout, ...] = ()
-    """What is trained, where one party trains it."""
+    """The trained tensors, where one party trains them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -456,25 +456,22 @@ def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | 
     and keeps what all replicas have in common, with the outer optimizer and its gradients."""
     num_replicas, party = strategy.num_replicas, _party(strategy, num_workers)
     rows, held = rows_of_pass(job, num_replicas), len(party.owned)
-    found = play_local_steps(_without_accumulation(job, rows * num_replicas), site, party)
-    estimate = memory_of(found.reading, site, rows, (_replicas_note(found, held, num_replicas),))
+    reading = play_training(_without_accumulation(job, rows * num_replicas), site, party)
+    common, num_fragments = reading.parameters // (1 + held), strategy.options.fragments
+    parts = f" of {num_fragments} fragments" if num_fragments > 1 else ""
+    momentum = f"{text_of(reading.momentum)} of outer momentum, " if reading.momentum else ""
+    note = (
+        f"{held} of {num_replicas} replicas, each with parameters, gradients and an optimizer of "
+        f"its own; {text_of(common)} of parameters that they have in common, {momentum}"
+        f"{text_of(reading.sums)} of outer gradients{parts}, with room for what is received"
+    )
+    estimate = memory_of(reading, site, rows, (note,))
     if party.size > 1 and isinstance(strategy.aggregation, ParameterServer):
         # The sums are staged next to the buckets.
-        widest = max(4, found.common // max(1, estimate.num_parameters))
+        widest = max(4, common // max(1, estimate.num_parameters))
         received = widest * estimate.num_parameters
         estimate = replace(estimate, gradients=estimate.gradients + received)
     return estimate
-
-
-def _replicas_note(found: ReplicasReading, held: int, num_replicas: int) -> str:
-    """Name what is counted beyond one model and its optimizer."""
-    parts = f" of {found.num_fragments} fragments" if found.num_fragments > 1 else ""
-    momentum = f"{text_of(found.momentum)} of outer momentum, " if found.momentum else ""
-    return (
-        f"{held} of {num_replicas} replicas, each with parameters, gradients and an optimizer of "
-        f"its own; {text_of(found.common)} of parameters that they have in common, {momentum}"
-        f"{text_of(found.sums)} of outer gradients{parts}, with room for what is received"
-    )
 
 
 def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> StepMemory:
@@ -489,7 +486,7 @@ def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> S
 
 
 def _calibrated(job: JobSpec, site: Site, estimate: StepMemory) -> StepMemory:
-    """Corrects the workspace by the peak of real steps of the same share."""
+    """Correct the workspace by the peak of real steps of the same share."""
     if not isinstance(job.strategy, Local | DataParallel) or (
         estimate.notes and local_steps_of(job.strategy) is None
     ):

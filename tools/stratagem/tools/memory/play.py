@@ -5,32 +5,43 @@ buffers, temporaries of the optimizer. Fake tensors take shapes from one row of 
 need no memory. The module does not know the purpose of an estimate.
 """
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import fewest_mirrored, partitions_parameters, partitions_state
+from stratagem.common.strategy import (
+    DataParallel,
+    fewest_mirrored,
+    local_steps_of,
+    partitions_parameters,
+    partitions_state,
+)
+from stratagem.tools.memory.live_bytes import LiveBytes
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.rows import BatchKeys
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.data.streams import StreamDataset
+from stratagem.worker.engine import LocalStepsTrainer, state_format
 from stratagem.worker.engine.build import make_setup
 from stratagem.worker.engine.gathered_blocks import divide_parameters
+from stratagem.worker.engine.local_steps import OUTER
+from stratagem.worker.engine.setup import Setup
 from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.exchange.all_reduce import WINDOW, cut_pieces, prepare
 from stratagem.worker.exchange.buckets import NUM_WINDOWS, GradientBuckets
 from stratagem.worker.exchange.layout import (
+    BUCKET_BYTES,
     LENT_BUCKET_BYTES,
     BucketLayout,
     ShardOwners,
@@ -40,106 +51,13 @@ from stratagem.worker.exchange.layout import (
 )
 from stratagem.worker.exchange.reducer import GradientReducer
 from stratagem.worker.exchange.slice_owners import divide_slices
+from stratagem.worker.exchange.sliced_reducer import FragmentExchange
 from stratagem.worker.exchange.transports import SoloTransport
-from stratagem.worker.models.build import build_shapes
+from stratagem.worker.models.build import build_model, build_shapes
 from stratagem.worker.models.tensors import rows_dtype
-from stratagem.worker.numerics.model import layers_of
+from stratagem.worker.numerics.model import layers_of, make_gather
 from stratagem.worker.objectives.step_function import make_objective
 from stratagem.worker.user_code.entrypoints import EntryPoints
-
-# ---- Live bytes ----
-#
-# The bytes of tensors are counted from their creation to their end, operation by operation, for
-# real tensors and for fake ones; with fake ones, whole training steps can be played through for
-# models far larger than this machine. The memory that a kernel needs inside an operation is not
-# seen.
-
-CUDA_BLOCK_BYTES: Final = 512
-"""torch's CUDA allocator gives out multiples of this."""
-
-_READ_VALUE: Final = torch.ops.aten._local_scalar_dense.default
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts live storages: while it is entered, every storage made on `device` counts until it is
-    freed.
-
-    A fake tensor has no values. Where a program reads one (the loss, a norm, a count) it gets 1.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._type = device.type
-        self._block = CUDA_BLOCK_BYTES if device.type == "cuda" else 1
-        self._sizes: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self.live = 0
-        self.peak = 0
-        self.before_backward = 0
-        """The most that was live when a backward began."""
-        self._is_in_backward = False
-
-    def forget_peak(self) -> None:
-        """Restart the peaks from the bytes that are live now."""
-        self.peak, self.before_backward = self.live, 0
-
-    def size_of(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages of these tensors; shared ones count once."""
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for tensor in tensors
-            if tensor.device.type == self._type
-        }
-        return sum(map(self._rounded, storages.values()))
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[Any],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is _READ_VALUE and isinstance(args[0], FakeTensor):
-            return _one_of(args[0].dtype)
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        if is_in_backward and not self._is_in_backward:
-            self.before_backward = max(self.before_backward, self.live)
-        self._is_in_backward = is_in_backward
-        made = func(*args, **(kwargs or {}))
-        if func is LAYER and isinstance(args[0], FakeTensor):
-            made = with_workspace(made, args)
-        scratch = scratch_bytes(func, args, made)
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and leaf.device.type == self._type:
-                self._see(leaf)
-        self.peak = max(self.peak, self.live + scratch)
-        return made
-
-    def _rounded(self, size: int) -> int:
-        return -(-size // self._block) * self._block
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, self._rounded(storage.nbytes())
-        known = self._sizes.get(key)
-        if known is not None:
-            self.live += size - known[0]  # resized in place, or as it was
-            self._sizes[key] = (size, known[1])
-            return
-        reference = weakref.ref(storage, lambda _: self._forget(key))
-        self._sizes[key] = (size, reference)
-        self.live += size
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)[0]
-
-
-def _one_of(dtype: torch.dtype) -> float | int | bool | complex:
-    if dtype == torch.bool:
-        return True
-    if dtype.is_complex:
-        return 1 + 0j
-    return 1.0 if dtype.is_floating_point else 1
-
 
 # ---- Site of the job ----
 #
@@ -187,8 +105,8 @@ def _read_by_loading(job: JobSpec) -> tuple[Any, ...]:
 CUBLAS_BYTES: Final = 8_519_680
 """torch's default workspace for matrix products on CUDA, 4 times as much from Hopper on."""
 HOPPER: Final = (9, 0)
-NUM_STEPS: Final = 2
-"""The first step makes the optimizer's state; the second holds it from the start."""
+NUM_ROUNDS: Final = 2
+"""The first round makes what is kept from step to step; the second holds it from the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +122,17 @@ class Reading:
     peak: int
     num_parameters: int
     state: int
-    """Of a copy of parameters, buffers and optimizer state, as each commit takes one."""
+    """The size of a copy of parameters, buffers and optimizer state, as each commit takes one."""
     layout: tuple[TensorLayout, ...] = ()
-    """What is trained."""
+    """The trained tensors."""
+    momentum: int = 0
+    """The part of `optimizer` that is the outer optimizer's, where replicas take local steps."""
+    sums: int = 0
+    """The part of `gradients` that is exchanged, with what of it is received from others."""
     flops: int = 0
-    """Where only forward was played: of its matrix products, convolutions and attention."""
+    """Operations of its matrix products, convolutions and attention, if only forward was played."""
     num_rows: int = 0
-    """Where only forward was played: of the split."""
+    """The rows of the split, if only forward was played."""
     output_bytes_per_row: int = 0
     """Likewise."""
 
@@ -225,64 +147,133 @@ def load_rows(job: JobSpec, site: Site) -> dict[str, Dataset]:
 
 
 def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
-    """Measure, with fake tensors, what the first steps of a member hold."""
+    """Measure, with fake tensors, what the first rounds of the party's first member hold."""
     data = load_rows(job, site)
     gather = gather_shapes(job, site, data)
     # Whole batches only: the last one of an epoch may be short.
     num_rows = min(job.batch_size, len(data["train"]))
-    unordered = job.data.with_changes(order=None)
-    whole = job.altered(batch_size=num_rows, data=unordered)
-    batches = {**data, "train": ShapedRows(NUM_STEPS * num_rows)}
+    short = shortened(job, NUM_ROUNDS)
+    played = short.altered(batch_size=num_rows, data=job.data.with_changes(order=None))
+    num_batches = NUM_ROUNDS if short is job else 1
+    batches = {**data, "train": ShapedRows(num_batches * num_rows)}
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = build_shapes(job, site.entrypoints, device=site.device)
         gather = gather.fitted(job, model)
-        trainer = Trainer(make_setup(whole, site.entrypoints, model, batches, gather))
-        parameters = live.size_of(trainer.model.parameters())
+        setup = make_setup(played, site.entrypoints, model, batches, gather)
+        build = partial(build_shapes, job, site.entrypoints, device=site.device)
+        trainer, replicas = make_trainer(setup, party, build)
+        parameters = live.size_of(p for each in (model, *replicas) for p in each.parameters())
         cached = hold_cached(job, data, gather)
         buffers = live.live - parameters
-        buckets = gradient_buckets(trainer, party)
-        received = receive_buffers(buckets, party)
-        gradients = live.live - buffers - parameters
-        exchange = GradientReducer(buckets, party, SoloTransport(), trainer.compressor)
-        for _ in range(NUM_STEPS):
+        exchange, received = exchange_alone(trainer, party)
+        sums = live.live - buffers - parameters
+        for _ in range(NUM_ROUNDS):
             live.forget_peak()
-            trainer.train_step(exchange, party.owned, party.num_shards)
-        optimizer = live.size_of(optimizer_tensors(trainer))
-        state = live.size_of([*_tensors_of(trainer.model), *optimizer_tensors(trainer)])
+            play(trainer, exchange, party)
+        own = live.size_of(
+            p.grad for each in replicas for p in each.parameters() if p.grad is not None
+        )
+        peak, before_backward = live.peak, live.before_backward
+        optimizer, momentum, state = _read_state(trainer, live)
         del received, cached
-    elsewhere = uncopied = 0
-    saved = FullSavings(0, 0)
-    if partitions_state(job.strategy):
-        is_full, layout = partitions_parameters(job.strategy), buckets.layout
-        if is_full and party.size > 1:
-            layout = lent_layout(trainer.params, trainer.num_extras)
-        fewest = fewest_mirrored(job.strategy)
-        is_mirrored = fewest is not None and party.size >= fewest
-        held = largest_slice(layout, party.size, is_mirrored=is_mirrored)
-        elsewhere = round(optimizer * (1.0 - held))
-        uncopied = round(sum(param.nbytes for _, param in trainer.params) * (1.0 - held))
-        if is_full:
-            rows = -(-num_rows // party.num_shards)
-            is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
-            saved = full_savings(
-                *(trainer.model, trainer.params, layout, held),
-                gives_back=party.size > 1 and site.device.type == "cpu",
-                num_sets=num_sets(party),
-                is_one_pass=is_one_pass,
-            )
-    away = elsewhere + saved.parameters + saved.gradients
-    return Reading(
-        parameters=parameters - saved.parameters,
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    reading = Reading(
+        parameters=parameters,
         buffers=buffers,
-        gradients=gradients - saved.gradients,
-        optimizer=optimizer - elsewhere,
-        before_backward=live.before_backward - away,
-        peak=live.peak - away,
-        num_parameters=sum(param.numel() for param in trainer.model.parameters()),
-        state=state - elsewhere - uncopied,
-        layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trainer.params),
+        gradients=sums + own,
+        optimizer=optimizer,
+        # The replica whose turn it is has dropped its gradients by then.
+        before_backward=before_backward + own // max(1, len(replicas)),
+        peak=peak,
+        num_parameters=sum(param.numel() for param in model.parameters()),
+        state=state,
+        layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trained),
+        momentum=momentum,
+        sums=sums,
     )
+    if isinstance(trainer, Trainer) and partitions_state(job.strategy):
+        return _divided(reading, trainer, party)
+    return reading
+
+
+def make_trainer(
+    setup: Setup, party: ShardOwners, build: Callable[[], nn.Module]
+) -> tuple[Trainer | LocalStepsTrainer, Sequence[nn.Module]]:
+    """Return the trainer of the party's first member, and the replicas that it trains besides the
+    model of the setup, which `build` makes."""
+    if local_steps_of(setup.job.strategy) is None:
+        return Trainer(setup), ()
+    replicas = {number: build() for number in party.owned}
+    for replica in replicas.values():
+        setup.callbacks.built(replica)
+    return LocalStepsTrainer(setup, replicas), [*replicas.values()]
+
+
+def exchange_alone(
+    trainer: Trainer | LocalStepsTrainer, party: ShardOwners
+) -> tuple[Any, list[object]]:
+    """Return an exchange that sums what the member itself has, and the buffers into which it would
+    receive the partial sums of others on other machines."""
+    if isinstance(trainer, Trainer):
+        buckets = [GradientBuckets(trainer.params, num_extras=trainer.num_extras)]
+        compressor = trainer.compressor
+    else:
+        buckets, compressor = [fragment.buckets for fragment in trainer.fragments], None
+    for each in buckets:
+        each.tensors(num_sets(party) - 1)
+    received = [_receive_buffers(each, party) for each in buckets]
+    reducers = [GradientReducer(each, party, SoloTransport(), compressor) for each in buckets]
+    return reducers[0] if isinstance(trainer, Trainer) else FragmentExchange(reducers), received
+
+
+def _receive_buffers(buckets: GradientBuckets, party: ShardOwners) -> object:
+    if party.size == 1:
+        return None
+    step = plan_step(party, party.num_shards)
+    sets = [buckets.tensors(index) for index in range(num_sets(party))]
+    return prepare(cut_pieces(buckets.layout, party.size), party, step, sets, WINDOW)
+
+
+def shortened(job: JobSpec, num_rounds: int) -> JobSpec:
+    """Return the job with the shortest rounds of local steps that cut and apply in the same order,
+    and with more steps than so many of them have, as the last one joins all at once."""
+    strategy = job.strategy
+    if not isinstance(strategy, DataParallel) or local_steps_of(strategy) is None:
+        return job
+    overlap = min(1, strategy.options.overlap_steps)
+    num_steps = strategy.options.fragments * (1 + overlap)
+    options = replace(
+        strategy.options,
+        local_steps=num_steps,
+        overlap_steps=overlap,
+        mix=strategy.options.mixed_share,
+        outer_bits=None,
+    )
+    steps = num_rounds * num_steps + 1
+    return job.altered(strategy=replace(strategy, options=options), steps=steps, epochs=None)
+
+
+def play(trainer: Trainer | LocalStepsTrainer, exchange: Any, party: ShardOwners) -> None:
+    """Make the steps of one round: a step, or the local steps after which replicas are joined."""
+    for _ in range(local_steps_of(trainer.setup.job.strategy) or 1):
+        trainer.train_step(exchange, party.owned, party.num_shards)
+
+
+def _read_state(trainer: Trainer | LocalStepsTrainer, live: LiveBytes) -> tuple[int, int, int]:
+    """Return the bytes of (the optimizer's state, of which outer momentum; a copy of the whole
+    state, with sums that are under way, as at the end of a segment)."""
+    if isinstance(trainer, Trainer):
+        values = chain.from_iterable(each.values() for each in trainer.optimizer.state.values())
+        kept = [value for value in values if isinstance(value, Tensor)]
+        whole = [*trainer.model.parameters(), *trainer.model.buffers(), *kept]
+        return live.size_of(kept), 0, live.size_of(whole)
+    for fragment in trainer.fragments:
+        fragment.arrive(trainer.step)
+    tensors, _ = trainer.live_state()
+    momentum = live.size_of(t for name, t in tensors.items() if name.startswith(OUTER))
+    inner = live.size_of(t for n, t in tensors.items() if f"/{state_format.OPTIMIZER}" in n)
+    return inner + momentum, momentum, sum(tensor.nbytes for tensor in tensors.values())
 
 
 def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
@@ -302,7 +293,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
         with FlopCounterMode(display=False) as counter:
             found = objective.evaluate(model, x, y, num_rows, wants_output=True)
         outputs = [leaf for leaf in tree_leaves(found.output) if isinstance(leaf, Tensor)]
-        state = live.size_of(_tensors_of(model))
+        state = live.size_of([*model.parameters(), *model.buffers()])
         del cached
     return Reading(
         parameters=parameters,
@@ -325,41 +316,6 @@ def library_workspace(device: torch.device) -> int:
         return 0
     is_large = torch.cuda.get_device_capability(device) >= HOPPER
     return 32 << 20 if is_large else CUBLAS_BYTES
-
-
-def gradient_buckets(trainer: Trainer, party: ShardOwners) -> GradientBuckets:
-    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
-    buckets.tensors(num_sets(party) - 1)
-    return buckets
-
-
-def largest_slice(layout: BucketLayout, size: int, *, is_mirrored: bool = False) -> float:
-    """Return the share of all trained elements that the member with most of them owns, where each
-    keeps the optimizer's state of its own slice; and of the one before it, with mirrors."""
-    owners = divide_slices(layout, size)
-    owned = [sum(part.stop - part.first for part in own) for own in owners.parts]
-    held = owned
-    if is_mirrored:
-        held = [own + owned[owners.mirrored_rank(rank)] for rank, own in enumerate(owned)]
-    return max(held) / max(1, sum(owned))
-
-
-def receive_buffers(buckets: GradientBuckets, party: ShardOwners) -> object:
-    """Allocate the buffers into which the exchange between machines receives partial sums."""
-    if party.size == 1:
-        return None
-    step = plan_step(party, party.num_shards)
-    sets = [buckets.tensors(index) for index in range(num_sets(party))]
-    return prepare(cut_pieces(buckets.layout, party.size), party, step, sets, WINDOW)
-
-
-def _tensors_of(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def optimizer_tensors(trainer: Trainer) -> list[Tensor]:
-    values = chain.from_iterable(state.values() for state in trainer.optimizer.state.values())
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,126 +371,143 @@ def _split(job: JobSpec) -> str:
 
 
 def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> ShapesOnly:
-    """Gathers nothing but the shapes of rows, in the dtypes of the data. To be called where tensors
+    """Gather nothing but the shapes of rows, in the dtypes of the data. To be called where tensors
     are real."""
     x, y = Gather(None, torch.device("cpu"))(data[_split(job)], torch.arange(1), "reading one row")
     return ShapesOnly(None, site.device, x, y)
 
 
-# ---- Memory of CPU kernels ----
-#
-# Some CPU kernels take memory besides their outputs, which fake tensors do not show. The LSTM of
-# oneDNN returns its workspace as an opaque tensor, and torch's shape function says that it is
-# empty. It grows by the same amount with each time step, so the kernel is run for one and for two.
-# Convolutions that oneDNN does not do, those in float64, unfold their input into columns.
-
-_CONVOLUTIONS: Final = (
-    torch.ops.aten.convolution.default,
-    torch.ops.aten.convolution_backward.default,
-)
-LAYER: Final = torch.ops.aten.mkldnn_rnn_layer.default
-BACKWARD: Final = torch.ops.aten.mkldnn_rnn_layer_backward.default
-SCRATCH_FRACTION: Final = 0.28
-"""Of the workspace of an LSTM: what backward needs more for a moment. Measured: 0.272 to 0.280
-for 16 to 32 rows, 24 to 48 time steps and 64 to 128 features."""
-
-
-def with_workspace(made: Any, args: tuple[Any, ...]) -> Any:
-    """The outputs of the layer, the last with as many bytes as the kernel would fill."""
-    *others, workspace = made
-    size = workspace_bytes(args)
-    return (*others, torch.empty(size, dtype=workspace.dtype, device=workspace.device))
-
-
-def workspace_bytes(args: tuple[Any, ...]) -> int:
-    """Return the workspace of the layer with these arguments; the input is (time, rows,
-    features)."""
-    one, two = (_run(args, num_steps) for num_steps in (1, 2))
-    num_steps: int = args[0].shape[0]
-    return one + (num_steps - 1) * (two - one)
-
-
-def scratch_bytes(func: Any, args: tuple[Any, ...], made: Any) -> int:
-    """Return the temporary memory of an operation, computed from its arguments and its result."""
-    if func is BACKWARD:  # its last argument is the workspace
-        return int(SCRATCH_FRACTION * args[-1].untyped_storage().nbytes())
-    if func in _CONVOLUTIONS:
-        is_backward = func is _CONVOLUTIONS[1]
-        x, weight = args[1:3] if is_backward else args[:2]
-        return _columns_bytes(x, weight, args[0] if is_backward else made)
-    return 0
-
-
-def _columns_bytes(x: Tensor, weight: Tensor, output: Tensor) -> int:
-    """x: (rows, channels, …); weight: (…, …, *kernel); output: (rows, …, *size)."""
-    if x.device.type != "cpu" or x.dtype != torch.float64 or weight.dim() < 4:
-        return 0
-    columns = x.shape[1] * weight.shape[2:].numel()
-    return x.shape[0] * columns * output.shape[2:].numel() * x.element_size()
-
-
-def _run(args: tuple[Any, ...], num_steps: int) -> int:
-    x, *rest = args
-    shapes = [(num_steps, *x.shape[1:])]
-    shapes += [tuple(argument.shape) for argument in rest if isinstance(argument, Tensor)]
-    plain = [argument for argument in rest if not isinstance(argument, Tensor)]
-    with _disable_current_modes(), torch.enable_grad():
-        tensors = [torch.zeros(shape, dtype=x.dtype) for shape in shapes]
-        workspace: Tensor = LAYER(*tensors, *plain)[3]
-        return workspace.untyped_storage().nbytes()
-
-
-# ---- Savings of full slices ----
-#
-# A member holds less where each keeps a slice of parameters and gradients, too.
+# ---- Divided state ----
 
 _NUM_UNDER_WAY = 2
 """Buckets that backward is filling, or that wait for a window."""
 
 
-@dataclass(frozen=True, slots=True)
-class FullSavings:
-    """Bytes that are not on a member; negative where it holds more."""
+def _divided(reading: Reading, trainer: Trainer, party: ShardOwners) -> Reading:
+    """Return what the member with the largest slice holds, where each keeps the optimizer's state,
+    or all, of its own slice alone. reading: of a member that holds all."""
+    job, is_cpu = trainer.job, trainer.setup.gather.device.type == "cpu"
+    is_full, fewest = partitions_parameters(job.strategy), fewest_mirrored(job.strategy)
+    shapes = [(name, param.dtype, param.shape) for name, param in trainer.params]
+    bucket_bytes = LENT_BUCKET_BYTES if is_full and party.size > 1 else BUCKET_BYTES
+    layout = plan_layout(shapes, num_extras=trainer.num_extras, bucket_bytes=bucket_bytes)
+    is_mirrored = fewest is not None and party.size >= fewest
+    share = _largest_share(layout, party.size, is_mirrored=is_mirrored)
+    optimizer = round(reading.optimizer * (1.0 - share))
+    uncopied = round(sum(param.nbytes for _, param in trainer.params) * (1.0 - share))
+    parameters = gradients = 0
+    if is_full:
+        parameters = _saved_parameters(trainer, share)
+    if is_full and party.size > 1 and is_cpu:
+        gradients = _saved_gradients(layout, job, party, share)
+    away = optimizer + parameters + gradients
+    return replace(
+        reading,
+        parameters=reading.parameters - parameters,
+        gradients=reading.gradients - gradients,
+        optimizer=reading.optimizer - optimizer,
+        before_backward=reading.before_backward - away,
+        peak=reading.peak - away,
+        state=reading.state - optimizer - uncopied,
+    )
 
-    parameters: int
-    gradients: int
+
+def _largest_share(layout: BucketLayout, size: int, *, is_mirrored: bool) -> float:
+    """Return the share of all trained elements that the member with most of them holds: its own,
+    and those of the one before it, with mirrors."""
+    owners = divide_slices(layout, size)
+    owned = [sum(part.stop - part.first for part in own) for own in owners.parts]
+    held = owned
+    if is_mirrored:
+        held = [own + owned[owners.mirrored_rank(rank)] for rank, own in enumerate(owned)]
+    return max(held) / max(1, sum(owned))
 
 
-def lent_layout(params: Sequence[tuple[str, nn.Parameter]], num_extras: int) -> BucketLayout:
-    """Return the layout of buckets that give their memory back."""
-    shapes = [(name, param.dtype, param.shape) for name, param in params]
-    return plan_layout(shapes, num_extras=num_extras, bucket_bytes=LENT_BUCKET_BYTES)
-
-
-def full_savings(
-    model: nn.Module,
-    params: Sequence[tuple[str, nn.Parameter]],
-    layout: BucketLayout,
-    share: float,
-    *,
-    gives_back: bool,
-    num_sets: int,
-    is_one_pass: bool,
-) -> FullSavings:
-    """Return what the member with the largest share saves.
-
-    share: of all trained elements, those that it holds, its own and those of a mirror. gives_back:
-    buckets of gradients are freed in the step, as those of a lone member are not. is_one_pass: it
-    computes one micro-batch in each step; else sums over its own stay whole.
-    """
-    trained = sum(param.nbytes for _, param in params)
-    rest, *blocks = divide_parameters([param for _, param in params], layers_of(model))
+def _saved_parameters(trainer: Trainer, share: float) -> int:
+    """Return the bytes of parameters that are not on a member with this share of them, which
+    gathers a block at a time; negative where it holds more."""
+    params = [param for _, param in trainer.params]
+    rest, *blocks = divide_parameters(params, layers_of(trainer.model))
     gathered = _nbytes(rest.params) + max((_nbytes(each.params) for each in blocks), default=0)
-    owned = round(share * trained)
+    trained = _nbytes(params)
+    return trained - round(share * trained) - gathered
+
+
+def _saved_gradients(layout: BucketLayout, job: JobSpec, party: ShardOwners, share: float) -> int:
+    """Return likewise those of gradients, whose buckets are freed in the step, as those of a lone
+    member are not. Sums over several micro-batches of its own stay whole."""
+    rows = -(-job.batch_size // party.num_shards)
+    is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
     sizes = [bucket.size_bytes for bucket in layout.buckets[:-1]]
-    widest, whole = max(sizes, default=0), sum(sizes)
-    gradients = 0
-    if gives_back:
-        under_way = min(whole, _NUM_UNDER_WAY * widest) if is_one_pass else num_sets * whole
-        held = round(share * whole) + NUM_WINDOWS * widest * num_sets + under_way
-        gradients = num_sets * whole - held
-    return FullSavings(trained - owned - gathered, gradients)
+    widest, whole, sets = max(sizes, default=0), sum(sizes), num_sets(party)
+    under_way = min(whole, _NUM_UNDER_WAY * widest) if is_one_pass else sets * whole
+    held = round(share * whole) + NUM_WINDOWS * widest * sets + under_way
+    return sets * whole - held
 
 
 def _nbytes(params: Sequence[nn.Parameter]) -> int:
     return sum(param.nbytes for param in params)
+
+
+# ---- Measured steps ----
+#
+# The peak is that of real steps: those that are otherwise played with fake tensors, by the same
+# engine on the job's own rows.
+
+MAX_ROUNDS: Final = 32
+"""Enough for a scale of the loss to come down."""
+
+
+def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
+    """Return the peak of the same steps, done for real: bytes that torch's allocator gave out."""
+    data = site.data_of(job)
+    if site.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(site.device)
+        before = torch.cuda.memory_allocated(site.device)
+        _play_for_real(job, site, data, party)
+        return torch.cuda.max_memory_allocated(site.device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        held = _play_for_real(job, site, data, party)
+    del held
+    return _peak_of(recorded)
+
+
+def _play_for_real(
+    job: JobSpec, site: Site, data: dict[str, Dataset], party: ShardOwners
+) -> object:
+    """Return what the rounds hold in the end."""
+    # First steps may change nothing because the loss is still scaled too far.
+    may_skip = job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
+    num_rounds = MAX_ROUNDS if may_skip else NUM_ROUNDS
+    model = build_model(job, site.entrypoints, device=site.device, fresh=True)
+    gather = make_gather(job, model, site.device)
+    setup = make_setup(shortened(job, num_rounds), site.entrypoints, model, data, gather)
+    build = partial(build_model, job, site.entrypoints, device=site.device, fresh=False)
+    trainer, _ = make_trainer(setup, party, build)
+    if isinstance(trainer, LocalStepsTrainer):
+        trainer.load_state(state_format.model_state(model), state_format.state_metadata(0))
+    exchange, received = exchange_alone(trainer, party)
+    for number in range(1, num_rounds + 1):
+        has_state = isinstance(trainer, Trainer) and trainer.optimizer.state
+        play(trainer, exchange, party)
+        if number >= NUM_ROUNDS and has_state:
+            break
+    del received
+    return trainer, exchange
+
+
+def _peak_of(recorded: profile) -> int:
+    """Return the highest sum of allocations less what was freed, in the order of time."""
+    assert recorded.profiler is not None
+    results = recorded.profiler.kineto_results
+    assert results is not None
+    changes = sorted(
+        (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]  # the stub lacks it
+        for event in results.events()
+        if event.name() == "[memory]"
+    )
+    live = peak = 0
+    for _, change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak

@@ -33,7 +33,7 @@ from stratagem.common.strategy import (
 )
 from stratagem.tools.memory.estimate import StepMemory, estimate_memory, rows_of_share, text_of
 from stratagem.tools.memory.play import Site, play_forward
-from stratagem.tools.memory.stages import NodeCost, node_costs
+from stratagem.tools.memory.strategies import NodeCost, node_costs
 from stratagem.worker.plans.build import check_supported
 
 # ---- Strategy for the requested parallelism ----
@@ -316,7 +316,7 @@ _LOWER: Final = {
     "Single": ("Mixed", "Half"),
     None: ("Mixed", "Half"),
 }
-"""What may be tried below a precision; None: a model of its own dtypes."""
+"""The settings that may be tried below a precision; None: a model of its own dtypes."""
 _INTERVALS: Final = (1, 4)
 
 

@@ -1,53 +1,49 @@
 """Compute the memory that a worker needs for its strategy or codec besides its own models.
 
-The parts are the copies of nodes under Decentralized, the replicas that take local steps, the
-messages of outer gradients, and the codec. Real steps can be measured for comparison.
+The parts are the copies of nodes under Decentralized, the messages of outer gradients, the codec,
+the stages of a pipeline, and the states that clients of federations begin from.
 """
 
 import math
 import tracemalloc
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import Layout, TensorLayout, make_codec
 from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.common.model.program import ModelProgram
+from stratagem.common.model.stages import plan_stages
 from stratagem.common.numerics.shards import assign_shards
-from stratagem.common.strategy import DataParallel, local_steps_of
+from stratagem.common.pipeline.schedules import choose
+from stratagem.common.pipeline.simulation import peak_live
+from stratagem.common.strategy import (
+    Federated,
+    Local,
+    ModelParallel,
+    Pipeline,
+    PopulationBased,
+    Strategy,
+)
+from stratagem.common.strategy.choices import AUTO
 from stratagem.common.strategy.local_steps import fragments_of
 from stratagem.common.strategy.topology import graph_of
-from stratagem.tools.memory.play import (
-    NUM_STEPS,
-    LiveBytes,
-    Reading,
-    ShapedRows,
-    Site,
-    gather_shapes,
-    gradient_buckets,
-    hold_cached,
-    load_rows,
-    receive_buffers,
-)
-from stratagem.worker.data.datasets import Dataset
-from stratagem.worker.engine import LocalStepsTrainer, state_format
-from stratagem.worker.engine.build import make_setup
-from stratagem.worker.engine.local_steps import OUTER
-from stratagem.worker.engine.setup import Setup
-from stratagem.worker.engine.trainer import Trainer
+from stratagem.common.tensors.local_files import MAX_COPY_BYTES
+from stratagem.tools.memory.live_bytes import LiveBytes
+from stratagem.tools.memory.play import Reading, Site, gather_shapes, play_training
 from stratagem.worker.exchange.gossip import SLICE_ELEMENTS, WINDOW
-from stratagem.worker.exchange.layout import ShardOwners, num_sets, plan_buckets
-from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.exchange.sliced_reducer import FragmentExchange
-from stratagem.worker.exchange.transports import SoloTransport
-from stratagem.worker.models.build import build_model, build_shapes
-from stratagem.worker.numerics.model import make_gather
+from stratagem.worker.exchange.layout import ShardOwners, plan_buckets
+from stratagem.worker.host.blobs import MAX_FEDERATIONS, NUM_STATES
+from stratagem.worker.models.build import build_shapes, node_modules
+from stratagem.worker.models.nodes import program_of
+from stratagem.worker.models.program import Slots, run_calls
+from stratagem.worker.process.settings import MAX_BLOB_MEMORY_BYTES
 
 # ---- Copies of gossip nodes ----
 #
@@ -107,164 +103,6 @@ def coded_copies(num_nodes: int, num_own: int, layout: Layout, job: JobSpec) -> 
     return NodeCopies(num_nodes, held, num_nodes * codec.payload + at_once)
 
 
-# ---- Local steps of replicas ----
-#
-# The steps of the replicas of one worker are played with fake tensors or for real. The engine's own
-# trainer is run over two rounds, which are made as short as fragments and overlap allow: the first
-# makes what is kept from step to step, the second holds it all. Parameters, not steps, decide the
-# memory. A codec of what is exchanged works on values and is left out.
-
-NUM_ROUNDS: Final = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicasReading:
-    """What a worker holds of its replicas and of what joins them, in bytes."""
-
-    reading: Reading
-    """All of it, in the parts of any other training."""
-    common: int
-    """Of `reading.parameters`: what the replicas have in common."""
-    momentum: int
-    """Of `reading.optimizer`: the outer optimizer's."""
-    sums: int
-    """Of `reading.gradients`: outer gradients, and what of them is received from others."""
-    num_fragments: int
-
-
-def play_local_steps(job: JobSpec, site: Site, party: ShardOwners) -> ReplicasReading:
-    """Measure, with fake tensors, what two rounds of the party's first member hold."""
-    data = load_rows(job, site)
-    gather = gather_shapes(job, site, data)
-    # Whole batches only, and steps after those that are played: the last one joins all at once.
-    num_rows, short = min(job.batch_size, len(data["train"])), shortened(job)
-    unordered = job.data.with_changes(order=None)
-    whole = short.altered(batch_size=num_rows, data=unordered)
-    batches = {**data, "train": ShapedRows(num_rows)}
-    live = LiveBytes(site.device)
-    with FakeTensorMode(allow_non_fake_inputs=True), live:
-        common = build_shapes(job, site.entrypoints, device=site.device)
-        gather = gather.fitted(job, common)
-        setup = make_setup(whole, site.entrypoints, common, batches, gather)
-        models = {
-            number: build_shapes(job, site.entrypoints, device=site.device)
-            for number in party.owned
-        }
-        trainer = _trainer(setup, models)
-        parameters = live.size_of(_parameters_of(common, *models.values()))
-        cached = hold_cached(job, data, gather)
-        buffers = live.live - parameters
-        exchange, received = local_exchange(trainer, party)
-        sums = live.live - buffers - parameters
-        for _ in range(NUM_ROUNDS):
-            live.forget_peak()
-            play_round(trainer, exchange, party, short)
-        own = live.size_of(_gradients_of(*models.values()))
-        peak, before_backward = live.peak, live.before_backward
-        state = _state_after(trainer)
-        inner = [t for n, t in state.items() if f"/{state_format.OPTIMIZER}" in n]
-        momentum = live.size_of(t for n, t in state.items() if n.startswith(OUTER))
-        optimizer = live.size_of(inner) + momentum
-        del received, cached
-    reading = Reading(
-        parameters=parameters,
-        buffers=buffers,
-        gradients=sums + own,
-        optimizer=optimizer,
-        # The replica whose turn it is has dropped its gradients by then.
-        before_backward=before_backward + own // len(models),
-        peak=peak,
-        num_parameters=sum(param.numel() for param in common.parameters()),
-        state=sum(tensor.nbytes for tensor in state.values()),
-        layout=tuple(
-            TensorLayout(name, tuple(param.shape))
-            for name, param in common.named_parameters()
-            if param.requires_grad
-        ),
-    )
-    return ReplicasReading(
-        reading=reading,
-        common=parameters // (1 + len(models)),
-        momentum=momentum,
-        sums=sums,
-        num_fragments=len(trainer.fragments),
-    )
-
-
-def build_replicas(job: JobSpec, site: Site, setup: Setup, party: ShardOwners) -> LocalStepsTrainer:
-    """Build the trainer of the party's first member for real, from the common model of the
-    setup."""
-    models = {
-        number: build_model(job, site.entrypoints, device=site.device, fresh=False)
-        for number in party.owned
-    }
-    trainer = _trainer(setup, models)
-    trainer.load_state(state_format.model_state(setup.model), state_format.state_metadata(0))
-    return trainer
-
-
-def _trainer(setup: Setup, models: Mapping[int, nn.Module]) -> LocalStepsTrainer:
-    for model in models.values():
-        setup.callbacks.built(model)
-    return LocalStepsTrainer(setup, models)
-
-
-def shortened(job: JobSpec, num_rounds: int = NUM_ROUNDS) -> JobSpec:
-    """The same job with the shortest rounds that cut and apply in the same order, and with more
-    steps than so many of them have."""
-    strategy = job.strategy
-    assert isinstance(strategy, DataParallel)
-    overlap = min(1, strategy.options.overlap_steps)
-    num_steps = strategy.options.fragments * (1 + overlap)
-    options = replace(
-        strategy.options,
-        local_steps=num_steps,
-        overlap_steps=overlap,
-        mix=strategy.options.mixed_share,
-        outer_bits=None,
-    )
-    played = replace(strategy, options=options)
-    more = num_rounds * num_steps + 1
-    return job.altered(strategy=played, steps=more, epochs=None)
-
-
-def local_exchange(
-    trainer: LocalStepsTrainer, party: ShardOwners
-) -> tuple[FragmentExchange, list[object]]:
-    """Return an exchange that sums what the member itself has, and the buffers in which it would
-    receive the sums of others."""
-    for fragment in trainer.fragments:
-        fragment.buckets.tensors(num_sets(party) - 1)
-    received = [receive_buffers(each.buckets, party) for each in trainer.fragments]
-    reducers = [GradientReducer(each.buckets, party, SoloTransport()) for each in trainer.fragments]
-    return FragmentExchange(reducers), received
-
-
-def play_round(
-    trainer: LocalStepsTrainer, exchange: FragmentExchange, party: ShardOwners, job: JobSpec
-) -> None:
-    """Make the steps of one round of a shortened job."""
-    for _ in range(local_steps_of(job.strategy) or 0):
-        trainer.train_step(exchange, party.owned, party.num_shards)
-
-
-def _state_after(trainer: LocalStepsTrainer) -> Mapping[str, Tensor]:
-    """What a commit copies, with sums that are under way, as at the end of a segment."""
-    for fragment in trainer.fragments:
-        fragment.arrive(trainer.step)
-    tensors, _ = trainer.live_state()
-    return tensors
-
-
-def _parameters_of(*models: nn.Module) -> Iterable[Tensor]:
-    return [param for model in models for param in model.parameters()]
-
-
-def _gradients_of(*models: nn.Module) -> Iterable[Tensor]:
-    grads = (param.grad for model in models for param in model.parameters())
-    return [grad for grad in grads if grad is not None]
-
-
 # ---- Messages of outer gradients ----
 #
 # Outer gradients may be exchanged in few bits. A replica's share of a fragment is coded when the
@@ -299,7 +137,7 @@ def outer_messages(
 # codec need not change a formula here. The numbers are those of codecs on the host.
 
 _MAX_ELEMENTS: Final = 1 << 20
-"""Of the small copy: coded in a fraction of a second."""
+"""The size of the small copy, which is coded in a fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +146,7 @@ class CodecMemory:
 
     payload: int
     state: int
-    """What is kept from step to step: residuals, bases."""
+    """The bytes that are kept from step to step: residuals, bases."""
     scratch: int
     """Beyond the payload and the new state, while a shard is coded and decoded again."""
 
@@ -361,79 +199,145 @@ def _numel(layout: Layout) -> int:
     return sum(tensor.numel for tensor in layout)
 
 
-# ---- Measured steps ----
+# ---- Memory of stages ----
 #
-# The peak is that of real steps: those that are otherwise played with fake tensors, by the same
-# engine on the job's own rows.
-
-MAX_STEPS: Final = 32
-"""Enough for a scale of the loss to come down."""
+# One micro-batch is run through the whole model with fake tensors, node by node; the schedule says
+# how many of them a stage keeps at one time.
 
 
-def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
-    """The peak of the same steps, done for real: bytes that torch's allocator gave out."""
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """The costs of one node: bytes of parameters and buffers, and what one pass keeps for
+    backward."""
+
+    parameters: int
+    buffers: int
+    kept: int
+    flops: int
+    """Operations of one forward pass: of matrix products, convolutions and attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReading:
+    """The memory that the worker of one stage holds, with so many rows in each micro-batch."""
+
+    reading: Reading
+    rows: int
+    name: str
+    """A text such as "stage 0 of 2"."""
+    kept: str
+    """The passes that it keeps: "3 micro-batches at one time"."""
+
+
+def play_stages(
+    job: JobSpec, site: Site, strategy: ModelParallel, num_rows: int
+) -> list[StageReading]:
+    """All stages, for a batch (or the shard of a replica) of so many rows."""
+    match strategy.communication:
+        case Pipeline(micro_batch_size):
+            rows = min(micro_batch_size, num_rows)
+        case _:
+            rows = num_rows
+    program, costs = node_costs(job, site, rows)
+    alone = job.altered(batch_size=rows, strategy=Local())
+    whole = play_training(alone, site, ShardOwners(0, 1, 1))
+    plan = plan_stages(program, [part.node_ids for part in strategy.partitions])
+    count = len(plan.stages)
+    name = strategy.options.schedule
+    # What auto may choose, and the larger of the two.
+    name = "eager" if name == AUTO else name
+    schedule = choose(name, range(count), math.ceil(num_rows / rows))
+    live = peak_live(schedule)
+    kept = {stage: f"{n} micro-batch{'es' * (n != 1)}" for stage, n in live.items()}
+    return [
+        StageReading(
+            _share(whole, [costs[node] for node in stage.nodes], live[index]),
+            rows,
+            f"stage {index} of {count}",
+            f"{kept[index]} at one time",
+        )
+        for index, stage in enumerate(plan.stages)
+    ]
+
+
+def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mapping[str, NodeCost]]:
+    """Each node of a model that can be cut. Raises InvalidInputError for one that cannot."""
     data = site.data_of(job)
-    steps = _steps if local_steps_of(job.strategy) is None else _local_steps
-    if site.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(site.device)
-        before = torch.cuda.memory_allocated(site.device)
-        steps(job, site, data, party)
-        return torch.cuda.max_memory_allocated(site.device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        held = steps(job, site, data, party)
-    del held
-    return _peak_of(recorded)
+    gather = gather_shapes(job, site, data)
+    live = LiveBytes(site.device)
+    costs: dict[str, NodeCost] = {}
+    counter = FlopCounterMode(display=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), live, counter:
+        model = build_shapes(job, site.entrypoints, device=site.device)
+        gather = gather.fitted(job, model)
+        program = program_of(model, job)
+        modules = node_modules(model, program)
+        x, _ = gather(data["train"], torch.arange(rows), "reading rows")
+        slots: Slots = {}
+        for call in program.calls:
+            before, counted = live.live, counter.get_total_flops()
+            run_calls((call,), modules, program.num_uses, x, slots)
+            module = modules[call.node]
+            costs[call.node] = NodeCost(
+                parameters=live.size_of(module.parameters()),
+                buffers=live.size_of(module.buffers()),
+                kept=max(0, live.live - before),
+                flops=counter.get_total_flops() - counted,
+            )
+    return program, costs
 
 
-def _peak_of(recorded: profile) -> int:
-    """The highest sum of allocations less what was freed, in the order of time."""
-    assert recorded.profiler is not None
-    results = recorded.profiler.kineto_results
-    assert results is not None
-    changes = sorted(
-        (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]  # the stub lacks it
-        for event in results.events()
-        if event.name() == "[memory]"
+def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
+    """Parameters and what grows with them are divided by nodes; temporaries are those of all."""
+    parameters = sum(node.parameters for node in nodes)
+    buffers = 2 * sum(node.buffers for node in nodes)  # the engine keeps a copy
+    part = parameters / whole.parameters if whole.parameters else 0.0
+    gradients, optimizer = parameters, round(part * whole.optimizer)
+    fixed = parameters + gradients + optimizer + buffers
+    before_backward = fixed + num_live * sum(node.kept for node in nodes)
+    temporaries = max(0, whole.peak - whole.before_backward)
+    return Reading(
+        parameters=parameters,
+        buffers=buffers,
+        gradients=gradients,
+        optimizer=optimizer,
+        before_backward=before_backward,
+        peak=before_backward + temporaries,
+        num_parameters=round(part * whole.num_parameters),
+        state=parameters + optimizer + buffers // 2,
     )
-    live = peak = 0
-    for _, change in changes:
-        live += change
-        peak = max(peak, live)
-    return peak
 
 
-def _steps(job: JobSpec, site: Site, data: dict[str, Dataset], party: ShardOwners) -> object:
-    """Return what the steps hold in the end."""
-    model = build_model(job, site.entrypoints, device=site.device, fresh=True)
-    gather = make_gather(job, model, site.device)
-    trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
-    buckets = gradient_buckets(trainer, party)
-    received = receive_buffers(buckets, party)
-    exchange = GradientReducer(buckets, party, SoloTransport(), trainer.compressor)
-    for step in range(1, MAX_STEPS + 1):
-        is_whole = bool(trainer.optimizer.state) or not _skips(job)
-        trainer.train_step(exchange, party.owned, party.num_shards)
-        if step >= NUM_STEPS and is_whole:
-            break
-    del received
-    return trainer, buckets
+# ---- Received states ----
+#
+# A worker keeps received states in memory for the clients of federations, and copies of the
+# clients' updates that a coordinator on the same machine reads.
 
 
-def _local_steps(job: JobSpec, site: Site, data: dict[str, Dataset], party: ShardOwners) -> object:
-    """Likewise, of replicas that take local steps."""
-    num_rounds = MAX_STEPS if _skips(job) else NUM_ROUNDS
-    short = shortened(job, num_rounds)
-    common = build_model(job, site.entrypoints, device=site.device, fresh=True)
-    gather = make_gather(job, common, site.device)
-    setup = make_setup(short, site.entrypoints, common, data, gather)
-    trainer = build_replicas(job, site, setup, party)
-    exchange, received = local_exchange(trainer, party)
-    for _ in range(num_rounds):
-        play_round(trainer, exchange, party, short)
-    del received
-    return trainer, exchange
+def num_received(job: JobSpec, state_bytes: int) -> int:
+    """Return how many states of this size are kept, with the settings that a worker has unless it
+    is given others; 0 where no clients train."""
+    num = NUM_STATES * min(_num_federations(job.strategy), MAX_FEDERATIONS)
+    has_room_for = MAX_BLOB_MEMORY_BYTES // max(state_bytes, 1)
+    return min(num, max(NUM_STATES, has_room_for))
 
 
-def _skips(job: JobSpec) -> bool:
-    """Return whether first steps may change nothing because the loss is still scaled too far."""
-    return job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
+def num_copied(job: JobSpec, update_bytes: int) -> int:
+    """Return of how many updates of this size there is a copy as well, until the coordinator has
+    read it: of one for each federation; 0 where updates are sent."""
+    if update_bytes > MAX_COPY_BYTES:
+        return 0
+    return min(_num_federations(job.strategy), MAX_FEDERATIONS)
+
+
+def _num_federations(strategy: Strategy | None) -> int:
+    """Return how many federations there are whose clients are no parties themselves."""
+    match strategy:
+        case PopulationBased(population_size=size, options=options):
+            return size * _num_federations(options.inner)
+        case Federated(options=options) if options.inner is None:
+            return 1
+        case Federated(num_clients=num_regions, options=options):
+            return num_regions * _num_federations(options.inner)
+        case _:
+            return 0

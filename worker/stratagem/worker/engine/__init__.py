@@ -5,7 +5,6 @@ from stratagem.worker.engine.build import (
     build_gossip_trainer,
     build_inference,
     build_local_steps_trainer,
-    build_sliced_trainer,
     build_trainer,
 )
 from stratagem.worker.engine.gossip import GossipTrainer
@@ -32,6 +31,5 @@ __all__ = [
     "build_gossip_trainer",
     "build_inference",
     "build_local_steps_trainer",
-    "build_sliced_trainer",
     "build_trainer",
 ]

@@ -31,7 +31,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """What all members know of a step before they apply it."""
+    """The numbers of a step that all members know before they apply it."""
 
     loss: float
     """Mean over `weight` rows or tokens."""
@@ -39,11 +39,11 @@ class StepSummary:
     norm: Tensor
     """2-norm of the whole gradient, 0-d, before clipping."""
     is_finite: bool
-    """Whether all elements of the gradients are finite."""
+    """True if all elements of the gradients are finite."""
 
 
 def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
-    """Returns whether every element of the gradients, whose norm is `norm`, is finite.
+    """Return whether every element of the gradients, whose norm is `norm`, is finite.
 
     The norm of finite gradients may overflow; only then are the elements looked at one by one.
     """
@@ -53,24 +53,12 @@ def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
 def after_hook(
     summary: StepSummary, hook: Callable[[], None] | None, again: Callable[[], StepSummary]
 ) -> StepSummary:
-    """Has a hook change the gradients of a step, if it is finite; returns the summary of what they
+    """Have a hook change the gradients of a step, if it is finite; return the summary of what they
     are then, which `again` makes."""
     if hook is None or not (summary.is_finite and math.isfinite(summary.loss)):
         return summary
     hook()
     return again()
-
-
-def summarize(
-    loss: float,
-    weight: float,
-    grads: Sequence[Tensor],
-    numerics: int,
-    norms: Sequence[Tensor] | None = None,
-) -> StepSummary:
-    """Summarizes a step with these gradients; norms: what `parts_of` says of them, if known."""
-    norm = total_norm(parts_of(grads, numerics) if norms is None else norms, numerics)
-    return StepSummary(loss, weight, norm, are_finite(norm, grads))
 
 
 # ---- Learning-rate schedules ----
@@ -79,7 +67,7 @@ def summarize(
 
 
 def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
-    """Returns the factor of all rates for the update that follows `step` applied ones, of
+    """Return the factor of all rates for the update that follows `step` applied ones, of
     `num_steps` in all."""
     if spec.schedule is None or spec.schedule.entrypoint is not None:
         return 1.0
@@ -87,7 +75,7 @@ def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> floa
 
 
 def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Returns the schedule's factor of the base rate; warm-up rises linearly and ends at 1.
+    """Return the schedule's factor of the base rate; warm-up rises linearly and ends at 1.
 
     Where torch.optim.lr_scheduler has the curve, the factor is that of its scheduler, except that
     `linear` and `cosine` end at `final_lr_fraction` themselves.
@@ -106,7 +94,7 @@ def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Returns the factor at a step after the warm-up, of as many."""
+    """Return the factor at a step after the warm-up, of as many."""
     final = spec.final_lr_fraction
     progress = min(1.0, step / num_steps)
     match spec.name:
@@ -133,7 +121,7 @@ def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _share_of_period(spec: ScheduleSpec, step: int) -> float:
-    """Returns the share of the current period of `restarts` that is over."""
+    """Return the share of the current period of `restarts` that is over."""
     period = spec.period_steps or 1
     factor = spec.period_factor or 1
     if factor == 1:
@@ -144,7 +132,7 @@ def _share_of_period(spec: ScheduleSpec, step: int) -> float:
 
 
 def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Returns the factor of Smith and Topin (2018): up to the base rate, then down to the end.
+    """Return the factor of Smith and Topin (2018): up to the base rate, then down to the end.
 
     The peak is where torch's OneCycleLR has it: one step before the share of all steps.
     """
@@ -157,14 +145,14 @@ def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _between(start: float, end: float, share: float) -> float:
-    """Returns the half wave of a cosine that leads from start (share 0) to end (share 1)."""
+    """Return the half wave of a cosine that leads from start (share 0) to end (share 1)."""
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
 def lower_learning_rates(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, num_reductions: int
 ) -> None:
-    """Lowers the rates that the schedule multiplies to those after as many reductions of a plateau,
+    """Lower the rates that the schedule multiplies to those after as many reductions of a plateau,
     counted from the beginning of the training."""
     if spec.plateau is None:
         return
@@ -174,7 +162,7 @@ def lower_learning_rates(
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Sets the rate of each group, from the next step on, to this factor of the one it was made
+    """Set the rate of each group, from the next step on, to this factor of the one it was made
     with."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
@@ -208,14 +196,14 @@ class ReportedRates:
         self._current = self._full
 
     def lower(self, num_reductions: int) -> None:
-        """Takes the rates after as many reductions of a plateau, from the next update on."""
+        """Take the rates after as many reductions of a plateau, from the next update on."""
         if (plateau := self._plateau) is not None:
             self._current = {
                 name: plateau.reduced(lr, num_reductions) for name, lr in self._full.items()
             }
 
     def of_update(self, factor: float, schedule: ShadowSchedule | None = None) -> dict[str, float]:
-        """Returns the rates of the update that comes next, by series.
+        """Return the rates of the update that comes next, by series.
 
         factor: of our own schedule in this step. schedule: the user's, whose values count instead.
         """
@@ -232,36 +220,40 @@ _SKIPPING: Final = "; accumulation.non_finite: skip_step leaves single such step
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """What the steps of one model change, and the settings by which they do."""
+    """The tensors that the steps of one model change, and the settings by which they do."""
 
     job: JobSpec
     execution: ModelExecution
     params: Sequence[Tensor]
-    """What the optimizer updates here."""
+    """The tensors that the optimizer updates here."""
     optimizer: torch.optim.Optimizer | None
     """None where this process holds no parameters."""
     buffers: Buffers | None
     """Restored with a step that is skipped; None for steps without a forward pass."""
     rates: ReportedRates
+    numerics: int
+    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
+    num_steps: int
+    """The length of a schedule: steps of the whole job, or rounds of clients."""
     average: WeightAverage | None = None
     """Takes in the parameters after each update."""
     schedule: ShadowSchedule | None = None
     """The user's; one of ours is in the factor of each step."""
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         self.rates.lower(num_reductions)
         if self.optimizer is not None:
             lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
 
     def begin(self) -> None:
-        """Drops the gradients of an earlier step and remembers the buffers."""
+        """Drop the gradients of an earlier step and remember the buffers."""
         self.drop_gradients()
         if self.buffers is not None:
             self.buffers.snapshot()
 
     def undo(self) -> None:
-        """Drops the gradients and restores the buffers."""
+        """Drop the gradients and restore the buffers."""
         self.drop_gradients()
         if self.buffers is not None:
             self.buffers.restore()
@@ -270,33 +262,69 @@ class StepPolicy:
         for param in self.params:
             param.grad = None
 
+    def summarize(
+        self,
+        loss: float,
+        weight: float,
+        norms: Sequence[Tensor] | None = None,
+        *,
+        is_spoiled: bool = False,
+    ) -> StepSummary:
+        """Summarize a step with the gradients in `.grad`. norms: what `parts_of` says of them, if
+        known. is_spoiled: they are known not to be finite."""
+        grads = [param.grad for param in self.params if param.grad is not None]
+        norm = total_norm(parts_of(grads, self.numerics) if norms is None else norms, self.numerics)
+        return StepSummary(loss, weight, norm, not is_spoiled and are_finite(norm, grads))
+
+
+class StepPlace(NamedTuple):
+    """A step among all steps of a training."""
+
+    lr_factor: float
+    """The factor of all learning rates."""
+    activity: str
+    """The step, for error messages."""
+    number: int | None = None
+    """Counts from 1; None where messages are to name no number."""
+
+
+def place_of(policy: StepPolicy, step: int) -> StepPlace:
+    """Return the place of the step that follows `step` applied ones."""
+    lr_factor = learning_rate_factor(policy.job.optimizer, step, policy.num_steps)
+    return StepPlace(lr_factor, f"training step {step + 1}", step + 1)
+
 
 class Applied(NamedTuple):
-    """What became of a step, and the learning rates of its update, by series."""
+    """The outcome of a step."""
 
     is_applied: bool
     learning_rates: Mapping[str, float]
+    """Those of its update, by series."""
+    phase: str = ""
+    """Under phase training."""
+    news: Sequence[str] = ()
+    """Sentences for people, likewise."""
+    is_torn: bool = False
+    """True if updates of others are missing here."""
 
 
 def apply_step(
     summary: StepSummary,
     policy: StepPolicy,
+    place: StepPlace,
     *,
-    lr_factor: float,
-    activity: str,
-    number: int | None = None,
     correct: Callable[[Tensor], Tensor] | None = None,
     share: Callable[[], bool] | None = None,
 ) -> Applied:
-    """Makes one update with the gradients in `.grad`, unless loss or gradients are not finite: then
+    """Make one update with the gradients in `.grad`, unless loss or gradients are not finite: then
     the step is skipped.
 
-    lr_factor: of all learning rates. activity and number (from 1): the step, for error messages.
     correct: is given the norm of gradients that will be applied, may change them, and returns their
     norm then. share: is called once the optimizer has updated what this member owns, and brings
     what others have updated; False where that has not come yet, so that the average waits for it.
     Raises UserCodeError for a step that is not finite and may not be skipped.
     """
+    lr_factor, activity, number = place
     rates = policy.rates.of_update(lr_factor, policy.schedule)
     scale, clip_norm = policy.execution.scale, policy.job.optimizer.clip_norm
     what = _not_finite(summary, is_clipped=clip_norm is not None)
@@ -339,7 +367,7 @@ def _cure(job: JobSpec) -> str:
 
 
 def _not_finite(summary: StepSummary, *, is_clipped: bool) -> str:
-    """Returns the words for what is not finite; "" when all is well.
+    """Return the words for what is not finite; "" when all is well.
 
     is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
     """

@@ -46,22 +46,22 @@ class Buffers:
         self._versions = [slot.tensor._version for slot in self._constants]
 
     def snapshot(self) -> None:
-        """Remembers the present values as those before the step."""
+        """Remember the present values as those before the step."""
         _copy(self._base, [slot.tensor for slot in self._slots])
         self._versions = [slot.tensor._version for slot in self._constants]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restores the values from before the step."""
+        """Restore the values from before the step."""
         self._write(self._base)
 
     def take_over(self, other: "Buffers") -> None:
-        """Takes the values of another model of the same kind, as those before the step."""
+        """Take the values of another model of the same kind, as those before the step."""
         self._write([slot.tensor for slot in other._slots])
         self.snapshot()
 
     def contribution(self, shard: int, num_live: int) -> Tensor:
-        """Returns what this shard adds to the sum, after its forward pass; 1-d float64."""
+        """Return what this shard adds to the sum, after its forward pass; 1-d float64."""
         self._check_constants()
         return self._changes(shard, num_live) if self._slots else _NOTHING
 
@@ -81,7 +81,7 @@ class Buffers:
         return torch.cat([floats, integers.to(torch.float64)]).cpu()
 
     def apply(self, total: Tensor, num_live: int) -> None:
-        """Sets the buffers after the step from the sum of all contributions, which total begins
+        """Set the buffers after the step from the sum of all contributions, which total begins
         with."""
         if self._slots:
             self._set(total[: self.num_elements], num_live)

@@ -18,7 +18,7 @@ from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.order import epoch_rows_of
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine import state_format
-from stratagem.worker.engine.callbacks import make_callbacks
+from stratagem.worker.engine.callbacks import Callbacks, make_callbacks
 from stratagem.worker.engine.gossip import GossipTrainer
 from stratagem.worker.engine.local_steps import LocalStepsTrainer
 from stratagem.worker.engine.round_trip import check_optimizer_of
@@ -26,7 +26,7 @@ from stratagem.worker.engine.setup import Setup
 from stratagem.worker.engine.slices import StateShare
 from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.models.build import build_model
-from stratagem.worker.numerics.model import make_gather, prepare
+from stratagem.worker.numerics.model import ModelExecution, make_gather, prepare
 from stratagem.worker.numerics.randomness import KeyedRandomness
 from stratagem.worker.objectives.evaluator import EvaluationPart, make_evaluator
 from stratagem.worker.user_code.entrypoints import EntryPoints
@@ -72,7 +72,7 @@ class Inference:
         return tensors, state_format.state_metadata(step=0)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over the model of a state; what else stands in it is passed over."""
+        """Take over the model of a state; what else stands in it is passed over."""
         state_format.load_model_state(self.model, tensors)
 
 
@@ -95,9 +95,10 @@ def _copies(name: str, output: Any, num_rows: int) -> Iterator[tuple[str, Tensor
 # ---- Trainers ----
 
 
-def build_trainer(
+def build_trainer(  # noqa: PLR0913  (as many as there are to give)
     job: JobSpec,
     entrypoints: EntryPoints,
+    share: StateShare | None = None,
     *,
     device: torch.device,
     fresh: bool,
@@ -105,29 +106,12 @@ def build_trainer(
     numerics: int = CURRENT,
     folder: Path | None = None,
 ) -> Trainer:
-    """Builds the trainer of a synchronous job.
+    """Build the trainer of a synchronous job.
 
-    fresh: the model is initialised from the seed; otherwise load_state must come first. folder: see
-    build_model.
+    share: of the optimizer's state that is kept here; all of it unless given. fresh: the model is
+    initialised from the seed; otherwise load_state must come first. folder: see build_model.
     """
-    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics, folder))
-
-
-def build_sliced_trainer(
-    job: JobSpec,
-    entrypoints: EntryPoints,
-    share: StateShare,
-    *,
-    device: torch.device,
-    fresh: bool,
-    sources: DataSources | None = None,
-    numerics: int = CURRENT,
-) -> Trainer:
-    """Builds a trainer that keeps only its share of the optimizer's state.
-
-    fresh: the model is initialised from the seed; otherwise load_state must come first.
-    """
-    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics), share)
+    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics, folder), share)
 
 
 def build_inference(
@@ -140,7 +124,7 @@ def build_inference(
     numerics: int = CURRENT,
     folder: Path | None = None,
 ) -> Inference:
-    """Builds a model of the job that is only run.
+    """Build a model of the job that is only run.
 
     fresh: the model is initialised from the seed; otherwise load_state must come first. folder: see
     build_model.
@@ -158,7 +142,7 @@ def build_gossip_trainer(
     weights: Sequence[Mapping[int, float]] = (),
     numerics: int = CURRENT,
 ) -> GossipTrainer:
-    """Builds a trainer of these nodes, each with a model of its own; load_state must come first.
+    """Build a trainer of these nodes, each with a model of its own; load_state must come first.
 
     weights: of each node's neighbours; needed where the job has a codec.
     """
@@ -175,7 +159,7 @@ def build_local_steps_trainer(
     sources: DataSources | None = None,
     numerics: int = CURRENT,
 ) -> LocalStepsTrainer:
-    """Builds a trainer of these replicas, each with a model of its own; load_state must come
+    """Build a trainer of these replicas, each with a model of its own; load_state must come
     first."""
     setup = _setup(job, entrypoints, device, False, sources, numerics)
     return LocalStepsTrainer(setup, _models(job, entrypoints, device, replicas, setup))
@@ -184,7 +168,7 @@ def build_local_steps_trainer(
 def _models(
     job: JobSpec, entrypoints: EntryPoints, device: torch.device, numbers: range, setup: Setup
 ) -> dict[int, nn.Module]:
-    """Builds models that train apart from each other."""
+    """Build models that train apart from each other."""
     made = {n: build_model(job, entrypoints, device=device, fresh=False) for n in numbers}
     for model in made.values():
         setup.callbacks.built(model)
@@ -220,26 +204,32 @@ def make_setup(
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Setup:
-    """Makes the parts of a trainer of this model, which is changed as the job's execution says."""
+    """Make the parts of a trainer of this model, which is changed as the job's execution says."""
     callbacks = make_callbacks(job, entrypoints)
     callbacks.built(model)
     randomness = KeyedRandomness(model, gather.device)
     execution = prepare(model, job, gather.device, randomness, numerics)
+    return collect_setup(
+        job, entrypoints, model, data, gather, randomness, execution, callbacks, numerics
+    )
+
+
+def collect_setup(  # noqa: PLR0913  (the one place that puts all of them together)
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    model: nn.Module,
+    data: Mapping[str, Dataset],
+    gather: Gather,
+    randomness: KeyedRandomness,
+    execution: ModelExecution,
+    callbacks: Callbacks,
+    numerics: int,
+) -> Setup:
+    """Collect the parts of a trainer, and make its evaluator."""
     evaluator = make_evaluator(
         job, entrypoints, model, data, execution, randomness, gather, numerics
     )
-    order = epoch_rows_of(job, data, entrypoints)
     return Setup(
-        job=job,
-        model=model,
-        data=data,
-        objective=evaluator.objective,
-        gather=gather,
-        evaluator=evaluator,
-        randomness=randomness,
-        execution=execution,
-        numerics=numerics,
-        entrypoints=entrypoints,
-        callbacks=callbacks,
-        epoch_rows=order,
+        *(job, model, data, evaluator.objective, gather, evaluator, randomness, execution),
+        *(numerics, entrypoints, epoch_rows_of(job, data, entrypoints), callbacks),
     )

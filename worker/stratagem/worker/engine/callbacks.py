@@ -51,11 +51,11 @@ class EvaluationView:
     wants_end: bool = False
 
     def log(self, name: str, value: float) -> None:
-        """Makes a number the value of the series `evaluation.<name>` for what was evaluated."""
+        """Make a number the value of the series `evaluation.<name>` for what was evaluated."""
         add_logged(self.logged, name, value)
 
     def stop(self) -> None:
-        """Ends the training with the state that was evaluated."""
+        """End the training with the state that was evaluated."""
         self.wants_end = True
 
 
@@ -69,7 +69,7 @@ class StepView:
     """One step that is done, as numbers. It holds no tensor, and nothing in it changes the run."""
 
     step: int
-    """From 1."""
+    """Counts from 1."""
     loss: float
     weight: float
     """Rows or tokens that the step learned from; 0 when it was left out."""
@@ -82,17 +82,17 @@ class StepView:
     wants_end: bool = False
 
     def log(self, name: str, value: float) -> None:
-        """Makes a number part of the series `train.<name>`, which has the latest one of each
+        """Make a number part of the series `train.<name>`, which has the latest one of each
         segment."""
         add_logged(self.logged, name, value)
 
     def stop(self) -> None:
-        """Ends the training with this step, on all workers."""
+        """End the training with this step, on all workers."""
         self.wants_end = True
 
 
 def add_logged(logged: dict[str, float], name: str, value: float) -> None:
-    """Adds a number that the user's code logs of one view; raises ValueError unless it may."""
+    """Add a number that the user's code logs of one view; raises ValueError unless it may."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}; view.log takes finite numbers")
@@ -109,13 +109,13 @@ _FIELD: Final = "callbacks"
 
 
 class Randomness(Protocol):
-    """What seeds all generators that the user's code draws from."""
+    """The seed of all generators that the user's code draws from."""
 
     def begin(self, *key: int | str) -> None:
-        """Begins what is named by the key."""
+        """Begin what is named by the key."""
 
     def end(self) -> None:
-        """Ends it."""
+        """End it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +141,17 @@ class Callbacks:
         return "on_evaluation" in self.hooks
 
     def saw_step(self, view: StepView) -> None:
-        """Calls on_step with a step that is done."""
+        """Call on_step with a step that is done."""
         with user_code(f"on_step of training step {view.step}"):
             self.hooks["on_step"](view)
 
     def saw_evaluation(self, view: EvaluationView) -> None:
-        """Calls on_evaluation with an evaluation that is done."""
+        """Call on_evaluation with an evaluation that is done."""
         with user_code(f"on_evaluation after step {view.step}"):
             self.hooks["on_evaluation"](view)
 
     def built(self, model: nn.Module) -> None:
-        """Calls on_build with a model that was just built; it may put hooks on its modules.
+        """Call on_build with a model that was just built; it may put hooks on its modules.
 
         Raises InvalidInputError if the model's tensors are others afterwards.
         """
@@ -173,7 +173,7 @@ class Callbacks:
         randomness: Randomness,
         activity: str,
     ) -> None:
-        """Calls on_gradients with the gradient that is about to be applied, which it may change in
+        """Call on_gradients with the gradient that is about to be applied, which it may change in
         place: that of each parameter in `.grad`, where there is one.
 
         step: from 1. key: names the step for random numbers.
@@ -196,7 +196,7 @@ NO_CALLBACKS: Final = Callbacks(0, {})
 
 
 def make_callbacks(job: JobSpec, entrypoints: EntryPoints) -> Callbacks:
-    """Makes the object of callbacks that a job names; it is called without arguments.
+    """Make the object of callbacks that a job names; it is called without arguments.
 
     Raises InvalidInputError for hooks that do not exist or do not go with the job's strategy.
     """
@@ -270,7 +270,7 @@ def _why_no_steps(strategy: Strategy, field: str) -> str:
 
 
 def _levels(strategy: Strategy, field: str) -> Iterator[tuple[str, Strategy]]:
-    """Yields the strategy and all inside it, with their paths in the job."""
+    """Yield the strategy and all inside it, with their paths in the job."""
     yield field, strategy
     inner = getattr(getattr(strategy, "options", None), "inner", None)
     if inner is not None:
@@ -293,7 +293,7 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """What on_step has said of the latest step."""
+    """The answer of on_step to the latest step."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False
@@ -303,7 +303,7 @@ NO_ANSWER: Final = StepAnswer()
 
 
 def wish_of(answer: StepAnswer, *, stop: bool) -> float:
-    """Returns what a member adds to the sum of all wishes to stop: after this step, or before it as
+    """Return what a member adds to the sum of all wishes to stop: after this step, or before it as
     on_step has asked."""
     return float(stop) + (END if answer.wants_end else 0.0)
 
@@ -318,9 +318,7 @@ class AnswerExtras:
         self._first = first
 
     def appended(self, extras: Tensor, shard: int, answer: StepAnswer) -> Tensor:
-        """Returns the extras of a shard with what was logged; the first shard alone has it."""
-        if not self.num_extras:
-            return extras
+        """Return the extras of a shard with what was logged; the first shard alone has it."""
         if shard or not answer.logged:
             nothing = torch.zeros(self.num_extras, dtype=torch.float64)
             return torch.cat([extras, nothing])
@@ -328,7 +326,5 @@ class AnswerExtras:
         return torch.cat([extras, packed(logged)])
 
     def taken(self, total: Tensor) -> dict[str, float]:
-        """Returns what was logged, of the sums of all extras."""
-        if not self.num_extras:
-            return {}
+        """Return what was logged, of the sums of all extras."""
         return means(unpacked(total[self._first : self._first + self.num_extras]))

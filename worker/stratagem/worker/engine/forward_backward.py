@@ -35,7 +35,7 @@ _ENGINE: Final = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def run_backward(root: Tensor, begin: Tensor | None) -> None:
-    """What `root.backward(begin)` does, and the same bits; both are 0-d.
+    """Do the same as `root.backward(begin)`, with the same bits; both are 0-d.
 
     For a gradient that it is given torch compares two shapes, with a library for symbolic ones: the
     first time imports that for 0.4 s, in every process. What has no behaviour of its own for
@@ -58,7 +58,7 @@ _REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at in
 def raise_with_names(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> NoReturn:
-    """Raises the error of a backward pass, with the names of the parameters if it is about their
+    """Raise the error of a backward pass, with the names of the parameters if it is about their
     gradients."""
     named = list(named)
     refuse_sparse_gradients(named)
@@ -73,7 +73,7 @@ def raise_with_names(
 def _names_in(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> list[str]:
-    """Returns the names of the parameters whose gradient the error is about; none if it is about
+    """Return the names of the parameters whose gradient the error is about; none if it is about
     something else."""
     refused = _REFUSED.search(str(error))
     if refused is None:
@@ -125,7 +125,7 @@ the names."""
 
 
 def added(sums: LoggedSums, more: LoggedSums) -> LoggedSums:
-    """Returns the sums of both, where a name that one lacks is zero."""
+    """Return the sums of both, where a name that one lacks is zero."""
     both = dict(sums)
     for name, (total, weight) in more.items():
         before, weight_before = both.get(name, (0.0, 0.0))
@@ -134,7 +134,7 @@ def added(sums: LoggedSums, more: LoggedSums) -> LoggedSums:
 
 
 def sums_of(values: Sequence[LossValue]) -> LoggedSums:
-    """Returns the sums over micro-batches, added up in order."""
+    """Return the sums over micro-batches, added up in order."""
     sums: LoggedSums = {}
     for value in values:
         sums = added(sums, {each.name: _sum(each) for each in value.log})
@@ -147,12 +147,12 @@ def _sum(logged: Logged) -> tuple[float, float]:
 
 
 def means(sums: LoggedSums) -> dict[str, float]:
-    """Returns the weighted means, of those that have any weight."""
+    """Return the weighted means, of those that have any weight."""
     return {name: total / weight for name, (total, weight) in sums.items() if weight}
 
 
 def packed(sums: LoggedSums) -> Tensor:
-    """Returns the sums of a shard as `NUM_EXTRAS` float64 values; zeros where nothing is logged."""
+    """Return the sums of a shard as `NUM_EXTRAS` float64 values; zeros where nothing is logged."""
     names, values = tuple(sums), [0.0] * NUM_EXTRAS
     if names:
         values[:2] = [1.0, _checksum(names)]
@@ -164,7 +164,7 @@ def packed(sums: LoggedSums) -> Tensor:
 
 
 def unpacked(total: Tensor, own: Sequence[str] | None = None) -> LoggedSums:
-    """Returns the sums over all shards, of the sum of what `packed` gave.
+    """Return the sums over all shards, of the sum of what `packed` gave.
 
     own: the names that shards of this member have, if it has any. Raises UserCodeError unless all
     shards have the same names.
@@ -261,7 +261,7 @@ class Start:
     latest: Tensor | None = None
     weight: float = 0.0
     is_first: bool = True
-    """Whether no backward pass has begun with it."""
+    """True until a backward pass has begun with it."""
 
     def of(self, mean: Tensor, weight: float) -> Tensor:
         """0-d, like the mean loss."""
@@ -296,11 +296,11 @@ class Passes:
     """The time of the forward and the backward pass of a micro-batch."""
 
     def add_sums(self, rows: Rows, window: Window) -> Counted:
-        """Adds the gradient of mean · weight · scale of each micro-batch to `.grad`, in order."""
+        """Add the gradient of mean · weight · scale of each micro-batch to `.grad`, in order."""
         return self._run(rows, window, is_weighted=True)
 
     def add_mean(self, rows: Rows, window: Window, *, must_divide: bool) -> Counted:
-        """Makes `.grad` (None before) the gradient of the mean over the whole window, or of the
+        """Make `.grad` (None before) the gradient of the mean over the whole window, or of the
         sum. One micro-batch's mean is differentiated as it is; several are added up weighted and
         divided once."""
         is_weighted = len(window.cuts) > 1 or not must_divide

@@ -39,7 +39,7 @@ _WITHOUT_VALUES: Final = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("is_sparse", "_version")),
     }
 )
-"""What may be asked of a parameter that is not here."""
+"""The functions that may be called with a parameter that is not here."""
 
 
 class AbsentParameter(nn.Parameter):
@@ -63,11 +63,11 @@ class AbsentParameter(nn.Parameter):
 
 
 class _Place(NamedTuple):
-    """What autograd keeps of a tensor that is (a part of) a parameter."""
+    """The note that autograd keeps of a tensor that is (a part of) a parameter."""
 
     block: int
     number: int
-    """Of the parameter in the block."""
+    """The place of the parameter in the block."""
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -77,7 +77,7 @@ class ParameterBlock(NamedTuple):
     """Parameters that are gathered at once."""
 
     indices: tuple[int, ...]
-    """Of its parameters, among all of them."""
+    """The places of its parameters among all of them."""
     params: tuple[nn.Parameter, ...]
 
 
@@ -108,20 +108,20 @@ class GatheredBlocks:
             [param.element_size() for param in self._params],
         )
         self._depths = [0] * len(self._blocks)
-        """How many calls of each are under way: while there is one its parameters stay."""
+        """The calls of each that are under way: while there is one its parameters stay."""
         self._versions: list[list[int]] = [[] for _ in self._blocks]
-        """Of the parameters, when the outermost call began."""
+        """The versions of the parameters when the outermost call began."""
         self._whole: dict[int, list[Tensor]] = {}
         """The parameters of blocks that are here."""
         self._places: dict[int, tuple[int, int]] = {}
-        """By address of a storage: the block, and the number in it."""
+        """The block, and the number in it, by address of a storage."""
         self._transport: ParameterTransport | None = None
         for number, module in enumerate(_own_modules(modules, self._blocks[1:]), start=1):
             module.register_forward_pre_hook(self._before(number), prepend=True)
             module.register_forward_hook(self._after(number), always_call=True)
 
     def connect(self, transport: ParameterTransport) -> None:
-        """Has blocks come from here from now on."""
+        """Have blocks come from here from now on."""
         self._transport = transport
 
     @contextmanager
@@ -138,12 +138,12 @@ class GatheredBlocks:
             self.leave()
 
     def end_passes(self) -> None:
-        """Waits until no member needs a block any more. Raises ExchangeError."""
+        """Wait until no member needs a block any more. Raises ExchangeError."""
         if self._transport is not None:
             self._transport.end_passes()
 
     def leave(self) -> None:
-        """Frees all parameters."""
+        """Free all parameters."""
         for number in range(len(self._blocks)):
             self._depths[number] = 0
             self._take_away(number)
@@ -151,7 +151,7 @@ class GatheredBlocks:
         self._places.clear()
 
     def make_whole(self) -> None:
-        """Gives all parameters storage without values."""
+        """Give all parameters storage without values."""
         for param in self._params:
             param.__class__ = nn.Parameter
             param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
@@ -172,7 +172,7 @@ class GatheredBlocks:
             param.__class__ = AbsentParameter
 
     def _gathered(self, number: int) -> list[Tensor]:
-        """Returns the parameters of a block, whole; the others that nobody computes with are
+        """Return the parameters of a block, whole; the others that nobody computes with are
         freed."""
         found = self._whole.get(number)
         if found is not None:
@@ -191,7 +191,7 @@ class GatheredBlocks:
 
     @torch.no_grad()
     def _gather(self, number: int) -> list[Tensor]:
-        """Brings a block's parameters into fresh storage."""
+        """Bring a block's parameters into fresh storage."""
         if self._transport is None:
             raise RuntimeError("connect comes first")
         block = self._blocks[number]
@@ -248,7 +248,7 @@ class GatheredBlocks:
         return [param._version for param in self._blocks[number].params]
 
     def _pack(self, tensor: Tensor) -> Any:
-        """Returns what autograd keeps of a tensor that it saves."""
+        """Return what autograd keeps of a tensor that it saves."""
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             found = self._places.get(tensor.untyped_storage().data_ptr())
             if found is not None and tensor.dtype == self._whole[found[0]][found[1]].dtype:
@@ -286,7 +286,7 @@ def _flat(values: Any) -> Iterator[Any]:
 def _check_storage(
     params: Sequence[tuple[str, nn.Parameter]], whole: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Raises InvalidInputError for parameters that cannot be gathered into storage of their own, or
+    """Raise InvalidInputError for parameters that cannot be gathered into storage of their own, or
     that other tensors would no longer follow."""
     seen: dict[int, str] = {}
     for name, param in params:
@@ -298,7 +298,7 @@ def _check_storage(
 
 
 def _check_alone(holder: str, name: str) -> None:
-    """Raises InvalidInputError where storage has another holder than the tensor of this name."""
+    """Raise InvalidInputError where storage has another holder than the tensor of this name."""
     if holder != name:
         text = f"full needs parameters with storage of their own; {holder} and {name} share one"
         raise InvalidInputError.at(_FIELD, text)
@@ -307,7 +307,7 @@ def _check_alone(holder: str, name: str) -> None:
 def divide_parameters(
     params: Sequence[nn.Parameter], modules: Sequence[nn.Module]
 ) -> list[ParameterBlock]:
-    """Returns the blocks, of which the first has what belongs to none or to several modules."""
+    """Return the blocks, of which the first has what belongs to none or to several modules."""
     index_of = {id(param): index for index, param in enumerate(params)}
     users: dict[int, set[int]] = {index: set() for index in range(len(params))}
     for number, module in enumerate(modules):
@@ -323,7 +323,7 @@ def divide_parameters(
 
 
 def _own_modules(modules: Sequence[nn.Module], blocks: Sequence[ParameterBlock]) -> list[nn.Module]:
-    """Returns the module of each block."""
+    """Return the module of each block."""
     found = []
     for block in blocks:
         wanted = id(block.params[0])

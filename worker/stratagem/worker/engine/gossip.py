@@ -8,7 +8,7 @@ mean of all nodes. The module knows neither gRPC nor members nor the coordinator
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Final
 
 import torch
@@ -18,7 +18,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import DataParallel
 from stratagem.worker.engine import state_format
 from stratagem.worker.engine.buffers import constant_buffers
-from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
+from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.forward_backward import NUM_EXTRAS, LoggedSums, means, packed, unpacked
 from stratagem.worker.engine.local_models import (
     LocalModels,
@@ -42,7 +42,7 @@ _NUM_COLUMNS: Final = 6
 
 
 NODE: Final = "node"
-"""What a model is called here."""
+"""The name for a model here."""
 
 
 class GossipTrainer:
@@ -60,7 +60,7 @@ class GossipTrainer:
         """setup.model becomes the mean of all nodes at the end of each segment; models by node.
         weights: of each node's neighbours; needed where the job has a codec."""
         job = setup.job
-        self._setup, self._job, self.model = setup, job, setup.model
+        self.setup, self.model, self.callbacks = setup, setup.model, setup.callbacks
         self._models = LocalModels(setup, models, NODE)
         self._nodes, self.num_steps = self._models.by_number, self._models.num_steps
         params = next(iter(self._nodes.values())).params
@@ -76,22 +76,12 @@ class GossipTrainer:
         self._measured: dict[str, float] = {}
         """The newest exact distance, which is shown until there is another one."""
 
-    @property
-    def callbacks(self) -> Callbacks:
-        """The hooks of the user's."""
-        return self._setup.callbacks
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
-        return self._setup.notes
-
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Has the micro-batches of the nodes' coming steps read ahead."""
+        """Have the micro-batches of the nodes' coming steps read ahead."""
         self._models.expect(num_shards, self.step, to_step)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         self._models.lower_rates(num_reductions)
 
     def train_step(
@@ -111,7 +101,6 @@ class GossipTrainer:
         steps, and the trainer is of no more use.
         """
         taken = self._models.take_step(self.step, owned, num_shards)
-        own = taken.sums
         failpoint("worker.gossip.before_mix")
         tensors = {number: node.tensors for number, node in self._nodes.items()}
         waits_since_s = time.perf_counter()
@@ -125,27 +114,17 @@ class GossipTrainer:
         is_due = self._consensus_every is not None and self.step % self._consensus_every == 0
         if is_due:
             self._measured = {"consensus_distance": consensus_distance(exchange, tensors)}
-        return StepReport(
-            step=self.step,
-            loss=own.loss / own.weight if own.weight else math.nan,
-            weight=own.weight,
-            num_rows=taken.num_rows,
-            stop=False,
-            grad_norm=own.grad_norm,
-            num_skipped=own.num_skipped,
-            logged=own.logged,
+        return replace(
+            taken.report(self.step, wait_s),
             metrics={
                 "neighbour_distance": neighbour_distance([*distances.values()]),
                 **self._measured,
             },
-            learning_rates=taken.learning_rates,
-            exchange_wait_s=wait_s,
-            parts=taken.parts,
             measured=in_training(self._measured) if is_due else {},
         )
 
     def end_segment(self, exchange: GossipExchange, tally: Tally) -> SegmentSummary:
-        """Makes `model` the mean of all nodes; the summary, over all nodes, says how far they are
+        """Make `model` the mean of all nodes; the summary, over all nodes, says how far they are
         from it. The sums of the own nodes are kept here, not taken from the tally.
 
         The mean is over float64 values in order of node, rounded once; integers are node 0's.
@@ -166,7 +145,7 @@ class GossipTrainer:
         }
         (table,) = exchange.sum_in_order(
             [_NUM_COLUMNS * exchange.num_nodes],
-            lambda n, _: _row(n, exchange.num_nodes, columns[n]).to(self._setup.gather.device),
+            lambda n, _: _row(n, exchange.num_nodes, columns[n]).to(self.setup.gather.device),
         )
         logged = self._sum_logged(exchange)
         by_column = [table[i::_NUM_COLUMNS].tolist() for i in range(_NUM_COLUMNS)]
@@ -188,35 +167,35 @@ class GossipTrainer:
         )
 
     def _sum_logged(self, exchange: GossipExchange) -> LoggedSums:
-        """What all nodes have logged in this segment."""
-        if not self._setup.objective.may_log:
+        """Return what all nodes have logged in this segment."""
+        if not self.setup.objective.may_log:
             return {}
         own = {number: node.sums.logged for number, node in self._nodes.items()}
-        device = self._setup.gather.device
+        device = self.setup.gather.device
         (total,) = exchange.sum_in_order([NUM_EXTRAS], lambda n, _: packed(own[n]).to(device))
         here = next((tuple(logged) for logged in own.values() if logged), None)
         return unpacked(total, here)
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator of the mean, as of the last end of a segment."""
+        """Return the evaluator of the mean, as of the last end of a segment."""
         self.model.eval()
-        return self._setup.evaluator
+        return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Returns the sums of the share's batches."""
+        """Return the sums of the share's batches."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the first
+        """Copy on the CPU in order of name: `node<i>/…` of the own nodes, and the first
         member's mean. into: see `state_format.copied`."""
         tensors, metadata = self._state(is_first=is_first)
         return state_format.copied(tensors, into), metadata
 
     def _state(self, *, is_first: bool) -> State:
-        """Returns what `copy_state` copies."""
+        """Return what `copy_state` copies."""
         tensors: dict[str, Tensor] = state_format.model_state(self.model) if is_first else {}
         metadata = state_format.state_metadata(self.step)
         for number, node in self._nodes.items():
@@ -232,7 +211,7 @@ class GossipTrainer:
         return dict(sorted(tensors.items())), metadata
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a state of all nodes; from a state without nodes, each begins there."""
+        """Continue from a state of all nodes; from a state without nodes, each begins there."""
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         for number, node in self._nodes.items():
@@ -247,7 +226,7 @@ class GossipTrainer:
         self.step = step
 
     def fingerprint(self) -> str:
-        """Returns the fingerprint of what this member holds: its nodes and the mean."""
+        """Return the fingerprint of what this member holds: its nodes and the mean."""
         return state_format.fingerprint(*self._state(is_first=True))
 
 
@@ -263,7 +242,7 @@ def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
 
 @torch.no_grad()
 def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[Tensor]]) -> float:
-    """Computes sqrt(Σ_i ‖x_i - mean‖² / N) over the parameters x_i of all N nodes.
+    """Compute sqrt(Σ_i ‖x_i - mean‖² / N) over the parameters x_i of all N nodes.
 
     tensors: of the own nodes, of the same shapes everywhere. All members call it equally often and
     get the same bits, independent of who owns which nodes. The mean takes one sum over all nodes in
@@ -301,7 +280,7 @@ def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[
 def take_mean(
     mean: nn.Module, nodes: Mapping[int, nn.Module], exchange: GossipExchange
 ) -> dict[int, float]:
-    """Sets `mean` to that of all nodes, of which these are the own ones; returns for each of those
+    """Set `mean` to that of all nodes, of which these are the own ones; return for each of those
     the squared distance of its parameters to it."""
     own = {number: _averaged(node) for number, node in nodes.items()}
     target, is_param = _averaged(mean), _is_trainable(mean)

@@ -18,7 +18,7 @@ from stratagem.common.numerics.keys import Key
 from stratagem.common.numerics.shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.datasets import Coming
-from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy, learning_rate_factor
+from stratagem.worker.engine.apply_step import ReportedRates, StepPlace, StepPolicy, place_of
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.forward_backward import (
     LoggedSums,
@@ -29,7 +29,7 @@ from stratagem.worker.engine.forward_backward import (
     means,
     micro_batches,
 )
-from stratagem.worker.engine.reports import PartReport
+from stratagem.worker.engine.reports import PartReport, StepReport
 from stratagem.worker.engine.setup import Setup, TrainingRows
 from stratagem.worker.engine.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.state import TrainerState
@@ -95,16 +95,18 @@ def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalMod
     policy = StepPolicy(
         *(setup.job, execution, [p for _, p in params], optimizer, buffers),
         rates=ReportedRates(setup.job.optimizer),
+        numerics=setup.numerics,
+        num_steps=num_steps,
         schedule=schedule,
     )
     must_divide, hooks = setup.job.window.must_divide, setup.callbacks
-    local_step = LocalStep(StepTurn(params, passes, policy), must_divide, setup.numerics, hooks)
-    saved = TrainerState(model, optimizer, params, execution.scale, None, None, None, schedule)
+    local_step = LocalStep(StepTurn(params, passes, policy), must_divide, hooks)
+    saved = TrainerState(model, optimizer, params, execution.scale, schedule)
     return LocalModel(model, params, saved, local_step)
 
 
 def recorded_part(kind: str, number: int, report: LocalReport) -> PartReport:
-    """What is recorded of the step of a model of this kind, such as "node"."""
+    """Return what is recorded of the step of a model of this kind, such as "node"."""
     counted = report.counted
     numbers = {"loss": counted.loss, "grad_norm": report.grad_norm, **means(counted.logged)}
     return PartReport(f"{kind}/{number}", {**in_training(numbers), **report.learning_rates})
@@ -134,10 +136,28 @@ class LocalSteps(NamedTuple):
 
     sums: LocalSums
     num_rows: int
-    """Of the global batch."""
+    """The rows of the global batch."""
     parts: list[PartReport]
     learning_rates: Mapping[str, float]
-    """Of the first one's update."""
+    """The rates of the first one's update."""
+
+    def report(self, step: int, wait_s: float) -> StepReport:
+        """Return the report of the step, of what this member knows alone; the models have no step
+        in common after which they could stop."""
+        own = self.sums
+        return StepReport(
+            step=step,
+            loss=own.loss / own.weight if own.weight else math.nan,
+            weight=own.weight,
+            num_rows=self.num_rows,
+            stop=False,
+            grad_norm=own.grad_norm,
+            num_skipped=own.num_skipped,
+            logged=own.logged,
+            learning_rates=self.learning_rates,
+            exchange_wait_s=wait_s,
+            parts=self.parts,
+        )
 
 
 class LocalModels:
@@ -156,13 +176,13 @@ class LocalModels:
             raise InvalidInputError.at("model", "has no trainable parameter")
 
     def check_form(self) -> None:
-        """Raises UserCodeError if training has changed which tensors a model has; before they are
+        """Raise UserCodeError if training has changed which tensors a model has; before they are
         joined."""
         for model in self.by_number.values():
             model.saved.form.check()
 
     def expect(self, num_shards: int, step: int, to_step: int) -> None:
-        """Has the micro-batches of the models' coming steps read ahead."""
+        """Have the micro-batches of the models' coming steps read ahead."""
         self._setup.gather.expect(self._coming(num_shards, step, to_step))
 
     def _coming(self, num_shards: int, step: int, to_step: int) -> Iterator[Coming]:
@@ -178,20 +198,20 @@ class LocalModels:
         return (self._job.seed, step, number, micro_batch)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         for model in self.by_number.values():
             model.local_step.turn.policy.lower_rates(num_reductions)
 
     def take_step(self, step: int, owned: range, num_shards: int) -> LocalSteps:
-        """Makes one step of each model, which follows `step` others. One whose shard has no rows
+        """Make one step of each model, which follows `step` others. One whose shard has no rows
         stays as it is. After an error the models are at different steps."""
         if [*owned] != [*self.by_number]:
             raise ValueError(f"the models here are {[*self.by_number]}, not {[*owned]}")
         batch = self.rows.batch(step)
         shards = split_rows(batch.num_rows, num_shards)
-        lr_factor = learning_rate_factor(self._job.optimizer, step, self.num_steps)
         policy = next(iter(self.by_number.values())).local_step.turn.policy
-        rates = policy.rates.of_update(lr_factor, policy.schedule)
+        place = place_of(policy, step)
+        rates = policy.rates.of_update(place.lr_factor, policy.schedule)
         own = LocalSums()
         parts: list[PartReport] = []
         for number, model in self.by_number.items():
@@ -199,14 +219,14 @@ class LocalModels:
                 continue
             rows = self.rows.rows(batch, shards[number])
             model.local_step.turn.passes.execution.begin_batch(batch.num_rows)
-            report = self._one_step(step, number, model, rows, lr_factor)
+            report = self._one_step(step, number, model, rows, place)
             model.sums.add(report)
             own.add(report)
             parts.append(recorded_part(self._kind, number, report))
         return LocalSteps(own, batch.num_rows, parts, rates)
 
     def _one_step(
-        self, step: int, number: int, model: LocalModel, rows: Rows, lr_factor: float
+        self, step: int, number: int, model: LocalModel, rows: Rows, place: StepPlace
     ) -> LocalReport:
         """One optimizer step with the mean gradient of the rows."""
         model.model.train()
@@ -216,8 +236,6 @@ class LocalModels:
             before_backward=lambda _: failpoint("worker.local_step.before_backward"),
         )
         try:
-            return model.local_step.run(
-                rows, window, lr_factor=lr_factor, step=step + 1, number=step + 1
-            )
+            return model.local_step.run(rows, window, place, step + 1)
         finally:
             model.local_step.turn.passes.randomness.end()

@@ -22,7 +22,7 @@ from stratagem.common.strategy.local_steps import Due, due_after, fragments_of
 from stratagem.worker.engine import state_format
 from stratagem.worker.engine.apply_step import are_finite
 from stratagem.worker.engine.buffers import Buffers, constant_buffers
-from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
+from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.forward_backward import (
     NUM_EXTRAS,
     LoggedSums,
@@ -63,12 +63,12 @@ _NUM_NUMBERS = 3
 
 
 class JoinReport(NamedTuple):
-    """What all members know after a step that has joined something."""
+    """The numbers that all members know after a step that has joined something."""
 
     numbers: dict[str, float]
     wait_s: float
     drifts: dict[int, float]
-    """By own replica: how far it was from what all have in common, over the parameters of the
+    """The distance of each own replica from what all have in common, over the parameters of the
     fragments that were cut; empty where none was."""
 
 
@@ -109,7 +109,7 @@ class OuterSteps:
         self._sums = JoinedSums()
 
     def after(self, exchange: FragmentExchange, step: int) -> JoinReport | None:
-        """Cuts and applies what is due after so many local steps; None where nothing is. After an
+        """Cut and apply what is due after so many local steps; None where nothing is. After an
         error the replicas are not to be used."""
         numbers: dict[str, float] = {}
         wait_s, drifts = 0.0, dict[int, float]()
@@ -145,7 +145,7 @@ class OuterSteps:
         return torch.cat([changes, numbers, *([packed(own.logged)] if self._num_logged else [])])
 
     def _arrive(self, index: int, step: int) -> float:
-        """Waits for the sums of a fragment, and counts what has come with them, once."""
+        """Wait for the sums of a fragment, and count what has come with them, once."""
         fragment = self.fragments[index]
         is_new = fragment.sums is None
         wait_s = fragment.arrive(step)
@@ -154,7 +154,7 @@ class OuterSteps:
         return wait_s
 
     def _apply(self, index: int) -> dict[str, float]:
-        """Updates what the replicas have in common; returns the numbers of it."""
+        """Update what the replicas have in common; return the numbers of it."""
         fragment = self.fragments[index]
         sums = fragment.sums
         assert sums is not None
@@ -181,7 +181,7 @@ class OuterSteps:
             so_far.logged = added(so_far.logged, unpacked(sums.rest[last:], None))
 
     def end_segment(self, step: int) -> JoinedSums:
-        """Waits for what is under way, which is applied later; returns the sums since this was last
+        """Wait for what is under way, which is applied later; return the sums since this was last
         asked."""
         for index in range(len(self.fragments)):
             self._arrive(index, step)
@@ -194,11 +194,11 @@ class OuterSteps:
         return math.sqrt(math.fsum(fragment.norm**2 for fragment in self.fragments))
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the tensors of all fragments, between two segments."""
+        """Return the tensors of all fragments, between two segments."""
         return {name: value for each in self.fragments for name, value in each.state().items()}
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Takes over what `state` gave; the models are loaded already."""
+        """Take over what `state` gave; the models are loaded already."""
         for fragment in self.fragments:
             fragment.load(tensors, step)
         for buffers in (self._buffers, *self._own_buffers.values()):
@@ -218,9 +218,9 @@ class OuterSteps:
 # the cut, which determines g, and its application.
 
 OUTER: Final = "outer/"
-"""What the names of the outer optimizer's tensors begin with."""
+"""The prefix of the names of the outer optimizer's tensors."""
 IN_FLIGHT: Final = "inflight/"
-"""What the names of a sum that is not applied yet begin with."""
+"""The prefix of the names of a sum that is not applied yet."""
 _SCALARS: Final = f"{IN_FLIGHT}scalars"
 _MOMENTUM: Final = "momentum_buffer"
 
@@ -255,7 +255,7 @@ class OuterFragment:
         self.norm = 0.0
         """2-norm of the newest outer gradient."""
         self.drifts: dict[int, float] = {}
-        """By own replica: 2-norm of what it had moved at the newest cut."""
+        """The 2-norm of what each own replica had moved at the newest cut."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -263,7 +263,7 @@ class OuterFragment:
         return self._under_way is not None or self.sums is not None
 
     def cut(self, exchange: GradientReducer, step: int, rest: Mapping[int, Tensor]) -> None:
-        """Takes what the replicas have moved up to this step and starts to sum it; rest: by
+        """Take what the replicas have moved up to this step and starts to sum it; rest: by
         replica."""
         count = self._num_replicas
         exchange.begin_step(step, exchange.party.owned, count, divisor=float(count))
@@ -283,7 +283,7 @@ class OuterFragment:
         return replica.tensors[self._places.start : self._places.stop]
 
     def _moved(self, replica: LocalModel, parts: list[Tensor]) -> Iterator[Tensor]:
-        """Yields by how much each parameter is less than the common one, as it is summed. parts:
+        """Yield by how much each parameter is less than the common one, as it is summed. parts:
         gets those of the norm of all of it."""
         layout = self.buckets.layout
         for slot, common, own in zip(layout.slots, self._params, self._own(replica), strict=True):
@@ -293,7 +293,7 @@ class OuterFragment:
             yield moved
 
     def arrive(self, step: int) -> float:
-        """Waits for the sums, if they are under way; returns for how many seconds. Raises
+        """Wait for the sums, if they are under way; return for how many seconds. Raises
         UserCodeError where they are not finite."""
         if self._under_way is None:
             return 0.0
@@ -316,7 +316,7 @@ class OuterFragment:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Makes one step of the outer optimizer with the sums that have arrived. Raises
+        """Make one step of the outer optimizer with the sums that have arrived. Raises
         UserCodeError."""
         with user_code("the outer step"):  # which refuses a rate that its numbers cannot hold
             update(self._optimizer)
@@ -331,7 +331,7 @@ class OuterFragment:
                     own.copy_(common)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the optimizer's tensors, none before the first update, and sums that have arrived
+        """Return the optimizer's tensors, none before the first update, and sums that have arrived
         and are not applied yet."""
         found: dict[str, Tensor] = {}
         for name, param in self._named:
@@ -345,7 +345,7 @@ class OuterFragment:
         return found
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Takes over what `state` gave, or begins without."""
+        """Take over what `state` gave, or begins without."""
         self._optimizer.state.clear()
         self._under_way = self.sums = None
         for name, param in self._named:
@@ -375,7 +375,7 @@ def _optimizer(outer: OuterOptimizer, params: list[nn.Parameter]) -> torch.optim
 # ---- Trainer of local steps ----
 
 REPLICA: Final = "replica"
-"""What a model is called here."""
+"""The name for a model here."""
 
 
 class LocalStepsTrainer:
@@ -388,7 +388,7 @@ class LocalStepsTrainer:
         """setup.model becomes what the replicas have in common; models: by number."""
         strategy = setup.job.strategy
         assert isinstance(strategy, DataParallel)
-        self._setup, self.model = setup, setup.model
+        self.setup, self.model, self.callbacks = setup, setup.model, setup.callbacks
         self._keeps_models = not strategy.options.are_replicas_alike
         self._models = LocalModels(setup, models, REPLICA)
         self._replicas, self.num_steps = self._models.by_number, self._models.num_steps
@@ -396,26 +396,16 @@ class LocalStepsTrainer:
         self.step = 0
 
     @property
-    def callbacks(self) -> Callbacks:
-        """The hooks of the user's."""
-        return self._setup.callbacks
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
-        return self._setup.notes
-
-    @property
     def fragments(self) -> Sequence[OuterFragment]:
         """The parts in which replicas are joined."""
         return self._outer.fragments
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Has the micro-batches of the replicas' coming steps read ahead."""
+        """Have the micro-batches of the replicas' coming steps read ahead."""
         self._models.expect(num_shards, self.step, to_step)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         self._models.lower_rates(num_reductions)
 
     def train_step(
@@ -433,27 +423,19 @@ class LocalStepsTrainer:
         The loss is of the own replicas; what is measured where they are joined is of all. After an
         error the replicas are at different steps, and the trainer is of no more use.
         """
-        taken = self._models.take_step(self.step, owned, num_shards)
-        own, step = taken.sums, self.step + 1
+        taken, step = self._models.take_step(self.step, owned, num_shards), self.step + 1
         joined = self._outer.after(exchange, step)
         self.step = step
-        return StepReport(
-            step=step,
-            loss=own.loss / own.weight if own.weight else math.nan,
-            weight=own.weight,
-            num_rows=taken.num_rows,
-            stop=False,
-            grad_norm=own.grad_norm,
-            num_skipped=own.num_skipped,
-            logged=own.logged,
-            learning_rates=taken.learning_rates,
-            exchange_wait_s=0.0 if joined is None else joined.wait_s,
-            parts=_with_drifts(taken.parts, {} if joined is None else joined.drifts),
-            measured={} if joined is None else in_training(joined.numbers),
+        if joined is None:
+            return taken.report(step, 0.0)
+        return replace(
+            taken.report(step, joined.wait_s),
+            parts=_with_drifts(taken.parts, joined.drifts),
+            measured=in_training(joined.numbers),
         )
 
     def end_segment(self, exchange: FragmentExchange, tally: Tally) -> SegmentSummary:
-        """Returns the summary over all replicas, once all that was cut has come from them. The sums
+        """Return the summary over all replicas, once all that was cut has come from them. The sums
         are kept here, not taken from the tally."""
         self._models.check_form()
         sums = self._outer.end_segment(self.step)
@@ -475,17 +457,17 @@ class LocalStepsTrainer:
         return {name: sum(each[name] for each in taken) for name in taken[0]} if taken else {}
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator of what the replicas have in common."""
+        """Return the evaluator of what the replicas have in common."""
         self.model.eval()
-        return self._setup.evaluator
+        return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Returns the sums of the share's batches."""
+        """Return the sums of the share's batches."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
     def copy_common_state(self, into: Mapping[str, Tensor] = state_format.NOTHING) -> State:
-        """Copies on the CPU, in order of name, what all members have alike. into: see
+        """Copy on the CPU, in order of name, what all members have alike. into: see
         `state_format.copied`."""
         tensors, metadata = self._common_state()
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
@@ -493,12 +475,12 @@ class LocalStepsTrainer:
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copies `live_state` on the CPU, in order of name. into: see `state_format.copied`."""
+        """Copy `live_state` on the CPU, in order of name. into: see `state_format.copied`."""
         tensors, metadata = self.live_state(is_first=is_first)
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
     def live_state(self, *, is_first: bool = True) -> State:
-        """Returns the tensors themselves, valid until the next step: `replica<i>/…` of the own
+        """Return the tensors themselves, valid until the next step: `replica<i>/…` of the own
         replicas, without a model that is the common one; and what all have in common, of the first
         member."""
         tensors, metadata = self._common_state() if is_first else ({}, {})
@@ -519,7 +501,7 @@ class LocalStepsTrainer:
         return tensors, state_format.state_metadata(self.step)
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a state of the end of a segment; from one without replicas each
+        """Continue from a state of the end of a segment; from one without replicas each
         begins with what is there of an optimizer."""
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
@@ -531,7 +513,7 @@ class LocalStepsTrainer:
         self.step = step
 
     def fingerprint(self) -> str:
-        """Returns the fingerprint of what all members hold alike."""
+        """Return the fingerprint of what all members hold alike."""
         return state_format.fingerprint(*self._common_state())
 
 

@@ -51,7 +51,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Takes in the parameters after the applied step `step` (from 1), if one is due."""
+        """Take in the parameters after the applied step `step` (from 1), if one is due."""
         if not self._spec.is_due(step):
             return
         if self._num_averaged == 0:
@@ -64,7 +64,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the average in the place of the parameters for a while, if there is one."""
+        """Put the average in the place of the parameters for a while, if there is one."""
         if not self._means:
             yield
             return
@@ -76,7 +76,7 @@ class WeightAverage:
             self._write(live)
 
     def state(self, names: Iterable[str] | None = None) -> State:
-        """Returns (live tensors by name, metadata); nothing before the first update.
+        """Return (live tensors by name, metadata); nothing before the first update.
 
         names: of the parameters whose averages are wanted; all of them unless given.
         """
@@ -92,7 +92,7 @@ class WeightAverage:
         return tensors, {f"{AVERAGE}{_NUM_AVERAGED}": str(self._num_averaged)}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Takes over what `state` gave; a state without an average has had no update."""
+        """Take over what `state` gave; a state without an average has had no update."""
         self._num_averaged = int(metadata.get(f"{AVERAGE}{_NUM_AVERAGED}", "0"))
         self._means = []
         if self._num_averaged:
@@ -105,12 +105,12 @@ class WeightAverage:
 
 
 def average_of(job: JobSpec, params: Sequence[tuple[str, nn.Parameter]]) -> WeightAverage | None:
-    """Returns the average of these parameters that the job asks for, if it does."""
+    """Return the average of these parameters that the job asks for, if it does."""
     return None if job.weight_average is None else WeightAverage(job.weight_average, params)
 
 
 def evaluated(job: JobSpec, average: WeightAverage | None) -> AbstractContextManager[None]:
-    """Returns the time in which the parameters are those that the job has evaluated."""
+    """Return the time in which the parameters are those that the job has evaluated."""
     if average is None or job.evaluation is None or job.evaluation.of != "average":
         return nullcontext()
     return average.in_place()
@@ -144,7 +144,7 @@ class SGD(torch.optim.SGD):
         grads: list[Tensor],
         momentum_buffer_list: list[Tensor | None],
     ) -> bool:
-        """Fills the lists with what is updated together; those that are late are updated here."""
+        """Fill the lists with what is updated together; those that are late are updated here."""
         lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
         has_sparse = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
         if not (group["fused"] and group["momentum"]):
@@ -198,7 +198,7 @@ class OptimizersInOrder(torch.optim.Optimizer):
         self._keep_state_in(self.state)
 
     def _keep_state_in(self, state: Any) -> None:
-        """Has all parts, and parts of these, keep their state there."""
+        """Have all parts, and parts of these, keep their state there."""
         self.state = state
         for part in self.parts:
             state.update(part.state)
@@ -207,7 +207,7 @@ class OptimizersInOrder(torch.optim.Optimizer):
             part.state = state
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Makes one step of each."""
+        """Make one step of each."""
         for part in self.parts:
             part.step()
 
@@ -219,7 +219,7 @@ def make_optimizer(
     fused: bool = False,
     entrypoints: EntryPoints = _NOTHING_ALLOWED,
 ) -> torch.optim.Optimizer:
-    """Returns a fresh optimizer over these parameters, each in its group.
+    """Return a fresh optimizer over these parameters, each in its group.
 
     On the CPU torch's update each tensor in one pass, where torch has such a kernel; fused: on
     other devices too. Its bits are others, but they too depend on nothing but the tensor.
@@ -244,7 +244,7 @@ def make_part(
     fused: bool = False,
     entrypoints: EntryPoints = _NOTHING_ALLOWED,
 ) -> torch.optim.Optimizer:
-    """Returns one optimizer over these parameters by group.
+    """Return one optimizer over these parameters by group.
 
     A group of torch's has all values; one of the user's those that it says: other keywords of its
     optimizer may be none of a group's.
@@ -294,7 +294,7 @@ def _is_fused_on_cpu(
     given: Any,
     params: NamedParams,
 ) -> bool:
-    """Returns whether torch's kernel for a whole update has the same bits every time: that for
+    """Return whether torch's kernel for a whole update has the same bits every time: that for
     momentum in 16 bits rounds by the place of the tensors in memory."""
     if not all(p.is_cpu and p.is_floating_point() for _, p in params):
         return False
@@ -307,7 +307,7 @@ def _is_fused_on_cpu(
 def _own(
     path: str, rule: UpdateRuleSpec, given: Any, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
-    """Returns what the user's entry point makes of the parameters, or of groups of them."""
+    """Return what the user's entry point makes of the parameters, or of groups of them."""
     field, name = f"{path}.entrypoint", rule.label
     make = entrypoints.resolve(name, field)
     with user_code("making the optimizer"):
@@ -329,7 +329,7 @@ def _own(
 
 
 def _keywords(spec: UpdateRuleSpec) -> dict[str, Any]:
-    """Returns the optimizer's keyword arguments as torch takes them."""
+    """Return the optimizer's keyword arguments as torch takes them."""
     kwargs: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list | tuple) else value
         for key, value in spec.kwargs.items()
@@ -365,7 +365,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def clip(params: Sequence[Tensor], max_norm: float | None, norm: Tensor) -> None:
-    """Scales all gradients together so that their 2-norm, which is `norm` (0-d) now, is at most
+    """Scale all gradients together so that their 2-norm, which is `norm` (0-d) now, is at most
     `max_norm`."""
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)

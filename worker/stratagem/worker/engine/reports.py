@@ -10,14 +10,14 @@ from stratagem.worker.engine.forward_backward import LoggedSums, added, means
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """What one member alone knows of a step: of a node or a stage that is its own."""
+    """The facts of a step that one member alone knows: of a node or a stage that is its own."""
 
     party: str
     """Its name within the party that trains, such as "node/3"."""
     exact: Mapping[str, float] = field(default_factory=dict)
-    """By series: the same bits whichever member has the part."""
+    """Numbers by series that have the same bits whichever member has the part."""
     observed: Mapping[str, float] = field(default_factory=dict)
-    """By series: what depends on clocks and machines."""
+    """Numbers by series that depend on clocks and machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,20 @@ class StepReport:
     """Those of the update that made the step, by series: see
     stratagem.worker.engine.apply_step."""
     logged: LoggedSums = field(default_factory=dict)
-    """What the step function has logged."""
+    """The sums of what the step function has logged."""
     news: Sequence[str] = field(default=(), compare=False)
     """Sentences for the run's log."""
     is_end: bool = False
     """True if nothing was done: all members end the training before this step, as on_step asked."""
     answered: Mapping[str, float] = field(default_factory=dict)
-    """What on_step has logged of the step before, as all members have learned with this one."""
+    """The log of on_step for the step before, as all members have learned with this one."""
     exchange_wait_s: float = field(default=0.0, compare=False)
     """Waiting for other members: from the end of this member's own passes until the sums of all
     were here; under a pipeline, for what its stages need."""
     parts: Sequence[PartReport] = field(default=(), compare=False)
-    """Of the nodes or stages of this member."""
+    """The reports of the nodes or stages of this member."""
     actions: Callable[[], Sequence[PartReport]] = field(default=tuple, compare=False)
-    """What tells what the stages of this member have done when in the step."""
+    """Returns what the stages of this member have done when in the step."""
     is_torn: bool = field(default=False, compare=False)
     """The step is applied here, and its exchange failed before what others have updated came: the
     members that are left have to form anew before the next one."""
@@ -64,7 +64,7 @@ class StepReport:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What on_step is shown of the step, as plain values."""
+        """The view of the step for on_step, as plain values."""
         return {
             "step": self.step,
             "loss": self.loss,
@@ -89,7 +89,7 @@ def mean_loss(loss_sum: float, weight: float, num_skipped: float) -> float:
 
 
 def end_of(step: int) -> StepReport:
-    """Returns the report of the end of a training after `step` steps: of a step that is not
+    """Return the report of the end of a training after `step` steps: of a step that is not
     done."""
     return StepReport(step, 0.0, 0.0, 0, stop=True, grad_norm=0.0, is_end=True)
 
@@ -109,7 +109,7 @@ class Tally:
     """Steps (of single nodes, under gossip) that were not finite and changed nothing."""
     logged: LoggedSums = field(default_factory=dict)
     latest: dict[str, Any] = field(default_factory=dict)
-    """What on_step is shown of the latest exact step; empty where there is no such hook."""
+    """The view of the latest exact step for on_step; empty where there is no such hook."""
     shown: dict[str, float] = field(default_factory=dict)
     """The latest number of each name that on_step has logged, as far as this member knows: of the
     latest step only the member that was shown it."""
@@ -120,7 +120,7 @@ class Tally:
         return mean_loss(self.loss_sum, self.weight, self.num_skipped)
 
     def add(self, report: StepReport) -> None:
-        """Adds a step."""
+        """Add a step."""
         self.num_rows += report.num_rows
         self.num_skipped += report.num_skipped
         if report.answered:
@@ -136,7 +136,7 @@ class Tally:
             self.max_grad_norm = max(self.max_grad_norm, report.grad_norm)
 
     def metrics(self, *, may_skip: bool) -> dict[str, float]:
-        """Returns the metrics of the segment, besides the loss."""
+        """Return the metrics of the segment, besides the loss."""
         skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
         norms = {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm}
         if self.num_skipped and not self.weight:  # there was no gradient, which is not one of 0

@@ -26,11 +26,11 @@ _STEPS_AFTER: Final = 6
 _LENGTH: Final = 4
 """The longest side of a parameter that is tried."""
 _PER_SHAPE: Final = 2
-"""How many parameters of one group and number of dimensions are tried: two may share state."""
+"""Parameters of one group and number of dimensions that are tried: two may share state."""
 
 
 def check_optimizer_of(job: JobSpec, model: nn.Module, entrypoints: EntryPoints) -> None:
-    """Raises InvalidInputError if the job trains with an optimizer of the user's that a saved state
+    """Raise InvalidInputError if the job trains with an optimizer of the user's that a saved state
     does not continue."""
     if not job.only_evaluates:
         params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -41,7 +41,7 @@ def check_optimizer_of(job: JobSpec, model: nn.Module, entrypoints: EntryPoints)
 
 
 def check_round_trip(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> None:
-    """Raises InvalidInputError for an optimizer of the user's that a saved state does not continue.
+    """Raise InvalidInputError for an optimizer of the user's that a saved state does not continue.
 
     params: those that are trained, of any device; their values are not used.
     """
@@ -54,7 +54,7 @@ def check_round_trip(spec: OptimizerSpec, params: NamedParams, entrypoints: Entr
 
 
 def check_alone(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> None:
-    """Raises InvalidInputError for an optimizer of the user's that updates a parameter by the
+    """Raise InvalidInputError for an optimizer of the user's that updates a parameter by the
     gradients of others, where a process has only some of them."""
     for each, members in _own_of(spec, params):
         trial = _Trial(each, members, entrypoints)
@@ -75,7 +75,7 @@ def check_alone(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoin
 def _own_of(
     spec: OptimizerSpec, params: NamedParams
 ) -> Iterator[tuple[GroupedRule, dict[str, NamedParams]]]:
-    """Yields the user's optimizers, with a few of the parameters of each of their groups: of each
+    """Yield the user's optimizers, with a few of the parameters of each of their groups: of each
     number of dimensions."""
     found: dict[str, dict[int, list[tuple[str, nn.Parameter]]]] = {}
     for name, param in params:
@@ -101,7 +101,7 @@ class _Trial:
     entrypoints: EntryPoints
 
     def probes(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns small parameters on the CPU in the place of these."""
+        """Return small parameters on the CPU in the place of these."""
         generator = torch.Generator().manual_seed(0)
         probes = []
         for name, param in (pair for pairs in self.members.values() for pair in pairs):
@@ -111,7 +111,7 @@ class _Trial:
         return probes
 
     def optimizer_of(self, probes: NamedParams) -> torch.optim.Optimizer:
-        """Returns a fresh optimizer of these, each in its group."""
+        """Return a fresh optimizer of these, each in its group."""
         by_name = dict(probes)
         members = {
             group: [(name, by_name[name]) for name, _ in pairs if name in by_name]
@@ -122,7 +122,7 @@ class _Trial:
 
 
 def _why_not(trial: _Trial) -> str:
-    """Returns what differs after a save and a load; "" where nothing does."""
+    """Return what differs after a save and a load; "" where nothing does."""
     kept, copied = trial.probes(), trial.probes()
     one = trial.optimizer_of(kept)
     _train(one, kept, 0, _STEPS_BEFORE)
@@ -168,7 +168,7 @@ def _train(
     *,
     first: int = 0,
 ) -> None:
-    """Does steps with gradients that depend on the step and the parameter's number, counted from
+    """Do steps with gradients that depend on the step and the parameter's number, counted from
     `first`, and with another learning rate each."""
     for step in range(begin, begin + num_steps):
         for number, (_, param) in enumerate(params, first):
@@ -184,7 +184,7 @@ def _rate(step: int) -> float:
 
 
 def _differing(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
-    """Returns the name of the first number or tensor that is not the same; "" if all are."""
+    """Return the name of the first number or tensor that is not the same; "" if all are."""
     return next((key for key, value in mine.items() if not _same(value, theirs.get(key))), "")
 
 
@@ -197,7 +197,7 @@ def _same(mine: object, theirs: object) -> bool:
 
 
 def _unequal(mine: NamedParams, theirs: NamedParams) -> str:
-    """Returns the name of the first parameter that has not the same bits; "" if all have."""
+    """Return the name of the first parameter that has not the same bits; "" if all have."""
     pairs: Iterator[tuple[tuple[str, nn.Parameter], tuple[str, nn.Parameter]]]
     pairs = zip(mine, theirs, strict=True)
     return next((name for (name, one), (_, other) in pairs if not torch.equal(one, other)), "")

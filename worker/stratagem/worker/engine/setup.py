@@ -50,7 +50,7 @@ class Setup:
         return make_optimizer_of(self.job, list(params), self.entrypoints)
 
     def batch_order(self) -> BatchOrder | StreamOrder:
-        """Makes the order of the training batches."""
+        """Make the order of the training batches."""
         train = self.data["train"]
         if isinstance(train, StreamDataset):
             return StreamOrder(self.job.batch_size)
@@ -79,11 +79,8 @@ class Batch:
     step: int
     epoch: int
     indices: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        """All of them, of all shards."""
-        return self.indices.shape[0]
+    num_rows: int
+    """All of them, of all shards."""
 
 
 class TrainingRows:
@@ -92,25 +89,26 @@ class TrainingRows:
     def __init__(self, setup: Setup) -> None:
         job, self._seed, self._dataset = setup.job, setup.job.seed, training_split(setup.data)
         self.window = job.window
-        """How rows are cut into micro-batches."""
+        """The rules by which rows are cut into micro-batches."""
         self._order = setup.batch_order()
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
 
     def batch(self, step: int) -> Batch:
-        """Returns the batch that comes after so many steps."""
-        return Batch(step, *self._order.batch(step))
+        """Return the batch that comes after so many steps."""
+        epoch, indices = self._order.batch(step)
+        return Batch(step, epoch, indices, indices.shape[0])
 
     def rows(self, batch: Batch, cut: range) -> Rows:
-        """Returns some rows of a batch."""
+        """Return some rows of a batch."""
         key = (self._seed, "row", batch.epoch)
         indices = part(batch.indices, cut)
         return Rows(self._dataset, indices, f"training step {batch.step + 1}", key)
 
     def stream_marks(self) -> dict[int, str]:
-        """Returns a mark of each stream of rows that is read here, as JSON; none for other rows."""
+        """Return a mark of each stream of rows that is read here, as JSON; none for other rows."""
         return self._dataset.marks() if isinstance(self._dataset, StreamDataset) else {}
 
     def add_stream_marks(self, marks: Mapping[int, str]) -> None:
-        """Takes over marks of any streams, to read on from. No bit depends on them."""
+        """Take over marks of any streams, to read on from. No bit depends on them."""
         if isinstance(self._dataset, StreamDataset):
             self._dataset.add_marks(marks)

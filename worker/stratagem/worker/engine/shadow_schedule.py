@@ -42,7 +42,7 @@ class ShadowSchedule:
         self._try()
 
     def set_values(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the groups of the optimizer the values for the step that follows."""
+        """Give the groups of the optimizer the values for the step that follows."""
         values = self._running.values_after(self._num_applied)
         for group in optimizer.param_groups:
             if group.get(GROUP) not in values:
@@ -53,23 +53,23 @@ class ShadowSchedule:
                     group[key] = value
 
     def learning_rates(self) -> dict[str, float]:
-        """Returns the learning rate of each group for the step that follows, by its name."""
+        """Return the learning rate of each group for the step that follows, by its name."""
         values = self._running.values_after(self._num_applied)
         return {name: float(of_group["lr"]) for name, of_group in values.items()}
 
     def step(self) -> None:
-        """Counts an applied step."""
+        """Count an applied step."""
         self._num_applied += 1
 
     def metadata(self) -> dict[str, str]:
-        """Returns what a state needs to go on; nothing before the first step."""
+        """Return what a state needs to go on; nothing before the first step."""
         if not self._num_applied:
             return {}
         state = {"made_of": self._made_of, "applied": self._num_applied, **self._running.state()}
         return {METADATA: json.dumps(state)}
 
     def load(self, metadata: Mapping[str, str], step: int) -> None:
-        """Goes on from what `metadata` gave. step: those behind the state, for one that has no
+        """Go on from what `metadata` gave. step: those behind the state, for one that has no
         schedule yet."""
         saved = json.loads(metadata.get(METADATA, "{}"))
         self._num_applied, self._running = int(saved.get("applied", step)), self._begin()
@@ -98,7 +98,7 @@ class ShadowSchedule:
         return _Running(name, shadow, scheduler)
 
     def _try(self) -> None:
-        """Raises InvalidInputError if the schedule does not go on from its saved state."""
+        """Raise InvalidInputError if the schedule does not go on from its saved state."""
         before, after = self._begin(), self._begin()
         middle = min(_STEPS_TRIED, self._num_steps - 1)
         before.values_after(middle)
@@ -117,10 +117,10 @@ class _Running:
     shadow: "_Shadow"
     scheduler: Any
     position: int = 0
-    """How many steps it has made."""
+    """The number of steps that it has made."""
 
     def values_after(self, num_steps: int) -> dict[str, dict[str, Any]]:
-        """Returns the values of each group after so many steps, by the group's name.
+        """Return the values of each group after so many steps, by the group's name.
 
         It is stepped no further, since some schedulers refuse to be stepped beyond their end.
         """
@@ -158,11 +158,11 @@ class _Shadow(torch.optim.Optimizer):
     """An optimizer that has groups and updates nothing."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Does nothing."""
+        """Do nothing."""
 
 
 def _shadow_of(spec: OptimizerSpec, entrypoints: EntryPoints) -> _Shadow:
-    """Returns the groups of the job's optimizers, `default` first, then in the job's order, each
+    """Return the groups of the job's optimizers, `default` first, then in the job's order, each
     with a parameter of nothing."""
     groups: dict[str, dict[str, Any]] = {}
     defaults: dict[str, Any] = {}
@@ -194,7 +194,7 @@ def _is_numbers(value: object) -> bool:
 
 
 def _encoded(value: object, name: str, where: str) -> Any:
-    """Returns the value as JSON from which `_decoded` makes the same one; raises InvalidInputError
+    """Return the value as JSON from which `_decoded` makes the same one; raises InvalidInputError
     for what is no plain value."""
     match value:
         case None | bool() | int() | float() | str():
@@ -234,7 +234,7 @@ def _decoded(value: Any) -> Any:
 def shadow_schedule(
     spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints
 ) -> ShadowSchedule | None:
-    """Returns the schedule of a job that names one of the user's; None for all others."""
+    """Return the schedule of a job that names one of the user's; None for all others."""
     if spec.schedule is None or spec.schedule.entrypoint is None:
         return None
     return ShadowSchedule(spec, num_steps, entrypoints)

@@ -6,7 +6,7 @@ module knows neither gRPC nor members nor the coordinator.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import UserCodeError
+from stratagem.common.job.schedules import PhasesSpec
 from stratagem.common.numerics.keys import Key
 from stratagem.common.numerics.shards import split_rows
 from stratagem.common.process.failpoints import failpoint
@@ -24,8 +25,7 @@ from stratagem.worker.engine.apply_step import (
     StepSummary,
     after_hook,
     apply_step,
-    learning_rate_factor,
-    summarize,
+    place_of,
 )
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.callbacks import AnswerExtras, Callbacks, StepAnswer, wish_of
@@ -33,23 +33,150 @@ from stratagem.worker.engine.forward_backward import (
     NUM_EXTRAS,
     Counted,
     LoggedSums,
+    Passes,
+    Rows,
     Window,
     packed,
     unpacked,
 )
 from stratagem.worker.engine.reports import StepReport, end_of
 from stratagem.worker.engine.setup import Batch, Setup, TrainingRows
-from stratagem.worker.engine.slices import OptimizerPieces, StepInDoubt
+from stratagem.worker.engine.slices import OptimizerPieces
 from stratagem.worker.engine.state import State
 from stratagem.worker.engine.state_format import checksum
 from stratagem.worker.engine.turns import NamedParams, StepTurn
 from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.layout import parts_of, total_norm
 from stratagem.worker.exchange.reducer import Reducer
-from stratagem.worker.exchange.transports import END, ParameterTransport, StepScalars
+from stratagem.worker.exchange.transports import END, StepScalars
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.numerics.precision import LossScale
 from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
+
+# ---- Updates ----
+#
+# An update turns the sums of a step into new parameters: `WholeUpdate` of all that are trained,
+# `PhasedUpdate` likewise under phase training, and `OptimizerPieces` of this member's slices where
+# the state is divided.
+
+
+class WholeUpdate:
+    """The update of all parameters, which every member makes alike from the same sums."""
+
+    def __init__(self, params: NamedParams) -> None:
+        self.params = params
+
+    def summarize(self, policy: StepPolicy, scalars: StepScalars, exchange: Reducer) -> StepSummary:
+        """Summarize the gradient of the whole model, which is here.
+
+        A parameter that no shard reached has no gradient, as in a loop without shards: optimizers
+        then leave it alone, weight decay and all.
+        """
+        for (_, param), count in zip(self.params, scalars.reached, strict=True):
+            if count == 0:
+                param.grad = None
+        loss, is_spoiled = scalars.loss, scalars.is_spoiled
+        return policy.summarize(loss, scalars.weight, exchange.norms(), is_spoiled=is_spoiled)
+
+    def apply(
+        self, summary: StepSummary, policy: StepPolicy, step: int, exchange: Reducer | None
+    ) -> Applied:
+        """Update all parameters."""
+        return apply_step(summary, policy, place_of(policy, step))
+
+
+class PhasedUpdate:
+    """The update of all parameters under phase training, which shows exact gradients to the phases;
+    and predicted steps, which have no sums.
+
+    Predicted steps exchange nothing. The first exact step after them carries a checksum of each
+    member's state in one extra, which is added up over shards like all extras.
+    """
+
+    def __init__(self, spec: PhasesSpec, params: NamedParams, setup: Setup) -> None:
+        self.phases = PhaseTraining(spec, params, setup.numerics)
+        self.timer = PassTimer(setup.gather.device)
+        self.checksum = 0.0
+        """The checksum of the state in which the exact step begins, if a check is due."""
+        self._setup, self._params = setup, params
+        self.summarize = WholeUpdate(params).summarize
+
+    def begins_exact(self, state: Callable[[], State]) -> bool:
+        """Begin a step in this state; return whether it needs its batch."""
+        self.timer.begin_step()
+        self.checksum = float(checksum(*state())) if self.phases.is_check_due else 0.0
+        return self.phases.phase.is_exact
+
+    def add_sums(self, passes: Passes, rows: Rows, window: Window) -> Counted:
+        """Run forward and backward of a shard, and take their times; see `Passes.add_sums`."""
+        timer = self.timer
+
+        def before(micro_batch: int) -> None:
+            if micro_batch:
+                timer.turn(to_backward=False)
+            window.before(micro_batch)
+
+        def before_backward(weight: float) -> None:
+            timer.turn(to_backward=True)
+            window.before_backward(weight)
+
+        timer.begin_passes()
+        timed = replace(window, before=before, before_backward=before_backward)
+        counted = passes.add_sums(rows, timed)
+        timer.turn(to_backward=False)
+        return counted
+
+    def apply(
+        self, summary: StepSummary, policy: StepPolicy, step: int, exchange: Reducer | None
+    ) -> Applied:
+        """Update all parameters with the exact gradient, which a correction changes first."""
+        phase, correct = self.phases.phase, partial(self._take, summary.loss)
+        applied = apply_step(summary, policy, place_of(policy, step), correct=correct)
+        return applied._replace(phase=phase, news=self.phases.take_news())
+
+    def _take(self, loss: float, norm: Tensor) -> Tensor:
+        """Show an exact gradient to the phases; return its norm, which a correction changes."""
+        is_correction = self.phases.phase is TrainingPhase.CORRECT
+        grads = [param.grad for _, param in self._params]
+        self.phases.take(grads, loss)
+        if not is_correction:
+            return norm
+        numerics, corrected = self._setup.numerics, [grad for grad in grads if grad is not None]
+        return total_norm(parts_of(corrected, numerics), numerics)
+
+    def predict(self, policy: StepPolicy, step: int) -> StepReport:
+        """Make an update, after `step` others, with a gradient that every member predicts for
+        itself, from the same history to the same bits."""
+        phase, loss = self.phases.phase, self.phases.last_loss
+        for (_, param), gradient in zip(self._params, self.phases.predict(), strict=True):
+            param.grad = gradient
+        # There was no forward pass, and no loss that was scaled.
+        execution = replace(self._setup.execution, scale=LossScale(is_dynamic=False))
+        policy = replace(policy, execution=execution, buffers=None)
+        summary = policy.summarize(loss, 1.0)
+        applied = apply_step(summary, policy, place_of(policy, step))
+        self.phases.end_predicted()
+        self.timer.end_predicted_step(self.phases)
+        return StepReport(
+            step=step + 1,
+            loss=loss,
+            weight=0.0,
+            num_rows=0,
+            stop=False,
+            grad_norm=summary.norm.item(),
+            num_skipped=int(not applied.is_applied),
+            phase=phase,
+            learning_rates=applied.learning_rates,
+            news=self.phases.take_news(),
+        )
+
+    def end(self, report: StepReport) -> None:
+        """End an exact step, and count its seconds."""
+        self.timer.end_exact_step(self.phases, report.phase)
+
+
+Update = WholeUpdate | PhasedUpdate | OptimizerPieces
+
 
 # ---- Extras of a step ----
 #
@@ -62,38 +189,40 @@ class StepExtras:
     """One member's extras of each step. Used by one thread."""
 
     def __init__(
-        self,
-        buffers: Buffers,
-        callbacks: Callbacks,
-        phases: PhaseTraining | None,
-        *,
-        may_log: bool,
+        self, buffers: Buffers, callbacks: Callbacks, phased: PhasedUpdate | None, *, may_log: bool
     ) -> None:
-        self._buffers, self._may_log = buffers, may_log
+        self._buffers, self._phased, self._may_log = buffers, phased, may_log
         self._first_logged = buffers.num_elements
         self._end_logged = self._first_logged + (NUM_EXTRAS if may_log else 0)
         self._answers = AnswerExtras(callbacks, self._end_logged)
-        self._replicas = ReplicaCheck(phases)
-        self.num_elements = self._end_logged + self._answers.num_extras + self._replicas.num_extras
-
-    def begin_step(self, state: Callable[[], State]) -> None:
-        """Begins an exact step in this state."""
-        self._replicas.begin_step(state)
+        num_checksums = int(phased is not None)  # the last of all
+        self.num_elements = self._end_logged + self._answers.num_extras + num_checksums
 
     def of_shard(self, shard: int, num_live: int, logged: LoggedSums, answer: StepAnswer) -> Tensor:
-        """Returns the extras of a shard after its passes; 1-d float64."""
+        """Return the extras of a shard after its passes; 1-d float64."""
         extras = self._buffers.contribution(shard, num_live)
         if self._may_log:
             extras = torch.cat([extras, packed(logged)])
-        extras = self._answers.appended(extras, shard, answer)
-        return self._replicas.with_checksum(extras)
+        if self._answers.num_extras:
+            extras = self._answers.appended(extras, shard, answer)
+        if self._phased is None:
+            return extras
+        return torch.cat([extras, torch.tensor([self._phased.checksum], dtype=torch.float64)])
 
     def compare(self, total: Tensor, num_live: int, step: int) -> None:
-        """Raises unless all members began the step with the same state, where that is checked."""
-        self._replicas.compare(total, num_live, step)
+        """Raise unless all members began the step with the same state, where that is checked: where
+        not all are equal some member differs from the mean. Sums are exact: 32 bits each, as
+        float64."""
+        if self._phased is None or total[-1].item() == self._phased.checksum * num_live:
+            return
+        message = (
+            f"the replicas differ before step {step}, after predicted steps: the members' "
+            "checksums of parameters, optimizer and predictor are unequal"
+        )
+        raise UserCodeError("ReplicasDiffer", message, activity=f"training step {step}")
 
     def logged(self, total: Tensor, own: LoggedSums | None) -> LoggedSums:
-        """Returns what all shards have logged. own: what one of this member's has, if it has any;
+        """Return what all shards have logged. own: what one of this member's has, if it has any;
         raises UserCodeError unless all have the same names."""
         if not self._may_log:
             return {}
@@ -101,15 +230,15 @@ class StepExtras:
         return unpacked(total[self._first_logged : self._end_logged], names)
 
     def answered(self, total: Tensor) -> dict[str, float]:
-        """Returns what on_step has logged of the step before."""
-        return self._answers.taken(total)
+        """Return what on_step has logged of the step before."""
+        return self._answers.taken(total) if self._answers.num_extras else {}
 
 
 # ---- Shared step ----
 
 
 class Share(NamedTuple):
-    """What this member has of a step: its shards, and its wishes."""
+    """The part that this member has of a step: its shards, and its wishes."""
 
     exchange: Reducer
     owned: range
@@ -132,19 +261,16 @@ class SharedStep:
     """Makes updates of one model. Used by one thread."""
 
     setup: Setup
-    params: NamedParams
-    """All that are trained, in whatever turn: the exchange carries all of them."""
     rows: TrainingRows
     buffers: Buffers
     extras: StepExtras
     compressor: Compressor | None
-    phases: PhaseTraining | None
-    timer: PassTimer
-    pieces: OptimizerPieces | None = None
-    """What this member updates, where each updates its own slice of all parameters."""
+    add_sums: Callable[[Passes, Rows, Window], Counted]
+    """Runs forward and backward of a shard; see `Passes.add_sums`."""
+    update: Update
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
-        """Makes the update of a turn, of `num_turns` in each step, over the batch."""
+        """Make the update of a turn, of `num_turns` in each step, over the batch."""
         exchange = share.exchange
         self.buffers.snapshot()
         self.setup.execution.begin_batch(batch.num_rows)
@@ -167,38 +293,12 @@ class SharedStep:
         failpoint("worker.step.before_apply")
         return self._apply(turn, batch, exchange, sums, must_divide=must_weigh)
 
-    def predict(self, turn: StepTurn, step: int, phases: PhaseTraining) -> StepReport:
-        """Makes an update, after `step` others, with a gradient that every member predicts for
-        itself, from the same history to the same bits."""
-        phase, predicted = phases.phase, phases.predict()
-        for (_, param), gradient in zip(self.params, predicted, strict=True):
-            param.grad = gradient
-        grads = [gradient for gradient in predicted if gradient is not None]
-        summary = summarize(phases.last_loss, 1.0, grads, self.setup.numerics)
-        # There was no forward pass, and no loss that was scaled.
-        execution = replace(self.setup.execution, scale=LossScale(is_dynamic=False))
-        policy = replace(turn.policy, execution=execution, buffers=None)
-        is_applied, learning_rates = self._update(step, summary, policy)
-        phases.end_predicted()
-        return StepReport(
-            step=step + 1,
-            loss=summary.loss,
-            weight=0.0,
-            num_rows=0,
-            stop=False,
-            grad_norm=summary.norm.item(),
-            num_skipped=int(not is_applied),
-            phase=phase,
-            learning_rates=learning_rates,
-            news=phases.take_news(),
-        )
-
     def key(self, turn: StepTurn, step: int, shard: int, micro_batch: int) -> Key:
-        """Returns what a micro-batch's random numbers depend on."""
+        """Return what a micro-batch's random numbers depend on."""
         return (self.setup.job.seed, step, *turn.key, shard, micro_batch)
 
     def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
-        """Returns the divisor of the sums if known before the step; gradients then come divided.
+        """Return the divisor of the sums if known before the step; gradients then come divided.
 
         None where it depends on the weights, or where nothing is divided.
         """
@@ -217,7 +317,7 @@ class SharedStep:
         *,
         must_weigh: bool,
     ) -> _Sums:
-        """Computes the own shards, and waits for the sums of all. number: of the exchange, from 1.
+        """Compute the own shards, and wait for the sums of all. number: of the exchange, from 1.
         must_weigh: the divisor is not known before."""
         exchange, owned = share.exchange, share.owned
         live = split_rows(batch.num_rows, min(share.num_shards, batch.num_rows))
@@ -249,18 +349,16 @@ class SharedStep:
         cut: range,
         must_weigh: bool,
     ) -> Counted:
-        """Does forward and backward of one shard."""
+        """Do forward and backward of one shard."""
         rows = self.rows.rows(batch, cut)
         cuts = self.rows.window.cut(len(cut))
         exchange.begin_shard(shard, num_micro_batches=len(cuts))
 
         def before(micro_batch: int) -> None:
             if micro_batch:
-                self.timer.begin_forward()
                 exchange.next_micro_batch()
 
         def before_backward(weight: float) -> None:
-            self.timer.begin_backward()
             failpoint("worker.step.before_backward")
             if must_weigh:
                 exchange.weigh(weight * self.setup.execution.scale.value)
@@ -268,53 +366,31 @@ class SharedStep:
                 self.compressor.weigh(shard, weight)
 
         key = partial(self.key, turn, batch.step, shard)
-        self.timer.begin_passes()
-        counted = turn.passes.add_sums(rows, Window(cuts, key, before, before_backward))
-        self.timer.end_passes()
-        return counted
+        return self.add_sums(turn.passes, rows, Window(cuts, key, before, before_backward))
 
     def _apply(
         self, turn: StepTurn, batch: Batch, exchange: Reducer, sums: _Sums, *, must_divide: bool
     ) -> StepReport:
-        """Turns the sums into one update, or leaves everything as it is and says so."""
+        """Turn the sums into one update, or leave everything as it is and say so."""
         scalars = sums.scalars
         if must_divide:
             exchange.divide(scalars.weight * self.setup.execution.scale.value)
         try:
-            summary = self._summary_of_sums(turn, scalars, exchange)
+            summary = self.update.summarize(turn.policy, scalars, exchange)
         except ExchangeError:
-            if self.pieces is not None and self.pieces.keeps_sums():
-                finish = partial(self._finish_doubtful, turn, batch, sums, self.pieces)
-                self.pieces.in_doubt = StepInDoubt(batch.step + 1, finish)
+            if isinstance(self.update, OptimizerPieces):
+                self.update.doubt(batch.step + 1, partial(self._finish_late, turn, batch, sums))
             self.buffers.restore()  # the step is done again, unless its update is finished late
             raise
-        share: Callable[[], bool] | None = None
-        if self.pieces is not None and exchange.slices is not None:
-            share = partial(self.pieces.share, exchange.slices)
-            if exchange.parameters is not None:
-                tell = partial(_tell_updated, exchange.parameters)
-                share = partial(self.pieces.end_step, tell)
-        return self._finish(turn, batch, sums, summary, share)
+        return self._finish(turn, batch, sums, summary, exchange)
 
-    def _finish_doubtful(
-        self,
-        turn: StepTurn,
-        batch: Batch,
-        sums: _Sums,
-        pieces: OptimizerPieces,
-        norm: float,
-        is_finite: bool,
+    def _finish_late(
+        self, turn: StepTurn, batch: Batch, sums: _Sums, norm: float, is_finite: bool
     ) -> StepReport:
-        """Applies a step to the own pieces alone, once others have told the rest of its summary."""
+        """Apply a step here alone, once others have told the rest of its summary."""
         total = torch.scalar_tensor(norm, dtype=torch.float64)
-        scalars = sums.scalars
-        pieces.summary = StepSummary(scalars.loss, scalars.weight, total, is_finite)
-
-        def leave_out() -> bool:  # not called where the step is skipped
-            pieces.torn = "others have ended the exchange"
-            return False
-
-        return self._finish(turn, batch, sums, pieces.summary, leave_out)
+        summary = StepSummary(sums.scalars.loss, sums.scalars.weight, total, is_finite)
+        return self._finish(turn, batch, sums, summary, None)
 
     def _finish(
         self,
@@ -322,144 +398,43 @@ class SharedStep:
         batch: Batch,
         sums: _Sums,
         summary: StepSummary,
-        share: Callable[[], bool] | None,
+        exchange: Reducer | None,
     ) -> StepReport:
-        """Makes the update with the gradients that are there; share: see `apply_step`."""
-        scalars, scale = sums.scalars, self.setup.execution.scale
+        """Make the update with the gradients that are there; exchange: None where others
+        have ended it."""
+        scalars, scale, policy = sums.scalars, self.setup.execution.scale, turn.policy
         scale_before = scale.value
-        takes_gradients = self.setup.callbacks.takes_gradients
-        hook = partial(self._call_hook, turn, batch.step) if takes_gradients else None
-        summary = after_hook(summary, hook, partial(self._summary, turn, scalars))
-        phase, correct = "", None
-        if self.phases is not None:
-            phase, correct = self.phases.phase, partial(self._take, self.phases, summary.loss)
-        is_applied, learning_rates = self._update(batch.step, summary, turn.policy, correct, share)
-        if is_applied:
+        if self.setup.callbacks.takes_gradients:
+            hook = partial(self._call_hook, turn, batch.step)
+            again = partial(policy.summarize, scalars.loss, scalars.weight)
+            summary = after_hook(summary, hook, again)
+        applied = self.update.apply(summary, policy, batch.step, exchange)
+        if applied.is_applied:
             self.buffers.apply(scalars.rest, sums.num_live)
         if self.compressor is not None:
-            if is_applied:
+            if applied.is_applied:
                 self.compressor.applied()
             if scale.value != scale_before:
                 self.compressor.rescale(scale.value / scale_before)
         return StepReport(
             step=batch.step + 1,
             loss=summary.loss,
-            weight=summary.weight if is_applied else 0.0,
+            weight=summary.weight if applied.is_applied else 0.0,
             num_rows=batch.num_rows,
             stop=scalars.stop > 0,
             grad_norm=summary.norm.item(),
-            num_skipped=int(not is_applied),
-            phase=phase,
-            learning_rates=learning_rates,
+            num_skipped=int(not applied.is_applied),
+            phase=applied.phase,
+            learning_rates=applied.learning_rates,
             logged=sums.logged,
             answered=self.extras.answered(scalars.rest),
-            news=() if self.phases is None else self.phases.take_news(),
+            news=applied.news,
             exchange_wait_s=sums.wait_s,
-            is_torn=self.pieces is not None and bool(self.pieces.torn),
+            is_torn=applied.is_torn,
         )
 
-    def _summary_of_sums(
-        self, turn: StepTurn, scalars: StepScalars, exchange: Reducer
-    ) -> StepSummary:
-        """Summarizes the update with the sums that the exchange has made.
-
-        A parameter that no shard reached has no gradient, as in a loop without shards: optimizers
-        then leave it alone, weight decay and all.
-        """
-        if self.pieces is not None:
-            assert exchange.slices is not None  # the one is made with the other
-            return self.pieces.summarize(scalars, exchange.slices, self.setup.numerics)
-        for (_, param), count in zip(self.params, scalars.reached, strict=True):
-            if count == 0:
-                param.grad = None
-        return self._summary(turn, scalars, exchange.norms())
-
-    def _summary(
-        self, turn: StepTurn, sums: StepScalars, norms: Sequence[Tensor] | None = None
-    ) -> StepSummary:
-        """Summarizes the update; norms: of the gradients, where they are known."""
-        grads = [param.grad for param in turn.policy.params if param.grad is not None]
-        summary = summarize(sums.loss, sums.weight, grads, self.setup.numerics, norms)
-        return replace(summary, is_finite=False) if sums.is_spoiled else summary
-
     def _call_hook(self, turn: StepTurn, step: int) -> None:
-        """Has the user's code change the gradient that is about to be applied."""
+        """Have the user's code change the gradient that is about to be applied."""
         number, key, randomness = step + 1, (self.setup.job.seed, step), turn.passes.randomness
         activity = f"training step {number}"
         self.setup.callbacks.take_gradients(turn.params, number, key, randomness, activity)
-
-    def _update(
-        self,
-        step: int,
-        summary: StepSummary,
-        policy: StepPolicy,
-        correct: Callable[[Tensor], Tensor] | None = None,
-        share: Callable[[], bool] | None = None,
-    ) -> Applied:
-        """Ends a step, which follows `step` others, with the gradients in `.grad`."""
-        return apply_step(
-            summary,
-            policy,
-            lr_factor=learning_rate_factor(policy.job.optimizer, step, self.rows.num_steps),
-            activity=f"training step {step + 1}",
-            number=step + 1,
-            correct=correct,
-            share=share,
-        )
-
-    def _take(self, phases: PhaseTraining, loss: float, norm: Tensor) -> Tensor:
-        """Shows an exact gradient to the phases; returns its norm, which a correction changes."""
-        is_correction = phases.phase is TrainingPhase.CORRECT
-        grads = [param.grad for _, param in self.params]
-        phases.take(grads, loss)
-        if not is_correction:
-            return norm
-        numerics, corrected = self.setup.numerics, [grad for grad in grads if grad is not None]
-        return total_norm(parts_of(corrected, numerics), numerics)
-
-
-def _tell_updated(parameters: ParameterTransport) -> None:
-    """Ends a step after which nothing is sent: others gather what they need."""
-    failpoint("worker.parameters.updated")
-    parameters.updated()
-
-
-# ---- Check that replicas agree ----
-#
-# Predicted steps exchange nothing. The first exact step after them carries a checksum of each
-# member's state in one extra, which is added up over shards like all extras.
-
-ReplicaState = tuple[Mapping[str, Tensor], Mapping[str, str]]
-
-
-class ReplicaCheck:
-    """One member's side of the comparison; nothing at all without phases."""
-
-    def __init__(self, phases: PhaseTraining | None) -> None:
-        self._phases = phases
-        self.num_extras = int(phases is not None)
-        """Places at the end of the extras."""
-        self._checksum = 0
-
-    def begin_step(self, state: Callable[[], ReplicaState]) -> None:
-        """Takes the checksum of the state in which an exact step begins, if a check is due."""
-        is_due = self._phases is not None and self._phases.is_check_due
-        self._checksum = checksum(*state()) if is_due else 0
-
-    def with_checksum(self, extras: Tensor) -> Tensor:
-        """Returns the extras of a shard with this member's checksum appended."""
-        if self._phases is None:
-            return extras
-        return torch.cat([extras, torch.tensor([float(self._checksum)], dtype=torch.float64)])
-
-    def compare(self, extras: Tensor, num_live: int, step: int) -> None:
-        """Raises unless all members began the step with the same state: where not all are equal
-        some member differs from the mean. Sums are exact: 32 bits each, as float64, last of the
-        summed extras."""
-        if self._phases is None or extras[-1].item() == float(self._checksum) * num_live:
-            return
-        message = (
-            f"the replicas differ before step {step}, after predicted steps: the members' "
-            "checksums of parameters, optimizer and predictor are unequal"
-        )
-        raise UserCodeError("ReplicasDiffer", message, activity=f"training step {step}")

@@ -8,6 +8,7 @@ a job may name with it. Must not know how gradients and parameters travel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -16,30 +17,45 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.same_bytes import ParameterSlice, SliceName
 from stratagem.worker.engine import state_format
-from stratagem.worker.engine.apply_step import StepSummary
+from stratagem.worker.engine.apply_step import (
+    Applied,
+    StepPolicy,
+    StepSummary,
+    apply_step,
+    place_of,
+)
+from stratagem.worker.engine.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.reports import StepReport
 from stratagem.worker.engine.state_format import dealt_out
-from stratagem.worker.exchange.layout import parts_of, total_norm
-from stratagem.worker.exchange.slice_owners import HeldBlocks, OwnedPart, SliceOwners
+from stratagem.worker.exchange.layout import BucketLayout, parts_of, total_norm
+from stratagem.worker.exchange.reducer import Reducer
+from stratagem.worker.exchange.slice_owners import (
+    HeldBlocks,
+    OwnedPart,
+    SliceOwners,
+    divide_slices,
+)
 from stratagem.worker.exchange.slices import SliceExchange
-from stratagem.worker.exchange.transports import StepScalars
+from stratagem.worker.exchange.transports import ParameterTransport, StepScalars
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.numerics.model import layers_of
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 _FIELD: Final = "strategy.options.partition_state"
 
 
 class StateShare(NamedTuple):
-    """Which of how many members keeps its slice of the optimizer's state here."""
+    """The rank, of how many, of the member that keeps its slice of the optimizer's state here."""
 
     rank: int
     size: int
     is_mirrored: bool = False
-    """The slice of the member before this one is kept here, too."""
+    """True if the slice of the member before this one is kept here, too."""
     is_full: bool = False
-    """Of the parameters, too, only the slice is kept here."""
+    """True if only the slice is kept here of the parameters, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +100,10 @@ class OptimizerPieces:
         rank: int,
         *,
         is_mirrored: bool = False,
-        held: HeldBlocks | None = None,
+        blocks: GatheredBlocks | None = None,
     ) -> None:
-        """optimizer: a fresh one of all parameters, which becomes one of the pieces. held: the
-        places of the parameters' parts, where these are kept here, and not the parameters."""
+        """optimizer: a fresh one of all parameters, which becomes one of the pieces. blocks: bring
+        the parameters, where only their pieces are kept here."""
         for name, param in params:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
@@ -98,14 +114,25 @@ class OptimizerPieces:
         self.is_mirrored, self.mirrored_rank = is_mirrored, owners.mirrored_rank(rank)
         mirrored = owners.parts[self.mirrored_rank] if is_mirrored else ()
         self._mirrored = [_piece_of(*params[part.index], part) for part in mirrored]
-        self.held = held
+        self._blocks = blocks
+        self.held: HeldBlocks | None = None if blocks is None else blocks.held
+        """The places of the parameters' parts, where these are kept here, and not the
+        parameters."""
+        self.passing: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if blocks is None else blocks.passing
+        )
+        """The time in which the model is run, forward and backward."""
         self.summary: StepSummary | None = None
-        """Of the step that was summarized last; None where its norm did not come."""
+        """The summary of the latest step; None where its norm did not come."""
         self.in_doubt: StepInDoubt | None = None
         self.torn: str = ""
-        """Why the parameters of other slices are those before the latest step; "" where not."""
+        """The reason that the parameters of other slices are those before the latest step; "" where
+        they are not."""
         self._has_sums = False
         self._step_pieces_only()
+        if blocks is not None:
+            self.take_parameters()
+            blocks.leave()
 
     @property
     def holds_all(self) -> bool:
@@ -120,40 +147,84 @@ class OptimizerPieces:
     def _all(self) -> list[_OwnPiece]:
         return [*self._pieces, *self._mirrored]
 
-    def summarize(
-        self, scalars: StepScalars, exchange: SliceExchange, numerics: int
-    ) -> StepSummary:
-        """Gives each piece its gradient, of what the exchange has summed up, and summarizes the
-        gradient of the whole model. Raises ExchangeError; the sums may then be `kept`."""
-        self.summary, self._has_sums = None, False
-        sums = [*exchange.sums(), *exchange.mirrored_sums()]
+    def summarize(self, policy: StepPolicy, scalars: StepScalars, exchange: Reducer) -> StepSummary:
+        """Give each piece its gradient, of what the exchange has summed up, and summarize the
+        gradient of the whole model. Raises ExchangeError."""
+        assert exchange.slices is not None  # the one is made with the other
+        self.summary, self.in_doubt, self._has_sums = None, None, False
+        sums = [*exchange.slices.sums(), *exchange.slices.mirrored_sums()]
         for each, total in zip(self._all(), sums, strict=True):
             is_reached = scalars.reached[each.part.index] != 0
             # As with whole parameters: a narrow one rounds its sum once.
             each.piece.grad = total.to(each.piece.dtype) if is_reached else None
         grads = [each.piece.grad for each in self._pieces]
         self._has_sums = True
-        norms = [None if grad is None else parts_of([grad], numerics)[0] for grad in grads]
-        found, is_finite = exchange.gather_norms(
+        norms = [None if grad is None else parts_of([grad], policy.numerics)[0] for grad in grads]
+        found, is_finite = exchange.slices.gather_norms(
             norms, scalars.reached, partial(_are_all_finite, grads)
         )
-        norm = total_norm(found, numerics)
+        norm = total_norm(found, policy.numerics)
         self.summary = StepSummary(scalars.loss, scalars.weight, norm, is_finite)
         return self.summary
 
-    def keeps_sums(self) -> bool:
-        """Return True, after a failed `summarize`, if the step can be finished once its norm is
-        known; its sums are then no longer in the storage of the exchange."""
+    def doubt(self, step: int, finish: Callable[[float, bool], StepReport]) -> None:
+        """Keep a step whose `summarize` has failed, if it can be finished once its norm is known;
+        its sums are then no longer in the storage of the exchange. See `StepInDoubt`."""
         if not self.is_mirrored or not self._has_sums:
-            return False
+            return
         for each in self._all():
             if each.piece.grad is not None:
                 each.piece.grad = each.piece.grad.clone()
-        return True
+        self.in_doubt = StepInDoubt(step, finish)
+
+    def apply(
+        self, summary: StepSummary, policy: StepPolicy, step: int, exchange: Reducer | None
+    ) -> Applied:
+        """Update the pieces, and bring those of all members into the parameters. exchange: None
+        where others have ended it, so that only the pieces are updated."""
+        self.summary = summary
+        applied = apply_step(
+            summary, policy, place_of(policy, step), share=partial(self._bring, exchange)
+        )
+        return applied._replace(is_torn=bool(self.torn))
+
+    def _bring(self, exchange: Reducer | None) -> bool:
+        if exchange is None:
+            self.torn = "others have ended the exchange"
+            return False
+        if exchange.parameters is not None:
+            return self.end_step(partial(_tell_updated, exchange.parameters))
+        assert exchange.slices is not None
+        return self.share(exchange.slices)
+
+    def connect(self, exchange: Reducer) -> None:
+        """Have parameters that are not kept here come over this exchange. Raises ExchangeError."""
+        if self._blocks is not None:
+            assert exchange.parameters is not None  # the one is made with the other
+            self._move_to(exchange.parameters.memory())
+            exchange.parameters.updated()
+            self._blocks.connect(exchange.parameters)
+
+    def end_passes(self) -> None:
+        """Wait until no member needs parameters of others any more. Raises ExchangeError."""
+        if self._blocks is not None:
+            self._blocks.end_passes()
+
+    def load_model(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the model of a state; the parameters are whole meanwhile."""
+        if self._blocks is None:
+            state_format.load_model_state(model, tensors)
+            return
+        self._blocks.make_whole()
+        try:
+            state_format.load_model_state(model, tensors)
+            self.take_parameters()
+        finally:
+            self._blocks.leave()
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Copies the pieces, also of the mirror, of parameters that are whole for now."""
+        """Copy the pieces, also of the mirror, of parameters that are whole for now."""
         for each in self._all():
             flat = each.param.detach().view(-1)[each.part.first : each.part.stop]
             if each.piece.data_ptr() == flat.data_ptr():  # still a view of it
@@ -162,8 +233,8 @@ class OptimizerPieces:
                 each.piece.copy_(flat)
 
     @torch.no_grad()
-    def move_to(self, memory: Sequence[Tensor]) -> None:
-        """Moves the own pieces into this memory, which is bytes by block; see `HeldBlocks`. Those
+    def _move_to(self, memory: Sequence[Tensor]) -> None:
+        """Move the own pieces into this memory, which is bytes by block; see `HeldBlocks`. Those
         of the mirror nobody asks for: they stay where they are."""
         assert self.held is not None
         by_index = {each.part.index: each.piece for each in self._pieces}
@@ -174,13 +245,13 @@ class OptimizerPieces:
                 piece.data = room.copy_(piece)
 
     def share(self, exchange: SliceExchange) -> bool:
-        """Brings the updated pieces of all members into the parameters of all; returns True. See
+        """Bring the updated pieces of all members into the parameters of all; return True. See
         `end_step`."""
         own = [each.piece for each in self._pieces]
         return self.end_step(partial(exchange.share, own, self._params))
 
     def end_step(self, tell: Callable[[], None]) -> bool:
-        """Ends a step whose update is made here by a call that all members make; returns True.
+        """End a step whose update is made here by a call that all members make; return True.
 
         With a mirror it returns False where that fails: the pieces of all members can be had from
         those that are left, and until then what is here of others may be of the step before.
@@ -195,19 +266,19 @@ class OptimizerPieces:
         return not self.torn
 
     def whole_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns (tensors, metadata) as of an optimizer of whole parameters; `holds_all`."""
+        """Return (tensors, metadata) as of an optimizer of whole parameters; `holds_all`."""
         tensors, numbers = self._state(self._pieces)
         return {full: value for full, (_, _, value) in tensors.items()}, numbers
 
     def own_state(self, *, of_mirror: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns (tensors by `SliceName`, metadata) of what this member owns; or of what it keeps
+        """Return (tensors by `SliceName`, metadata) of what this member owns; or of what it keeps
         of the one before it."""
         return self._named_state(self._mirrored if of_mirror else self._pieces)
 
     def part_of_model(
         self, model: nn.Module, first_bytes: int, *, of_mirror: bool = False
     ) -> dict[str, Tensor]:
-        """Returns what this member copies of the model, by `ParameterSlice`; or what the one before
+        """Return what this member copies of the model, by `ParameterSlice`; or what the one before
         it does: its slices of parameters, and of what is not divided its share by size.
 
         first_bytes: what the first member copies beside.
@@ -232,14 +303,14 @@ class OptimizerPieces:
         return named
 
     def _identity(self, tensor: Tensor) -> object:
-        """Returns what a parameter and any other tensor of the model that is the same memory have
+        """Return what a parameter and any other tensor of the model that is the same memory have
         in common."""
         if self.held is None and tensor.numel():
             return state_format.storage_key(tensor)
         return id(tensor)
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Returns what all members hold of the model: all, unless parameters are divided."""
+        """Return what all members hold of the model: all, unless parameters are divided."""
         if self.held is None:
             return state_format.model_state(model)
         by_param = {id(each.param): each for each in self._pieces if self.holds_all}
@@ -256,7 +327,7 @@ class OptimizerPieces:
     def slices(
         self, model: nn.Module, *, of_mirror: bool
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns `own_state` and the parameters of the same slice, each under all its names; or of
+        """Return `own_state` and the parameters of the same slice, each under all its names; or of
         the slice that is mirrored here."""
         pieces = self._mirrored if of_mirror else self._pieces
         named, numbers = self._named_state(pieces)
@@ -277,7 +348,7 @@ class OptimizerPieces:
         return named, numbers
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Replaces the optimizer's state by this member's slice of the given one, which may be
+        """Replace the optimizer's state by this member's slice of the given one, which may be
         nothing."""
         self.in_doubt, self.torn = None, ""
         self._load(self._pieces, tensors, metadata)
@@ -313,7 +384,7 @@ class OptimizerPieces:
     def _state(
         self, pieces: Sequence[_OwnPiece]
     ) -> tuple[dict[str, tuple[_OwnPiece, int, Tensor]], dict[str, str]]:
-        """Returns (by name of the whole: the piece, the place among its tensors, what it keeps;
+        """Return (by name of the whole: the piece, the place among its tensors, what it keeps;
         metadata); in the shape of the parameter where that is all its own."""
         found: dict[str, tuple[_OwnPiece, int, Tensor]] = {}
         numbers: dict[str, str] = {}
@@ -327,7 +398,7 @@ class OptimizerPieces:
         return found, numbers
 
     def _step_pieces_only(self) -> None:
-        """Puts the pieces in the place of the parameters, in their groups and with what some
+        """Put the pieces in the place of the parameters, in their groups and with what some
         optimizers keep of them from the start."""
         by_param: dict[int, list[_OwnPiece]] = {}
         for each in self._all():
@@ -340,6 +411,32 @@ class OptimizerPieces:
             for each in own:
                 if each.param in before:
                     self.optimizer.state[each.piece] = _sliced(before[each.param], each)
+
+
+def make_pieces(
+    optimizer: torch.optim.Optimizer,
+    params: NamedParams,
+    layout: BucketLayout,
+    share: StateShare,
+    model: nn.Module,
+) -> OptimizerPieces:
+    """Make the pieces of all parameters that this member's optimizer steps. layout: of the buckets
+    of their gradients."""
+    owners, blocks = divide_slices(layout, share.size), None
+    if share.is_full:
+        trained = {id(param) for _, param in params}
+        named = (*model.named_parameters(), *model.named_buffers())
+        whole = [(name, tensor) for name, tensor in named if id(tensor) not in trained]
+        blocks = GatheredBlocks(params, layers_of(model), owners, whole)
+    return OptimizerPieces(
+        optimizer, params, owners, share.rank, is_mirrored=share.is_mirrored, blocks=blocks
+    )
+
+
+def _tell_updated(parameters: ParameterTransport) -> None:
+    """End a step after which nothing is sent: others gather what they need."""
+    failpoint("worker.parameters.updated")
+    parameters.updated()
 
 
 def _piece_of(name: str, param: nn.Parameter, part: OwnedPart) -> _OwnPiece:
@@ -359,7 +456,7 @@ def _sliced(state: Mapping[str, object], each: _OwnPiece) -> dict[str, object]:
 
 
 def _parameter_of(full: str) -> str | None:
-    """Returns the parameter whose state has this name; None of what is no state of an optimizer."""
+    """Return the parameter whose state has this name; None of what is no state of an optimizer."""
     if not full.startswith(state_format.OPTIMIZER):
         return None
     return full.removeprefix(state_format.OPTIMIZER).rpartition("/")[0]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from stratagem.worker.engine import state_format
 from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
-from stratagem.worker.engine.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.optimizers import WeightAverage
 from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.shadow_schedule import ShadowSchedule
@@ -39,14 +38,12 @@ class TrainerState:
     optimizer: torch.optim.Optimizer
     params: Sequence[tuple[str, nn.Parameter]]
     scale: LossScale
-    phases: PhaseTraining | None
-    compressor: Compressor | None
-    average: WeightAverage | None = None
     schedule: ShadowSchedule | None = None
+    further: Sequence[PhaseTraining | WeightAverage] = ()
+    """Further parts with tensors that all members hold."""
+    compressor: Compressor | None = None
     pieces: OptimizerPieces | None = None
-    """Of the optimizer, where its state is divided among the members."""
-    blocks: GatheredBlocks | None = None
-    """Of the parameters, where these are divided, too."""
+    """The pieces of this member, where the optimizer's state is divided among the members."""
     form: ModelForm = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,22 +60,19 @@ class TrainerState:
         numbers |= self.scale.metadata()
         if self.schedule is not None:
             numbers |= self.schedule.metadata()
-        if self.phases is not None:
-            saved, texts = self.phases.state()
-            tensors, numbers = {**tensors, **saved}, {**numbers, **texts}
-        if self.average is not None:
-            means, counts = self.average.state()
-            tensors, numbers = {**tensors, **means}, {**numbers, **counts}
+        for each in self.further:
+            more, texts = each.state()
+            tensors, numbers = {**tensors, **more}, {**numbers, **texts}
         return {**self._model_state(), **tensors}, numbers
 
     def _model_state(self) -> dict[str, Tensor]:
-        """What all members hold of the model."""
+        """Return what all members hold of the model."""
         if self.pieces is None:
             return state_format.model_state(self.model)
         return self.pieces.model_state(self.model)
 
     def _optimizer_state(self) -> State:
-        """What all members hold of the optimizer."""
+        """Return what all members hold of the optimizer."""
         if self.pieces is None:
             return state_format.optimizer_state(self.optimizer, self.params)
         return self.pieces.whole_state() if self.pieces.holds_all else ({}, {})
@@ -97,7 +91,7 @@ class TrainerState:
     def copied(
         self, step: int, *, with_shared: bool, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copies on the CPU, also of residuals; of a state that is divided, this member's part.
+        """Copy on the CPU, also of residuals; of a state that is divided, this member's part.
         with_shared: beside residuals also what all members hold. into: see `state_format.copied`.
 
         Raises UserCodeError if training has changed which tensors there are.
@@ -114,7 +108,7 @@ class TrainerState:
     def _part(
         self, pieces: OptimizerPieces, live: Mapping[str, Tensor], *, of_mirror: bool
     ) -> State:
-        """What this member, or the one before it, copies of a state of which each copies a part."""
+        """Return the part that this member, or the one before it, copies of a divided state."""
         rest = {n: t for n, t in live.items() if not n.startswith(state_format.MODEL)}
         num_bytes = sum(tensor.nbytes for tensor in rest.values())
         model = pieces.part_of_model(self.model, num_bytes, of_mirror=of_mirror)
@@ -123,7 +117,8 @@ class TrainerState:
         return {**model, **(rest if is_first else {}), **own}, numbers
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-        """Puts a state in the place of the present one; after how many steps it was taken."""
+        """Put a state in the place of the present one; return after how many steps it was
+        taken."""
         step = state_format.step_of(metadata)
         self.load_parts(tensors, metadata, step)
         return step
@@ -131,35 +126,22 @@ class TrainerState:
     def load_parts(
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], step: int
     ) -> None:
-        """Takes over what `parts` gave after `step` steps."""
-        if self.blocks is None:
-            state_format.load_model_state(self.model, tensors)
-        else:
-            self._load_slices(self.blocks, tensors)
-        self.form.note_extra()
+        """Take over what `parts` gave after `step` steps."""
         if self.pieces is None:
+            state_format.load_model_state(self.model, tensors)
+            self.form.note_extra()
             state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
         else:
+            self.pieces.load_model(self.model, tensors)
+            self.form.note_extra()
             self.pieces.load(tensors, metadata)
         if self.compressor is not None:
             self.compressor.load_state(tensors)
-        if self.phases is not None:
-            self.phases.load(tensors, metadata)
-        if self.average is not None:
-            self.average.load(tensors, metadata)
+        for each in self.further:
+            each.load(tensors, metadata)
         if self.schedule is not None:
             self.schedule.load(metadata, step)
         self.scale.load(metadata)
-
-    def _load_slices(self, blocks: GatheredBlocks, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the own slices of a model's parameters, which are whole meanwhile."""
-        assert self.pieces is not None
-        blocks.make_whole()
-        try:
-            state_format.load_model_state(self.model, tensors)
-            self.pieces.take_parameters()
-        finally:
-            blocks.leave()
 
 
 # ---- Interfaces of a trainer and its exchange ----
@@ -180,10 +162,10 @@ class Exchange(Protocol):
         """True if it goes through memory that members of a host share."""
 
     def cut(self) -> None:
-        """Makes a step that is under way raise, here and soon at the peers; from any thread."""
+        """Make a step that is under way raise, here and soon at the peers; from any thread."""
 
     def close(self) -> None:
-        """Frees everything; cut comes first."""
+        """Free everything; cut comes first."""
 
 
 Exchange_contra = TypeVar("Exchange_contra", contravariant=True)
@@ -208,10 +190,10 @@ class MemberTrainer(Protocol[Exchange_contra]):
         """True if this member holds state that no other has."""
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Says that steps up to `to_step` come next, of which this member computes these shards."""
+        """Say that steps up to `to_step` come next, of which this member computes these shards."""
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the learning rates to those after as many reductions of a plateau, from the next
+        """Set the learning rates to those after as many reductions of a plateau, from the next
         step on."""
 
     def train_step(
@@ -223,30 +205,30 @@ class MemberTrainer(Protocol[Exchange_contra]):
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Makes one step over the next global batch, of whose `num_shards` shards this member owns
+        """Make one step over the next global batch, of whose `num_shards` shards this member owns
         some. stop: this member wishes that all stop after it, where members take steps together.
         answer: what on_step has said to this member of the step before; where that wants the end,
         all end the training before this step."""
 
     def end_segment(self, exchange: Exchange_contra, tally: Tally) -> SegmentSummary:
-        """Ends a segment with these sums over its steps; its state may then be copied."""
+        """End a segment with these sums over its steps; its state may then be copied."""
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator of the present state, to be used before the next step."""
+        """Return the evaluator of the present state, to be used before the next step."""
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Returns the sums of the share's batches that this member has."""
+        """Return the sums of the share's batches that this member has."""
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
-        """Returns the state of this member, copied to the CPU; what all members have is left to the
+        """Return the state of this member, copied to the CPU; what all members have is left to the
         first of them where each has something alone. into: tensors of an earlier copy, which nobody
         needs any more."""
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a state of the whole party, or from at least this member's part of it."""
+        """Continue from a state of the whole party, or from at least this member's part of it."""
 
     def fingerprint(self) -> str:
-        """Returns a fingerprint of the state that this member holds."""
+        """Return a fingerprint of the state that this member holds."""
 
 
 class Joined(NamedTuple):

@@ -24,7 +24,7 @@ OPTIMIZER: Final = "optimizer/"
 _FORMAT: Final = "1"
 _CRC_BYTES: Final = 1 << 20
 _NUM_NAMES: Final = 5
-"""How many names a sentence lists."""
+"""The number of names that a sentence lists."""
 _CPU_KEYS: Final = frozenset({"step", "mu_product"})
 NOTHING: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
@@ -75,7 +75,7 @@ def is_one_number(name: str) -> bool:
 
 
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "state") -> None:
-    """Copies `model/…` tensors in, after checking names, shapes and dtypes; errors begin with
+    """Copy `model/…` tensors in, after checking names, shapes and dtypes; errors begin with
     `where`."""
     given = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
     expected = model.state_dict()
@@ -138,7 +138,7 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Replaces the optimizer's state by what is given, which may be nothing."""
+    """Replace the optimizer's state by what is given, which may be nothing."""
     known = dict(params)
     fused = {
         id(param): bool(group.get("fused"))
@@ -169,7 +169,7 @@ def load_optimizer_state(
 def copied(
     tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] = NOTHING
 ) -> dict[str, Tensor]:
-    """Copies on the CPU; names that shared storage share it again.
+    """Copy on the CPU; names that shared storage share it again.
 
     into: tensors that nobody needs any more, which become the copies where they fit: memory that is
     new to the process costs several times as long as the copy.
@@ -243,7 +243,7 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
 def dealt_out(
     tensors: Mapping[str, Tensor], num_members: int, first_bytes: int
 ) -> list[frozenset[str]]:
-    """Returns by member which of these tensors it copies: about as many bytes for each, the largest
+    """Return by member which of these tensors it copies: about as many bytes for each, the largest
     ones first. Those that are one tensor under several names stay together.
 
     first_bytes: what the first member copies beside.

@@ -19,15 +19,21 @@ from stratagem.worker.data.datasets import Coming
 from stratagem.worker.engine import state_format
 from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy
 from stratagem.worker.engine.buffers import Buffers, constant_buffers
-from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer
+from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.forward_backward import Passes, micro_batches
-from stratagem.worker.engine.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.optimizers import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.setup import Batch, Setup, TrainingRows
 from stratagem.worker.engine.shadow_schedule import ShadowSchedule, shadow_schedule
-from stratagem.worker.engine.shared_step import Share, SharedStep, StepExtras
-from stratagem.worker.engine.slices import OptimizerPieces, StateShare
+from stratagem.worker.engine.shared_step import (
+    PhasedUpdate,
+    Share,
+    SharedStep,
+    StepExtras,
+    Update,
+    WholeUpdate,
+)
+from stratagem.worker.engine.slices import StateShare, make_pieces
 from stratagem.worker.engine.state import State, TrainerState
 from stratagem.worker.engine.state_format import NOTHING
 from stratagem.worker.engine.turns import StepTurn, make_turns, unfreeze, whole_step
@@ -35,11 +41,8 @@ from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.layout import BUCKET_BYTES, CODED_BUCKET_BYTES, LENT_BUCKET_BYTES
 from stratagem.worker.exchange.reducer import Reducer
-from stratagem.worker.exchange.slice_owners import divide_slices
 from stratagem.worker.exchange.transports import num_scalars
-from stratagem.worker.numerics.model import layers_of
 from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
-from stratagem.worker.phases import PassTimer, PhaseTraining
 
 # ---- Synchronous trainer ----
 
@@ -50,7 +53,7 @@ class Trainer:
     def __init__(self, setup: Setup, share: StateShare | None = None) -> None:
         """share: of the optimizer's state that is kept here; all of it unless given."""
         self.setup, self.job, self.model = setup, setup.job, setup.model
-        self.share = share
+        self.callbacks, self.share = setup.callbacks, share
         job, execution = setup.job, setup.execution
         self._rows = TrainingRows(setup)
         self.num_steps = self._rows.num_steps
@@ -59,13 +62,10 @@ class Trainer:
             raise InvalidInputError.at("model", "has no trainable parameter")
         self.optimizer = setup.optimizer_of(self.params)
         buffers = Buffers(self.model, setup.gather.device)
-        self.phases: PhaseTraining | None = None
-        if job.phases is not None:
-            self.phases = PhaseTraining(job.phases, self.params, setup.numerics)
-        self._timer = PassTimer(setup.gather.device, is_idle=job.phases is None)
+        self.phased = None if job.phases is None else PhasedUpdate(job.phases, self.params, setup)
         may_log = setup.objective.may_log
-        self._extras = StepExtras(buffers, setup.callbacks, self.phases, may_log=may_log)
-        self.num_extras = num_scalars(len(self.params), self._extras.num_elements)
+        extras = StepExtras(buffers, setup.callbacks, self.phased, may_log=may_log)
+        self.num_extras = num_scalars(len(self.params), extras.num_elements)
         self.compressor = compressor_of(
             job,
             self.params,
@@ -73,68 +73,37 @@ class Trainer:
             absorbs=execution.scale.is_dynamic,
             numerics=setup.numerics,
         )
-        self.blocks: GatheredBlocks | None = None
-        self.pieces = None if share is None else self._own_pieces(share)
+        self.pieces = None
+        if share is not None:
+            layout = self.buckets.layout
+            self.pieces = make_pieces(self.optimizer, self.params, layout, share, self.model)
+        update: Update = self.pieces or self.phased or WholeUpdate(self.params)
+        self._passing = nullcontext if self.pieces is None else self.pieces.passing
         self._average = average_of(job, self.params)
         schedule = self._make_schedule()
+        phases = None if self.phased is None else self.phased.phases
         self._saved = TrainerState(
-            self.model,
-            self.optimizer,
-            self.params,
-            execution.scale,
-            self.phases,
-            self.compressor,
-            self._average,
-            schedule,
-            self.pieces,
-            self.blocks,
+            *(self.model, self.optimizer, self.params, execution.scale, schedule),
+            further=[each for each in (phases, self._average) if each is not None],
+            compressor=self.compressor,
+            pieces=self.pieces,
         )
         self.turns = self._make_turns(buffers, schedule)
+        add_sums = Passes.add_sums if self.phased is None else self.phased.add_sums
         self._shared_step = SharedStep(
-            setup,
-            self.params,
-            self._rows,
-            buffers,
-            self._extras,
-            self.compressor,
-            self.phases,
-            self._timer,
-            self.pieces,
+            *(setup, self._rows, buffers, extras, self.compressor, add_sums, update)
         )
         self.step = 0
         self._is_training = False
 
-    def _own_pieces(self, share: StateShare) -> OptimizerPieces:
-        """Makes the pieces of all parameters that the optimizer steps here."""
-        owners, held = divide_slices(self.buckets.layout, share.size), None
-        if share.is_full:
-            trained = {id(param) for _, param in self.params}
-            named = (*self.model.named_parameters(), *self.model.named_buffers())
-            whole = [(name, tensor) for name, tensor in named if id(tensor) not in trained]
-            self.blocks = GatheredBlocks(self.params, layers_of(self.model), owners, whole)
-            held = self.blocks.held
-        pieces = OptimizerPieces(
-            *(self.optimizer, self.params, owners, share.rank),
-            is_mirrored=share.is_mirrored,
-            held=held,
-        )
-        if self.blocks is not None:
-            pieces.take_parameters()
-            self.blocks.leave()
-        return pieces
-
     def connect(self, exchange: Reducer) -> None:
-        """Prepares for steps and evaluations with this exchange; all members must. Raises
+        """Prepare for steps and evaluations with this exchange; all members must. Raises
         ExchangeError."""
-        if self.blocks is not None:
-            assert self.pieces is not None
-            assert exchange.parameters is not None  # the one is made with the other
-            self.pieces.move_to(exchange.parameters.memory())
-            exchange.parameters.updated()
-            self.blocks.connect(exchange.parameters)
+        if self.pieces is not None:
+            self.pieces.connect(exchange)
 
     def _make_schedule(self) -> ShadowSchedule | None:
-        """Makes the user's schedule, if there is one for all steps of the job."""
+        """Make the user's schedule, if there is one for all steps of the job."""
         job = self.job
         # Clients have schedules of their own, and turns have none by entry point.
         if job.turns is not None or isinstance(job.strategy, Federated):
@@ -143,26 +112,24 @@ class Trainer:
 
     def _make_turns(self, buffers: Buffers, schedule: ShadowSchedule | None) -> list[StepTurn]:
         setup, job, execution = self.setup, self.job, self.setup.execution
-        around = nullcontext if self.blocks is None else self.blocks.passing
         passes = Passes(
             *(self.model, setup.objective, setup.gather, setup.randomness, execution),
-            around=around,
+            around=self._passing,
         )
         params: list[Tensor] = [param for _, param in self.params]
         if self.pieces is not None:
             params = self.pieces.tensors  # they alone have gradients when a step is applied
         policy = StepPolicy(
             *(job, execution, params, self.optimizer, buffers),
-            ReportedRates(job.optimizer),
-            self._average,
-            schedule,
+            *(ReportedRates(job.optimizer), setup.numerics, self.num_steps),
+            *(self._average, schedule),
         )
         return make_turns(job, setup.entrypoints, passes, policy, self.params)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Has the micro-batches of the coming steps read ahead. Phases say in each step only
+        """Have the micro-batches of the coming steps read ahead. Phases say in each step only
         whether its batch is read."""
-        if self.phases is None:
+        if self.phased is None:
             self.setup.gather.expect(self._coming(owned, num_shards, to_step))
 
     def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
@@ -176,13 +143,8 @@ class Trainer:
                     key = partial(self._shared_step.key, turn, step, shard)
                     yield from micro_batches(rows, cuts, key)
 
-    @property
-    def callbacks(self) -> Callbacks:
-        """The hooks of the user's."""
-        return self.setup.callbacks
-
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         for turn in self.turns:
             turn.policy.lower_rates(num_reductions)
 
@@ -195,17 +157,13 @@ class Trainer:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Makes one optimizer step over the next global batch, cut into `num_shards` shards; with
+        """Make one optimizer step over the next global batch, cut into `num_shards` shards; with
         turns one of each of them, all or none.
 
         In a Predict phase the batch is passed over: nothing is computed on it, nothing exchanged.
         """
-        self._timer.begin_step()
-        if self.phases is not None and not self.phases.phase.is_exact:
-            return self._predicted_step(self.phases)
-        if self.pieces is not None:
-            self.pieces.in_doubt = None
-        self._extras.begin_step(self.state)
+        if self.phased is not None and not self.phased.begins_exact(self.state):
+            return self._predicted_step(self.phased)
         batch = self._rows.batch(self.step)
         if not self._is_training:  # walks all modules
             self.model.train()
@@ -217,11 +175,12 @@ class Trainer:
         if self.setup.execution.frees_gradients:
             exchange.free_gradients()
         failpoint("worker.step.after_apply")
-        self._timer.end_exact_step(self.phases, report.phase)
+        if self.phased is not None:
+            self.phased.end(report)
         return report
 
     def finish_step_in_doubt(self, norm: float, *, is_finite: bool) -> StepReport:
-        """Applies the step of whose sums the norm did not come, as others have; what they have
+        """Apply the step of whose sums the norm did not come, as others have; what they have
         updated comes with the slices of all."""
         assert self.pieces is not None
         assert self.pieces.in_doubt is not None
@@ -231,12 +190,12 @@ class Trainer:
         return report
 
     def take_average(self) -> None:
-        """Takes the parameters into their average, which the latest step has left out."""
+        """Take the parameters into their average, which the latest step has left out."""
         if self._average is not None:
             self._average.update(self.step)
 
     def _take_turns(self, batch: Batch, share: Share) -> StepReport:
-        """Makes the updates of a step, which are one unless the job has turns."""
+        """Make the updates of a step, which are one unless the job has turns."""
         turns = self.turns
         if len(turns) == 1:
             return self._shared_step.run(turns[0], 1, batch, share)
@@ -247,28 +206,26 @@ class Trainer:
                 reports.append(self._shared_step.run(turn, len(turns), batch, share))
         return whole_step(turns, reports)
 
-    def _predicted_step(self, phases: PhaseTraining) -> StepReport:
-        """Makes an update without a batch."""
+    def _predicted_step(self, phased: PhasedUpdate) -> StepReport:
+        """Make an update without a batch."""
         (turn,) = self.turns
-        report = self._shared_step.predict(turn, self.step, phases)
+        report = phased.predict(turn.policy, self.step)
         self.step = report.step
-        self._timer.end_predicted_step(phases)
         failpoint("worker.phases.predicted")
         return report
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator of the present state, to be used before the next step."""
+        """Return the evaluator of the present state, to be used before the next step."""
         self._is_training = False
         self.model.eval()
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Returns the sums of the share's batches."""
-        around = nullcontext() if self.blocks is None else self.blocks.passing()
-        with evaluated(self.job, self._average), constant_buffers(self.model), around:
+        """Return the sums of the share's batches."""
+        with evaluated(self.job, self._average), constant_buffers(self.model), self._passing():
             parts = self.evaluator().parts_of(share)
-        if self.blocks is not None:
-            self.blocks.end_passes()
+        if self.pieces is not None:
+            self.pieces.end_passes()
         return parts
 
     def state(self) -> State:
@@ -276,7 +233,7 @@ class Trainer:
         return self._saved.live(self.step)
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
-        """Returns `state`, copied to the CPU: it does not change while training continues.
+        """Return `state`, copied to the CPU: it does not change while training continues.
 
         Also what this member alone holds; and of a party of which each member holds residuals
         alone, only the first gives what all of them have. Where each has a slice, each gives a part
@@ -286,7 +243,7 @@ class Trainer:
         return self._saved.copied(self.step, with_shared=with_shared, into=into)
 
     def copy_mirror(self, into: Mapping[str, Tensor] = NOTHING) -> State | None:
-        """Returns what `copy_state` gives on the member before this one, of the mirror of its
+        """Return what `copy_state` gives on the member before this one, of the mirror of its
         slice; None without one. into: see `state_format.copied`."""
         return self._saved.copied_mirror(self.step, into)
 
@@ -310,29 +267,29 @@ class Trainer:
         return has_residuals or (self.pieces is not None and not self.pieces.is_mirrored)
 
     def end_segment(self, exchange: Reducer, tally: Tally) -> SegmentSummary:
-        """Returns the summary of a segment with these sums over its steps."""
+        """Return the summary of a segment with these sums over its steps."""
         loss, metrics = tally.loss, tally.metrics(may_skip=self._rows.window.may_skip)
-        if self.phases is not None:
-            metrics |= self.phases.metrics
+        if self.phased is not None:
+            metrics |= self.phased.phases.metrics
             if not tally.weight:  # a segment of predicted steps only
-                loss = self.phases.last_loss
+                loss = self.phased.phases.last_loss
         coder = self.compressor
         return SegmentSummary(loss, metrics, {} if coder is None else asdict(coder.take_traffic()))
 
     def stream_marks(self) -> dict[int, str]:
-        """Returns a mark of each stream of rows that is read here, as JSON; none for other rows."""
+        """Return a mark of each stream of rows that is read here, as JSON; none for other rows."""
         return self._rows.stream_marks()
 
     def add_stream_marks(self, marks: Mapping[int, str]) -> None:
-        """Takes over marks of any streams, to read on from. No bit depends on them."""
+        """Take over marks of any streams, to read on from. No bit depends on them."""
         self._rows.add_stream_marks(marks)
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a state that `state` gave, of this or another process."""
+        """Continue from a state that `state` gave, of this or another process."""
         self.step = self._saved.load(tensors, metadata)
 
     def fingerprint(self) -> str:
-        """Returns a fingerprint, which is equal on all members that hold the same state."""
+        """Return a fingerprint, which is equal on all members that hold the same state."""
         return state_format.fingerprint(*self.state())
 
 
@@ -364,7 +321,7 @@ def all_or_none(turns: Sequence[StepTurn], saved: TrainerState, step: int) -> It
 
 
 def _belongs(name: str, of_last: Set[str]) -> bool:
-    """Returns whether only the last turn changes this tensor of a state."""
+    """Return whether only the last turn changes this tensor of a state."""
     if name.startswith(AVERAGE):
         return True
     if name.startswith(state_format.OPTIMIZER):

@@ -16,11 +16,10 @@ from stratagem.common.job.optimizer import TurnSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.engine.apply_step import (
     ReportedRates,
+    StepPlace,
     StepPolicy,
-    StepSummary,
     after_hook,
     apply_step,
-    summarize,
 )
 from stratagem.worker.engine.callbacks import Callbacks
 from stratagem.worker.engine.forward_backward import Counted, LoggedSums, Passes, Rows, Window
@@ -39,14 +38,14 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 def by_turn(
     turns: Sequence[TurnSpec], params: NamedParams
 ) -> list[tuple[TurnSpec, list[tuple[str, nn.Parameter]]]]:
-    """Returns each turn with its parameters."""
+    """Return each turn with its parameters."""
     return [(turn, [(n, p) for n, p in params if turn.holds(n)]) for turn in turns]
 
 
 def make_optimizer_of(
     job: JobSpec, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
-    """Makes a fresh optimizer of these parameters as the job says: with turns, that of each turn in
+    """Make a fresh optimizer of these parameters as the job says: with turns, that of each turn in
     their order."""
     fused = job.execution.fusion
     if job.turns is None:
@@ -66,7 +65,7 @@ class StepTurn:
     """One update of each step."""
 
     params: NamedParams
-    """What it trains."""
+    """The parameters that it trains."""
     passes: Passes
     policy: StepPolicy
     name: str = ""
@@ -76,11 +75,11 @@ class StepTurn:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What its random numbers have in their key behind the step."""
+        """The part of the key of its random numbers behind the step."""
         return () if self.number is None else (self.number,)
 
     def begin(self, params: NamedParams) -> None:
-        """Freezes what it does not train of these parameters, and drops all gradients."""
+        """Freeze what it does not train of these parameters, and drop all gradients."""
         if self.number:
             failpoint("worker.turns.after_turn")
         own = {id(param) for _, param in self.params}
@@ -92,7 +91,7 @@ class StepTurn:
 def make_turns(
     job: JobSpec, entrypoints: EntryPoints, passes: Passes, policy: StepPolicy, named: NamedParams
 ) -> list[StepTurn]:
-    """Makes the turns of a job's steps. policy: of a whole step; an average is taken after the last
+    """Make the turns of a job's steps. policy: of a whole step; an average is taken after the last
     turn."""
     if job.turns is None:
         return [StepTurn(named, passes, policy)]
@@ -114,19 +113,19 @@ def make_turns(
 
 
 def unfreeze(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Ends the turns of a step: all of these parameters are trained again."""
+    """End the turns of a step: all of these parameters are trained again."""
     for _, param in params:
         param.requires_grad_(True)
 
 
 def logged_of(turn: StepTurn, loss: float, num_rows: float, logged: LoggedSums) -> LoggedSums:
-    """Returns what a turn has logged by the names that it has in the step, with the turn's loss."""
+    """Return what a turn has logged by the names that it has in the step, with the turn's loss."""
     own = {f"{name}.{turn.name}": sums for name, sums in logged.items()}
     return {f"loss.{turn.name}": (loss * num_rows, num_rows), **own}
 
 
 def whole_step(turns: Sequence[StepTurn], reports: Sequence[StepReport]) -> StepReport:
-    """Returns the report of a step of these turns: its loss is the sum of theirs."""
+    """Return the report of a step of these turns: its loss is the sum of theirs."""
     num_skipped = sum(report.num_skipped for report in reports)
     rows = float(reports[0].num_rows)
     logged: LoggedSums = {}
@@ -175,9 +174,7 @@ class LocalStep:
 
     turn: StepTurn
     must_divide: bool
-    """Whether the gradient is that of the mean over all rows, not of the sum."""
-    numerics: int
-    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
+    """True if the gradient is that of the mean over all rows, not of the sum."""
     callbacks: Callbacks
     protected: Callable[[Rows, Window], Counted] | None = None
     """Makes gradients in place of the turn's passes, where rows are protected."""
@@ -186,17 +183,12 @@ class LocalStep:
         self,
         rows: Rows,
         window: Window,
-        *,
-        lr_factor: float,
+        place: StepPlace,
         step: int,
-        number: int | None = None,
         pull: Callable[[], None] = lambda: None,
     ) -> LocalReport:
-        """Makes one step over these rows.
-
-        lr_factor: of all learning rates. step: from 1, for callbacks. number: the same where error
-        messages are to name it. pull: may add to the mean gradient.
-        """
+        """Make one step over these rows. step: from 1, for callbacks. pull: may add to the mean
+        gradient."""
         policy = self.turn.policy
         policy.begin()
         try:
@@ -205,27 +197,20 @@ class LocalStep:
             else:
                 counted = self.protected(rows, window)
             pull()
-            summary = after_hook(
-                self._summary(counted),
-                partial(self._call_hook, rows, window, step)
-                if self.callbacks.takes_gradients
-                else None,
-                partial(self._summary, counted),
-            )
+            again = partial(policy.summarize, counted.loss, counted.weight)
+            hook = None
+            if self.callbacks.takes_gradients:
+                hook = partial(self._call_hook, rows, window, step)
+            summary = after_hook(again(), hook, again)
         except BaseException:
             policy.undo()
             raise
-        is_applied, rates = apply_step(
-            summary, policy, lr_factor=lr_factor, activity=rows.activity, number=number
-        )
-        return LocalReport(counted, summary.norm.item(), int(not is_applied), rates)
-
-    def _summary(self, counted: Counted) -> StepSummary:
-        grads = [param.grad for param in self.turn.policy.params if param.grad is not None]
-        return summarize(counted.loss, counted.weight, grads, self.numerics)
+        applied = apply_step(summary, policy, place)
+        num_skipped = int(not applied.is_applied)
+        return LocalReport(counted, summary.norm.item(), num_skipped, applied.learning_rates)
 
     def _call_hook(self, rows: Rows, window: Window, step: int) -> None:
-        """Has the user's code change the gradient that is about to be applied."""
+        """Have the user's code change the gradient that is about to be applied."""
         key, randomness = window.key(0), self.turn.passes.randomness
         self.callbacks.take_gradients(self.turn.params, step, key, randomness, rows.activity)
 
@@ -233,7 +218,7 @@ class LocalStep:
 def whole_local_step(
     turns: Sequence[StepTurn], reports: Sequence[LocalReport], num_rows: int
 ) -> LocalReport:
-    """Returns the report of a step of these turns: its loss is the sum of theirs, a mean over
+    """Return the report of a step of these turns: its loss is the sum of theirs, a mean over
     rows."""
     if len(turns) == 1:
         return reports[0]

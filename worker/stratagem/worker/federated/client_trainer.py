@@ -24,7 +24,12 @@ from stratagem.worker.data.order import epoch_order
 from stratagem.worker.data.sources import ClientData, ClientShare, DataSources
 from stratagem.worker.data.streams import StreamDataset
 from stratagem.worker.engine import state_format
-from stratagem.worker.engine.apply_step import ReportedRates, StepPolicy, learning_rate_factor
+from stratagem.worker.engine.apply_step import (
+    ReportedRates,
+    StepPlace,
+    StepPolicy,
+    place_of,
+)
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.callbacks import StepView, make_callbacks
 from stratagem.worker.engine.forward_backward import (
@@ -85,8 +90,8 @@ class ClientRound:
     num_applied: int
     """Steps that were not left out."""
     reach: Mapping[str, float] = field(default_factory=dict)
-    """Of corrected steps, by name of the trained parameter: the sum of the learning rates of those
-    that were not left out."""
+    """The sum of the learning rates of corrected steps that were not left out, by name of the
+    trained parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +99,11 @@ class ClientStep:
     """A step that a client has done."""
 
     number: int
-    """From 1 in each round."""
+    """Counts from 1 in each round."""
     num_rows: int
     report: LocalReport
     shown: Mapping[str, float]
-    """What on_step has logged of it."""
+    """The log of on_step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +117,17 @@ class Toward:
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
-    """What a round of a client depends on besides the job and the global state."""
+    """The settings of a client's round besides the job and the global state."""
 
     num_lr_reductions: int = 0
-    """How often a plateau has lowered the rates."""
+    """The number of times that a plateau has lowered the rates."""
     row_noise: RowNoise | None = None
     """Draws and noises the steps of a job whose rows are protected."""
     toward: Toward | None = None
     """Trains near that state, and callbacks are shown no steps; else near `base`, as FedProx
     says."""
     correction: Mapping[str, Tensor] | None = None
-    """By name of each trained parameter: is added to its gradient in every step."""
+    """The term that is added to the gradient in every step, by name of each trained parameter."""
 
 
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
@@ -176,7 +181,7 @@ class ClientRunner:
         after_step: Callable[[ClientStep], None] = lambda _: None,
         settings: RoundSettings | None = None,
     ) -> ClientRound:
-        """Trains from the state `base`; the result is on the CPU.
+        """Train from the state `base`; the result is on the CPU.
 
         `check` is called before each step and may raise to end the round; `after_step` gets each
         step.
@@ -253,7 +258,7 @@ class ClientRunner:
         num_clients: int,
         check: Callable[[], None] = lambda: None,
     ) -> float:
-        """Returns the mean loss of a global state over a client's rows; see loss_before."""
+        """Return the mean loss of a global state over a client's rows; see loss_before."""
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         return loss_before(self._model, self._passes, data, self._job.batch_size, check)
@@ -316,14 +321,14 @@ class ClientRunner:
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
 
     def _reach(self, local_step: LocalStep, num_applied: int) -> dict[str, float]:
-        """Returns the sum of the rates of the steps, which are the same in all of a round."""
+        """Return the sum of the rates of the steps, which are the same in all of a round."""
         optimizer = local_step.turn.policy.optimizer
         assert optimizer is not None, "a client holds the whole model"
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         return {name: num_applied * float(rates[id(param)]) for name, param in self._named}
 
     def _pull(self, settings: RoundSettings) -> Callable[[], None]:
-        """Returns what changes the gradient of a step before it is applied."""
+        """Return what changes the gradient of a step before it is applied."""
         if settings.correction is None:
             return self._toward(settings.toward)
         added = [
@@ -338,7 +343,7 @@ class ClientRunner:
         return correct
 
     def _toward(self, toward: Toward | None) -> Callable[[], None]:
-        """Returns what adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step; nothing at
+        """Return what adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step; nothing at
         all for mu = 0, so that FedProx with mu = 0 is FedAvg to the bit."""
         mu, anchors = self._mu, [param.detach().clone() for param in self._params if self._mu]
         if toward is not None:
@@ -366,7 +371,7 @@ class ClientRunner:
         return train
 
     def _batches(self, data: Dataset, client: int, epoch: int) -> Iterator[tuple[Dataset, Tensor]]:
-        """Yields the batches of one epoch, each as rows of a data set; a stream is read to its
+        """Yield the batches of one epoch, each as rows of a data set; a stream is read to its
         end."""
         if isinstance(data, StreamDataset):
             for fetched in data.client_batches(client, epoch):
@@ -377,7 +382,7 @@ class ClientRunner:
             yield data, indices
 
     def _schedule(self, data: Dataset) -> ShadowSchedule | None:
-        """Returns the user's schedule, which begins anew in each round."""
+        """Return the user's schedule, which begins anew in each round."""
         if self._job.turns is not None or self._job.optimizer.schedule is None:
             return None
         if self._job.optimizer.schedule.entrypoint is None:
@@ -391,7 +396,7 @@ class ClientRunner:
     def _fresh_steps(
         self, data: Dataset, num_lr_reductions: int, protected: RowGradients | None
     ) -> list[LocalStep]:
-        """Returns the steps of one round, one for each turn, with optimizers and a schedule of
+        """Return the steps of one round, one for each turn, with optimizers and a schedule of
         their own."""
         job = self._job
         policy = StepPolicy(
@@ -399,13 +404,15 @@ class ClientRunner:
             make_optimizer_of(job, self._named, self._entrypoints),
             self._buffers,
             rates=ReportedRates(job.optimizer),
+            numerics=self._numerics,
+            num_steps=self._strategy.rounds,
             schedule=self._schedule(data),
         )
         turns = make_turns(job, self._entrypoints, self._passes, policy, self._named)
         for turn in turns:
             turn.policy.lower_rates(num_lr_reductions)
         must_divide, hooks = job.window.must_divide, self._callbacks
-        return [LocalStep(turn, must_divide, self._numerics, hooks, protected) for turn in turns]
+        return [LocalStep(turn, must_divide, hooks, protected) for turn in turns]
 
     def _step(
         self,
@@ -423,17 +430,15 @@ class ClientRunner:
             turn = local_step.turn
             if turn.number is not None:
                 turn.begin(self._named)
-            spec, num_rounds = turn.policy.job.optimizer, self._strategy.rounds
-            lr_factor = learning_rate_factor(spec, round_num - 1, num_rounds)
+            place = StepPlace(place_of(turn.policy, round_num - 1).lr_factor, rows.activity)
             window = Window(self._cuts(rows), key=_keys(key, turn))
-            report = local_step.run(rows, window, lr_factor=lr_factor, step=number, pull=pull)
-            reports.append(report)
+            reports.append(local_step.run(rows, window, place, number, pull))
         turns = [local_step.turn for local_step in local_steps]
         return whole_local_step(turns, reports, len(rows.indices))
 
 
 def _seen(number: int, rows: Rows, report: LocalReport) -> StepView:
-    """What on_step is shown of a step of a client, which counts within the round."""
+    """Return the view of a client's step for on_step, which counts within the round."""
     counted = report.counted
     weight = 0.0 if report.is_skipped else counted.weight
     metrics = means(counted.logged)
@@ -441,7 +446,7 @@ def _seen(number: int, rows: Rows, report: LocalReport) -> StepView:
 
 
 def _keys(step: Key, turn: StepTurn) -> Callable[[int], Key]:
-    """Returns the key of each micro-batch of a turn of a step."""
+    """Return the key of each micro-batch of a turn of a step."""
     of_turn = (*step, "turn", *turn.key) if turn.key else step
     return lambda micro_batch: (*of_turn, micro_batch) if micro_batch else of_turn
 

@@ -124,7 +124,7 @@ def _scaled(
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """How the rows of one client are drawn, and what that costs."""
+    """The way in which the rows of one client are drawn, and what that costs."""
 
     num_rows: int
     batch_size: int
@@ -158,7 +158,7 @@ class RowCosts:
 
     @property
     def steps_per_round(self) -> int:
-        """As many as it would take to go through the rows in batches."""
+        """The steps that it would take to go through the rows in batches."""
         return self.local_epochs * -(-self.num_rows // self.batch_size)
 
     def epsilon_after(self, num_rounds: int) -> float:
@@ -251,7 +251,7 @@ class RowNoise:
 
     @property
     def digest_of_names(self) -> str:
-        """What tells this round from every other one, in an audit."""
+        """The text that tells this round from every other one, in an audit."""
         return hashlib.sha256(derived_key(self.secret, ["name", *self.names])).hexdigest()[:32]
 
     def drawn(self, step: int, num_rows: int, rate: float) -> Tensor:
@@ -307,7 +307,7 @@ class RowGradients:
 
     passes: Passes
     named: list[tuple[str, nn.Parameter]]
-    """What is trained; frozen parameters get no noise."""
+    """The trained parameters; frozen ones get no noise."""
     clip_norm: float
     costs: RowCosts
     noise: RowNoise

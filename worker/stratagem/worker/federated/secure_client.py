@@ -76,7 +76,7 @@ class SignedKeys:
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """With which masks the update of a client leaves."""
+    """The masks with which the update of a client leaves."""
 
     rule: Quantisation
     spec: SecureAggregation

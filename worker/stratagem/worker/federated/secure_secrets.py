@@ -48,7 +48,7 @@ _SUFFIX: Final = ".secret"
 
 @dataclass(frozen=True, slots=True)
 class PeerKeys:
-    """What was verified of a neighbour: hexadecimal."""
+    """The verified identity of a neighbour: hexadecimal."""
 
     share_key: str
     mask_key: str
@@ -71,7 +71,7 @@ class RoundRecord:
     spec: SecureAggregation
     """The job's section."""
     audit: Mapping[str, JSON] = field(default_factory=dict)
-    """What the lines of a site's audit about the round have in common."""
+    """The fields that the lines of a site's audit about the round have in common."""
     last_opened: int = 0
     """The newest round in which shares were opened."""
     setup: str = ""
@@ -183,7 +183,7 @@ _RAW_KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class SignedIdentity:
-    """What signs for a client: a certificate with those above it, in DER, or a raw public key."""
+    """The signer of a client: a certificate with those above it, in DER, or a raw public key."""
 
     identity: bytes
     issuers: tuple[bytes, ...] = ()

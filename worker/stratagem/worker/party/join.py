@@ -293,7 +293,7 @@ def _load_node(
         weights=weights,
         numerics=work.numerics,
     )
-    work.warn(trainer.notes)
+    work.warn(trainer.setup.notes)
     trainer.load_state(tensors, metadata)
     work.holding.begin_sums(work.segment)
     return trainer
@@ -334,7 +334,7 @@ def _load_outer_base(
         sources=work.sources(),
         numerics=work.numerics,
     )
-    work.warn(trainer.notes)
+    work.warn(trainer.setup.notes)
     trainer.load_state(tensors, metadata)
     work.holding.trainer = trainer
     work.holding.begin_sums(work.segment)

@@ -214,7 +214,7 @@ def _runner(
         fresh=False,
         sources=work.sources(),
     )
-    work.warn(runner.notes)
+    work.warn(runner.setup.notes)
     return runner
 
 

@@ -52,7 +52,7 @@ _ROWS: Final = "history/rows"
 
 @dataclass(frozen=True, slots=True)
 class SegmentSums:
-    """What a state was sent with: the sums of the segment so far, and what goes with them."""
+    """The sums of the segment so far that a state was sent with, and what goes with them."""
 
     tally: str
     marks: str
@@ -102,7 +102,7 @@ def load_base(work: ExecutionContext, base: pb.StateRef, share: StateShare | Non
         trainer = load(work, *work.base_state(base), share)
     else:
         work.holding.drop()
-        trainer = work.holding.trainer = work.new_member(share, fresh=True)
+        trainer = work.holding.trainer = work.new_trainer(share, fresh=True)
     work.holding.begin_sums(work.segment)
     return trainer
 
@@ -118,7 +118,7 @@ def load(
     trainer = held(work)
     if trainer is None or trainer.job != work.job or trainer.share != share:
         # A member of a population that has copied another one has other settings.
-        trainer = work.new_member(share, fresh=False)
+        trainer = work.new_trainer(share, fresh=False)
     work.holding.trainer = None
     trainer.load_state(tensors, metadata)
     work.holding.trainer = trainer

@@ -12,22 +12,22 @@ from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMembe
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """What the members of a party have of a division of the state."""
+    """The parts of a division of the state that the members of a party have."""
 
     membership: int
-    """At which the state was divided so."""
+    """The membership at which the state was divided so."""
     step: int
     holders: frozenset[int]
-    """Who holds something of it after that step, or can."""
+    """The members that hold something of it after that step, or can."""
     keepers: frozenset[int]
-    """Who has kept copies of it, and holds what it was divided into since."""
+    """The members that have kept copies of it, and hold what it was divided into since."""
     sources: tuple[int, ...]
-    """Who gives each slice."""
+    """The member that gives each slice."""
     donor: int
-    """Who gives what all of them have."""
+    """The member that gives what all of them have."""
     grad_norm: float
     is_finite: bool
-    """Of that step, as the donor says."""
+    """Norm and finiteness are those of that step, as the donor says."""
 
     def slices_of(self, rank: int) -> list[int]:
         """Return the slices that this member gives."""

@@ -23,7 +23,7 @@ _LEAST_DETERMINANT = 1e-10
 
 
 def coefficients(spec: PredictorSpec, steps: Sequence[int], target: int) -> list[float]:
-    """Returns one coefficient per gradient. steps: when they were computed, ascending; target: the
+    """Return one coefficient per gradient. steps: when they were computed, ascending; target: the
     step to predict.
 
     One gradient alone is carried on as it is. Raises ValueError without gradients, for steps that
@@ -42,7 +42,7 @@ def coefficients(spec: PredictorSpec, steps: Sequence[int], target: int) -> list
 
 
 def _followed(damping: float, ahead: int) -> float:
-    """Steps that a slope is followed for."""
+    """Step that a slope is followed for."""
     total, power = 0.0, 1.0
     for _ in range(ahead):
         power *= damping
@@ -86,17 +86,17 @@ MAX_RELATIVE_ERROR = 1e9
 
 
 def flat_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Returns the dtype that holds gradients of all of these."""
+    """Return the dtype that holds gradients of all of these."""
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def norm(flat: Tensor) -> float:
-    """Returns the Euclidean norm, summed in float64."""
+    """Return the Euclidean norm, summed in float64."""
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
 
 
 def quality(exact: Tensor, predicted: Tensor) -> Quality:
-    """Compares a prediction with the gradient that came out; both (N,).
+    """Compare a prediction with the gradient that came out; both (N,).
 
     The cosine follows from three norms by the law of cosines. Two gradients of zero agree.
     """
@@ -125,13 +125,13 @@ class GradientHistory:
         self._last_norm: float | None = None  # until a prediction asks
 
     def record(self, step: int, gradient: Tensor) -> None:
-        """Takes the exact gradient (N,) of this step over, uncopied; steps ascend."""
+        """Take the exact gradient (N,) of this step over, uncopied; steps ascend."""
         if self.steps and step <= self.steps[-1]:
             raise ValueError(f"step {step} comes after step {self.steps[-1]}")
         self.replace([*self.steps, step], [*self.gradients, gradient])
 
     def predict(self, step: int) -> Tensor:
-        """Returns the predicted gradient (N,) of a step after the last recorded one, as a new
+        """Return the predicted gradient (N,) of a step after the last recorded one, as a new
         tensor.
 
         Its norm is at most `trust` times that of the last exact gradient: where the line has left
@@ -147,7 +147,7 @@ class GradientHistory:
         return total.mul_(limit / length) if length > limit else total
 
     def replace(self, steps: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Takes these gradients in place of its own, oldest first; keeps the newest ones where
+        """Take these gradients in place of its own, oldest first; keeps the newest ones where
         there are more than it has room for."""
         kept = slice(-self._capacity, None)
         self.steps, self.gradients = list(steps)[kept], list(gradients)[kept]

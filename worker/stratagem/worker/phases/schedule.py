@@ -65,11 +65,11 @@ class LossHistory:
     capacity: int = MAX_LOSSES
 
     def recorded(self, loss: float) -> "LossHistory":
-        """Returns the history with one more loss, and without the oldest if there is no room."""
+        """Return the history with one more loss, and without the oldest if there is no room."""
         return LossHistory((*self.losses, loss)[-self.capacity :], self.capacity)
 
     def summary(self) -> LossSummary | None:
-        """Returns the statistics of all losses; None without losses."""
+        """Return the statistics of all losses; None without losses."""
         if not self.losses:
             return None
         variance = statistics.pvariance(self.losses)
@@ -83,11 +83,11 @@ class LossHistory:
         )
 
     def rolling_average(self, window: int) -> float | None:
-        """Returns the mean of the last `window` losses; None while there are fewer."""
+        """Return the mean of the last `window` losses; None while there are fewer."""
         return mean(self.losses[-window:]) if len(self.losses) >= window else None
 
     def change(self, window: int) -> float | None:
-        """Returns (newer − older) / |older| of the means of the last two windows; None while there
+        """Return (newer − older) / |older| of the means of the last two windows; None while there
         are fewer losses. An older mean of zero counts as the least positive number."""
         if len(self.losses) < 2 * window:
             return None
@@ -95,17 +95,17 @@ class LossHistory:
         return _relative(newer - older, older)
 
     def is_converging(self, threshold: float) -> bool:
-        """Returns whether the mean of the newer half is below that of the older by more than this
+        """Return whether the mean of the newer half is below that of the older by more than this
         share of it."""
         change = self.change(len(self.losses) // 2) if len(self.losses) >= 2 else None
         return change is not None and -change > threshold
 
     def is_diverging(self, window: int, numerics: int = CURRENT) -> bool:
-        """Returns whether the loss has risen by more than a fifth; see `rise`."""
+        """Return whether the loss has risen by more than a fifth; see `rise`."""
         return self.rise(window, DIVERGENCE_SHARE, numerics) is not None
 
     def rise(self, window: int, share: float, numerics: int = CURRENT) -> Rise | None:
-        """Returns the rise between two neighbouring windows if it is more than this share; None
+        """Return the rise between two neighbouring windows if it is more than this share; None
         otherwise.
 
         By the rules of `numerics` 2 longer windows are looked at, too, and halves of what there is,
@@ -138,7 +138,7 @@ class LossHistory:
         return high - low > SIGNIFICANT_ERRORS * error
 
     def is_spike(self, window: int) -> bool:
-        """Returns whether the newest loss is more than three deviations above the mean of the
+        """Return whether the newest loss is more than three deviations above the mean of the
         `window` before it."""
         baseline = self.losses[-window - 1 : -1]
         if len(baseline) < max(window, 2):
@@ -149,7 +149,7 @@ class LossHistory:
         return rise > 0 and rise > SPIKE_DEVIATIONS * deviation
 
     def improvement_rate(self) -> float | None:
-        """Returns (last − first) / |first|: negative while the loss falls; None below two
+        """Return (last − first) / |first|: negative while the loss falls; None below two
         losses."""
         if len(self.losses) < 2:
             return None
@@ -157,7 +157,7 @@ class LossHistory:
 
 
 def mean(losses: Sequence[float]) -> float:
-    """Returns the exactly rounded sum divided by the count: independent of how it is added up."""
+    """Return the exactly rounded sum divided by the count: independent of how it is added up."""
     return math.fsum(losses) / len(losses)
 
 
@@ -190,7 +190,7 @@ def configured(spec: PhasesSpec) -> Lengths:
 def adapted(
     lengths: Lengths, losses: LossHistory, spec: PhasesSpec, numerics: int = CURRENT
 ) -> Lengths:
-    """Returns the lengths of the next cycle: more exact steps after a rise of the loss, more
+    """Return the lengths of the next cycle: more exact steps after a rise of the loss, more
     predicted ones after a fall."""
     if not spec.adaptive.enabled:
         return lengths
@@ -208,7 +208,7 @@ def adapted(
 
 
 def after_failed_check(lengths: Lengths, spec: PhasesSpec) -> Lengths:
-    """Returns lengths with half as many predicted steps: the last ones led to where the prediction
+    """Return lengths with half as many predicted steps: the last ones led to where the prediction
     was wrong."""
     if not spec.adaptive.enabled:
         return lengths
@@ -278,12 +278,12 @@ class State:
     """The state of the schedule between two steps, or inside one when `is_open`."""
 
     lengths: Lengths
-    """Of the present cycle; adaptation moves them."""
+    """The lengths of the present cycle; adaptation moves them."""
     phase: TrainingPhase = TrainingPhase.FULL
-    """Of the open step, or of the last one."""
+    """The phase of the open step, or of the last one."""
     is_open: bool = False
     has_changed: bool = True
-    """Whether the phase of the open (or last) step differs from that of the step before."""
+    """True if the phase of the open (or last) step differs from that of the step before."""
     num_full: int = 0
     """Full steps in this cycle that have ended."""
     num_predicted: int = 0
@@ -291,7 +291,7 @@ class State:
     num_since_exact: int = 0
     """Predict steps since the last exact gradient."""
     may_predict: bool = False
-    """Whether the latest check of predictions passed."""
+    """True if the latest check of predictions passed."""
     cycle: int = 0
     counts: Counts = NO_STEPS
     num_refused: int = 0
@@ -300,13 +300,13 @@ class State:
     """Corrections after which the cycle was given up."""
     last_check: Quality | None = None
     last_loss: float | None = None
-    """Of the last exact step."""
+    """The loss of the last exact step."""
     full_losses: LossHistory = field(default_factory=lambda: LossHistory(capacity=NUM_LOSSES))
     correct_losses: LossHistory = field(default_factory=lambda: LossHistory(capacity=NUM_LOSSES))
 
     @property
     def total_step(self) -> int:
-        """Steps that have ended."""
+        """Step that have ended."""
         return self.counts.total
 
 
@@ -315,12 +315,12 @@ class PhaseError(RuntimeError):
 
 
 def initial(spec: PhasesSpec) -> State:
-    """Returns the state before the first step, to which a reset returns too."""
+    """Return the state before the first step, to which a reset returns too."""
     return State(configured(spec))
 
 
 def begin(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> State:
-    """Returns the state with a step open; the same state when one is open already."""
+    """Return the state with a step open; the same state when one is open already."""
     if state.is_open:
         return state
     phase = _next_phase(state, spec)
@@ -340,7 +340,7 @@ def end(
     checks: tuple[Quality, ...] = (),
     numerics: int = CURRENT,
 ) -> State:
-    """Returns the state after the open step.
+    """Return the state after the open step.
 
     loss: the mean over the global batch of an exact step; a predicted one has none. checks: how
     predictions of this step's gradient compare with it; see `check_due` and `back_test_due`.
@@ -371,18 +371,18 @@ def end(
 
 
 def needed_full_steps(state: State, spec: PhasesSpec) -> int:
-    """Returns the number of Full steps of the present cycle; the first one is preceded by the
+    """Return the number of Full steps of the present cycle; the first one is preceded by the
     warm-up."""
     return state.lengths.full + (spec.warmup_steps if state.cycle == 0 else 0)
 
 
 def check_due(state: State) -> bool:
-    """Returns whether the open step is the first exact one after predicted ones."""
+    """Return whether the open step is the first exact one after predicted ones."""
     return state.is_open and state.phase.is_exact and state.num_since_exact > 0
 
 
 def back_test_due(state: State, spec: PhasesSpec) -> bool:
-    """Returns whether PREDICT may follow the open Full step, if its gradient could have been
+    """Return whether PREDICT may follow the open Full step, if its gradient could have been
     predicted."""
     is_last = state.num_full + 1 == needed_full_steps(state, spec)
     return (
@@ -394,13 +394,13 @@ def back_test_due(state: State, spec: PhasesSpec) -> bool:
 
 
 def horizon(state: State, spec: PhasesSpec) -> int:
-    """Returns how many steps ahead the back-test predicts: as far as predictions will reach, if the
+    """Return how many steps ahead the back-test predicts: as far as predictions will reach, if the
     Full steps leave room for a line before."""
     return max(1, min(spec.correct_every, state.lengths.predict, state.lengths.full - 2))
 
 
 def forecast_due(state: State, spec: PhasesSpec) -> bool:
-    """Returns whether the gradient of the last Full step is to be predicted from here, after the
+    """Return whether the gradient of the last Full step is to be predicted from here, after the
     open step's gradient is known."""
     ahead = needed_full_steps(state, spec) - (state.num_full + 1)
     is_here = ahead == horizon(state, spec) and state.phase is TrainingPhase.FULL
@@ -477,7 +477,7 @@ def _end_correct(closed: State, spec: PhasesSpec, loss: float, passed: bool) -> 
 
 
 def dump_state(state: State) -> str:
-    """Returns the state as compact JSON; equal states, equal text."""
+    """Return the state as compact JSON; equal states, equal text."""
     plain = asdict(state)
     for name in ("full_losses", "correct_losses"):
         plain[name] = list(getattr(state, name).losses)
@@ -485,7 +485,7 @@ def dump_state(state: State) -> str:
 
 
 def load_state(text: str) -> State:
-    """Returns the state of a text that `dump_state` wrote. Raises InvalidInputError for any
+    """Return the state of a text that `dump_state` wrote. Raises InvalidInputError for any
     other."""
     try:
         return _read(json.loads(text))

@@ -67,7 +67,7 @@ class Seconds:
     def with_exact(
         self, phase: TrainingPhase, *, forward: float, backward: float, whole: float
     ) -> "Seconds":
-        """Returns the sums with one more exact step."""
+        """Return the sums with one more exact step."""
         full, predict, correct = self.counts
         counts = Counts(
             full + (phase is TrainingPhase.FULL),
@@ -83,7 +83,7 @@ class Seconds:
         )
 
     def with_predicted(self, whole: float) -> "Seconds":
-        """Returns the sums with one more Predict step."""
+        """Return the sums with one more Predict step."""
         counts = self.counts._replace(predict=self.counts.predict + 1)
         return replace(self, counts=counts, predicted=self.predicted + whole)
 
@@ -126,12 +126,12 @@ class Statistics:
 
 
 def step_ratio(counts: Counts) -> float:
-    """Returns all steps per exact one; 1 before the first step."""
+    """Return all steps per exact one; 1 before the first step."""
     return counts.total / max(counts.full + counts.correct, 1) if counts.total else 1.0
 
 
 def statistics_of(state: State) -> Statistics:
-    """Returns the statistics of a state, which are the same on all replicas."""
+    """Return the statistics of a state, which are the same on all replicas."""
     histories = {TrainingPhase.FULL: state.full_losses, TrainingPhase.CORRECT: state.correct_losses}
     return Statistics(
         counts=state.counts,
@@ -147,7 +147,7 @@ def statistics_of(state: State) -> Statistics:
 
 
 def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[str, float]:
-    """Returns the trends of the losses of FULL steps, by name; the same on all replicas. A trend
+    """Return the trends of the losses of FULL steps, by name; the same on all replicas. A trend
     that takes more losses than there are is absent."""
     losses, window = state.full_losses, spec.adaptive.window
     trends = {
@@ -164,7 +164,7 @@ def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[s
 
 
 def news_of(before: State, after: State, spec: PhasesSpec, numerics: int = CURRENT) -> str:
-    """Returns a sentence for people when the loss has begun to diverge, or has settled; ""
+    """Return a sentence for people when the loss has begun to diverge, or has settled; ""
     otherwise."""
     if before.full_losses is after.full_losses:
         return ""
@@ -216,7 +216,7 @@ class PhaseTraining:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything; lengths are the configured ones again."""
+        """Forget everything; lengths are the configured ones again."""
         self._state: State = schedule.initial(self._spec)
         self._history = GradientHistory(self._spec.predictor, self._spec.trust)
         self._forecast: tuple[int, Tensor] | None = None
@@ -255,12 +255,12 @@ class PhaseTraining:
         }
 
     def take_news(self) -> list[str]:
-        """Returns the sentences for people since the last call."""
+        """Return the sentences for people since the last call."""
         news, self._news = self._news, []
         return news
 
     def take(self, gradients: Sequence[Tensor | None], loss: float) -> None:
-        """Ends an exact step. gradients: the mean over the global batch by parameter, before
+        """End an exact step. gradients: the mean over the global batch by parameter, before
         clipping, None where no row reached it; loss likewise.
 
         In a correction whose prediction was good, correction_weight · (exact − predicted) is added
@@ -305,11 +305,11 @@ class PhaseTraining:
         return [gradient if reached else None for gradient, reached in pairs]
 
     def end_predicted(self) -> None:
-        """Ends a Predict step."""
+        """End a Predict step."""
         self._state = schedule.end(self._opened, self._spec)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns (live tensors by name, metadata): all that later steps depend on."""
+        """Return (live tensors by name, metadata): all that later steps depend on."""
         named = enumerate(self._history.gradients)
         tensors = {f"{_GRADIENT}{index}": gradient for index, gradient in named}
         tensors[_REACHED] = torch.tensor(self._reached)
@@ -323,7 +323,7 @@ class PhaseTraining:
         return tensors, {_SCHEDULE: dump_state(self._state), _HISTORY: json.dumps(history)}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from what `state` gave; from the beginning where the state has no phases."""
+        """Continue from what `state` gave; from the beginning where the state has no phases."""
         self.reset()
         if _SCHEDULE not in metadata:
             return
@@ -344,7 +344,7 @@ class PhaseTraining:
         return schedule.begin(self._state, self._spec, self._numerics)
 
     def _own(self, source: Tensor) -> Tensor:
-        """Returns a copy in storage that torch allocated, on the parameters' device."""
+        """Return a copy in storage that torch allocated, on the parameters' device."""
         return torch.empty_like(source, device=self._params[0].device).copy_(source)
 
     def _correct(
@@ -354,13 +354,13 @@ class PhaseTraining:
         predicted: Tensor,
         measured: Quality,
     ) -> None:
-        """Adds the share of this one step's difference, however many steps were predicted."""
+        """Add the share of this one step's difference, however many steps were predicted."""
         weight = self._spec.correction_weight
         if weight and measured.passes(self._spec):
             self._spread(exact + (exact - predicted) * weight, gradients)
 
     def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Returns all gradients as one vector (N,), zeros where there is no gradient."""
+        """Return all gradients as one vector (N,), zeros where there is no gradient."""
         if len(gradients) != len(self._params):
             raise ValueError(f"{len(gradients)} gradients for {len(self._params)} parameters")
         parts = []
@@ -397,55 +397,44 @@ def _layout_digest(params: NamedParams) -> str:
 class PassTimer:
     """Seconds of one step after the other; hands them to the phases when a step has ended."""
 
-    def __init__(self, device: torch.device, *, is_idle: bool) -> None:
-        """Waits for the device where that is needed to separate the passes, unless is_idle: then
-        no times are needed."""
-        self._device, self._is_idle = device, is_idle
+    def __init__(self, device: torch.device) -> None:
+        """device: is waited for where that is needed to separate the passes."""
+        self._device = device
         self._is_backward = False
         self._step_began_s = self._mark_s = 0.0
         self._forward_s = self._backward_s = 0.0
 
     def begin_step(self) -> None:
+        """Begin a step of any phase."""
         self._step_began_s = time.perf_counter()
         self._forward_s = self._backward_s = 0.0
 
     def begin_passes(self) -> None:
-        """Starts the passes of a shard: forward and backward in turn, once for each of its
+        """Begin the passes of a shard: forward and backward in turn, once for each of its
         micro-batches."""
         self._mark_s = time.perf_counter()
         self._is_backward = False
 
-    def begin_backward(self) -> None:
-        """Ends a forward pass and starts the backward."""
-        if not self._is_idle and self._device.type == "cuda":
+    def turn(self, *, to_backward: bool) -> None:
+        """End a pass and begin the next one, if any: of another kind, or of another micro-batch."""
+        if to_backward and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._pass(is_backward=True)
-
-    def begin_forward(self) -> None:
-        """Starts a further micro-batch."""
-        self._pass(is_backward=False)
-
-    def end_passes(self) -> None:
-        self._pass(is_backward=False)
-
-    def _pass(self, *, is_backward: bool) -> None:
-        if self._is_idle:
-            return
         now_s = time.perf_counter()
         if self._is_backward:
             self._backward_s += now_s - self._mark_s
         else:
             self._forward_s += now_s - self._mark_s
-        self._mark_s, self._is_backward = now_s, is_backward
+        self._mark_s, self._is_backward = now_s, to_backward
 
-    def end_exact_step(self, phases: PhaseTraining | None, phase: str) -> None:
-        if phases is not None:
-            phases.seconds = phases.seconds.with_exact(
-                TrainingPhase(phase),
-                forward=self._forward_s,
-                backward=self._backward_s,
-                whole=time.perf_counter() - self._step_began_s,
-            )
+    def end_exact_step(self, phases: PhaseTraining, phase: str) -> None:
+        """Count the seconds of a step in an exact phase."""
+        phases.seconds = phases.seconds.with_exact(
+            TrainingPhase(phase),
+            forward=self._forward_s,
+            backward=self._backward_s,
+            whole=time.perf_counter() - self._step_began_s,
+        )
 
     def end_predicted_step(self, phases: PhaseTraining) -> None:
+        """Count the seconds of a predicted step."""
         phases.seconds = phases.seconds.with_predicted(time.perf_counter() - self._step_began_s)

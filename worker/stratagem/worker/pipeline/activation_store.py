@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # needs obstore, which workers without a store need not have
 log = structlog.get_logger(__name__)
 
 RETRY: Final = {"max_retries": 10, "retry_timeout": timedelta(seconds=30)}
-"""Of S3. A store that is away for longer ends the membership; the next one tries again."""
+"""The options of S3. A store away for longer ends the membership; the next one tries again."""
 _ROOT: Final = "root"
 
 
@@ -39,7 +39,7 @@ class ActivationStore:
     """
 
     def __init__(self, url: str) -> None:
-        """Raises InvalidInputError where the library is missing."""
+        """Raise InvalidInputError where the library is missing."""
         self._url = url
         if url:
             try:
@@ -58,7 +58,7 @@ class ActivationStore:
         return self._url.partition(":")[0]
 
     def check(self, worker_id: str) -> None:
-        """Raises NotFoundError without a store, InvalidInputError for one that cannot be used, and
+        """Raise NotFoundError without a store, InvalidInputError for one that cannot be used, and
         UnavailableError for one that does not answer."""
         if not self._url:
             raise NotFoundError(
@@ -80,7 +80,7 @@ class ActivationStore:
             raise InvalidInputError.at("activation_store", text) from error
 
     def transport(self, run_id: str, party: str, membership: int, replica: int) -> "StoreTransport":
-        """Returns the transport of one replica of a party under one membership."""
+        """Return the transport of one replica of a party under one membership."""
         prefix = f"{_folder(run_id, party)}/{membership}/{replica}"
         from stratagem.worker.pipeline.store_transport import StoreTransport
 
@@ -89,7 +89,7 @@ class ActivationStore:
         return made
 
     def clear_older(self, run_id: str, party: str, membership: int) -> None:
-        """Deletes what earlier memberships of the party have left."""
+        """Delete what earlier memberships of the party have left."""
         folder = _folder(run_id, party)
 
         def is_older(path: str) -> bool:
@@ -99,7 +99,7 @@ class ActivationStore:
         self._in_background(lambda: self._delete(f"{folder}/", is_older))
 
     def clear_run(self, run_id: str) -> None:
-        """Deletes what is left of a run that this worker has used the store for."""
+        """Delete what is left of a run that this worker has used the store for."""
         transports = self._opened.pop(run_id, [])
 
         def clear() -> None:
@@ -149,6 +149,6 @@ def _delete_if_there(store: Any, path: str) -> None:
 
 
 def _folder(run_id: str, party: str) -> str:
-    """Returns the folder of a party; not nested like parties, so that none is inside another
+    """Return the folder of a party; not nested like parties, so that none is inside another
     one's."""
     return f"{run_id}/{party.replace('/', '.') or _ROOT}"

@@ -49,15 +49,15 @@ class Agreement:
         self.step, self._count = -1, 0
 
     def is_first(self, own: Trained) -> bool:
-        """Returns whether this rank holds the first copy."""
+        """Return whether this rank holds the first copy."""
         return self._holders[own.name][0] == self._lane.rank
 
     def begin(self, step: int, count: int) -> None:
-        """Begins the rounds of pass number `step`, with `count` micro-batches."""
+        """Begin the rounds of pass number `step`, with `count` micro-batches."""
         self.step, self._count = step, count
 
     def awaited(self) -> Iterator[Address]:
-        """Returns the addresses of all messages that will come."""
+        """Return the addresses of all messages that will come."""
         for rank in self._others:
             if rank == self._lane.rank_of[-1]:
                 yield self._address(_TOTALS, rank, self._lane.rank)
@@ -66,7 +66,7 @@ class Agreement:
             yield self._address(_VERDICT, rank, self._lane.rank)
 
     def share_loss(self, counted: Counted) -> Counted:
-        """Returns the loss as the last stage counted it."""
+        """Return the loss as the last stage counted it."""
         last = self._lane.rank_of[-1]
         if self._lane.rank != last:
             # A rank of version 0.2 sends the losses of its micro-batches behind these, too.
@@ -78,7 +78,7 @@ class Agreement:
         return counted
 
     def sum_tied(self) -> list[bool]:
-        """Leaves the gradient of each own parameter in the .grad of its first copy here; returns
+        """Leave the gradient of each own parameter in the .grad of its first copy here; returns
         for each whether backward reached it."""
         for rank, shared in self._tied_with.items():
             if shared:
@@ -96,7 +96,7 @@ class Agreement:
         return [total is not None for total in totals]
 
     def summarize(self, scalars: StepScalars) -> tuple[StepSummary, float]:
-        """Returns the summary of all ranks together, and the largest wish to stop. Norms
+        """Return the summary of all ranks together, and the largest wish to stop. Norms
         are of the .grad of the first copies."""
         grads = {
             weight.name: weight.param.grad for weight in self.own if weight.param.grad is not None
@@ -129,7 +129,7 @@ class Agreement:
         return Trained(weight.name, tuple(copies))
 
     def _shared(self, rank: int) -> list[Trained]:
-        """Returns the own parameters of which that rank holds copies too."""
+        """Return the own parameters of which that rank holds copies too."""
         return [weight for weight in self.own if rank in self._holders[weight.name]]
 
     def _gradients_of(self, shared: Sequence[Trained]) -> Message:
@@ -189,7 +189,7 @@ must be. Called before the division by the weight."""
 
 
 def only_shard(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
-    """Returns the sum where there is one shard."""
+    """Return the sum where there is one shard."""
     (one,) = shards
     return one
 
@@ -210,18 +210,18 @@ class StageExchange:
 
     transport: StageTransport
     carrier: MessageLink | None = None
-    """What carries the transport's messages, where that must be freed."""
+    """The link that carries the transport's messages, where that must be freed."""
     column: Link | SharedGroup | None = None
-    """To the ranks of other replicas that hold the same stages."""
+    """The link to the ranks of other replicas that hold the same stages."""
     reducer: GradientReducer | None = None
-    """What has taken `column` over."""
+    """The reducer that has taken `column` over."""
     reduce: Reduce = only_shard
     activations: str = ""
-    """For people: what carries activations."""
+    """The name, for people, of what carries activations."""
     schedule_text: Callable[[], str] = str
-    """For people: the order in which stages work, which steps may choose again."""
+    """Returns, for people, the order in which stages work, which steps may choose again."""
     columns: str = ""
-    """For people: what carries gradients between replicas; empty where there is one."""
+    """The name, for people, of what carries gradients between replicas; empty for one."""
 
     @property
     def name(self) -> str:
@@ -236,13 +236,13 @@ class StageExchange:
         return any(line is not None and line.name == SharedGroup.name for line in lines)
 
     def cut(self) -> None:
-        """Cuts all connections. From any thread, any number of times."""
+        """Cut all connections. From any thread, any number of times."""
         self.transport.cut()
         for line in self._lines():
             line.cut()
 
     def close(self) -> None:
-        """Frees everything; cut comes first."""
+        """Free everything; cut comes first."""
         for line in self._lines():
             line.close()
 

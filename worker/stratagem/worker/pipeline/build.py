@@ -11,8 +11,8 @@ from stratagem.common.model.stages import plan_stages
 from stratagem.common.numerics.rules import CURRENT, KEEPS_DTYPES
 from stratagem.common.strategy.choices import AUTO, SCHEDULE_NAMES
 from stratagem.worker.data.datasets import training_split
-from stratagem.worker.data.order import epoch_rows_of
 from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.build import collect_setup
 from stratagem.worker.engine.callbacks import make_callbacks
 from stratagem.worker.engine.round_trip import check_alone, check_optimizer_of
 from stratagem.worker.exchange import GradientReducer
@@ -28,11 +28,10 @@ from stratagem.worker.models.nodes import (
 from stratagem.worker.numerics.model import make_gather, prepare_nodes
 from stratagem.worker.numerics.precision import low_dtype
 from stratagem.worker.numerics.randomness import KeyedRandomness
-from stratagem.worker.objectives.evaluator import make_evaluator
 from stratagem.worker.pipeline.agreement import StageGradients
 from stratagem.worker.pipeline.messages import StageTransport
 from stratagem.worker.pipeline.rank_pass import StageChannel
-from stratagem.worker.pipeline.rank_trainer import RunnerSetup, StageRunner
+from stratagem.worker.pipeline.rank_trainer import RankSetup, StageRunner
 from stratagem.worker.pipeline.stage import StagePart
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -54,7 +53,7 @@ class StageAssignment:
     micro_batch_size: int | None = None
     schedule: str = AUTO
     numerics: int = CURRENT
-    """Which rules decide the bits; see stratagem.common.numerics.rules."""
+    """The version of the rules that decide the bits; see stratagem.common.numerics.rules."""
 
     def __post_init__(self) -> None:
         size = len(set(self.ranks))
@@ -84,7 +83,7 @@ def build_stage_runner(
     fresh: bool,
     sources: DataSources | None = None,
 ) -> StageRunner:
-    """Builds the runner of one rank. fresh: initialised from the seed, as the whole model would be;
+    """Build the runner of one rank. fresh: initialised from the seed, as the whole model would be;
     otherwise load_state must come first."""
     sources = sources or DataSources()
     data = load_data(job, entrypoints, sources, numerics=placement.numerics)
@@ -112,8 +111,9 @@ def build_stage_runner(
     model.to(device)
     tie_again(trained)
     execution = prepare_nodes(model, job, device, randomness, program, foreign, placement.numerics)
-    evaluator = make_evaluator(
-        job, entrypoints, model, data, execution, randomness, gather, placement.numerics
+    setup = collect_setup(
+        *(job, entrypoints, model, data, gather, randomness, execution, callbacks),
+        placement.numerics,
     )
     interval = job.execution.checkpoint_interval
     ends_single = low_dtype(job.execution) is not None or placement.numerics < KEEPS_DTYPES
@@ -125,24 +125,8 @@ def build_stage_runner(
         if owned_by == seat.rank
     }
     lane = StageChannel(plan, rank_of, seat.rank, seat.transport, seat.timeout_s)
-    return StageRunner(
-        RunnerSetup(
-            job=job,
-            model=model,
-            trained=trained,
-            parts=parts,
-            lane=lane,
-            data=data,
-            evaluator=evaluator,
-            micro_batch_size=placement.micro_batch_size,
-            schedule=placement.schedule,
-            execution=execution,
-            numerics=placement.numerics,
-            entrypoints=entrypoints,
-            callbacks=callbacks,
-            epoch_rows=epoch_rows_of(job, data, entrypoints),
-        )
-    )
+    size, schedule = placement.micro_batch_size, placement.schedule
+    return StageRunner(RankSetup(setup, trained, parts, lane, size, schedule))
 
 
 # ---- Sum over replicas ----

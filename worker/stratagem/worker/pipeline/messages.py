@@ -54,7 +54,7 @@ class Message:
 
 
 def pack(address: Address, message: Message) -> Tensor:
-    """Packs a message into one flat uint8 tensor: header, then the elements of each tensor on 64
+    """Pack a message into one flat uint8 tensor: header, then the elements of each tensor on 64
     bytes."""
     layouts, payloads, end = [], [], 0
     for tensor in message.tensors:
@@ -86,7 +86,7 @@ def pack(address: Address, message: Message) -> Tensor:
 
 
 def unpack(address: Address, frame: memoryview) -> Message:
-    """Unpacks a message, with tensors in storage of their own. Raises IntegrityError for any other
+    """Unpack a message, with tensors in storage of their own. Raises IntegrityError for any other
     message."""
     try:
         head, start = _read_head(frame)
@@ -109,7 +109,7 @@ def _read_head(frame: memoryview) -> tuple[dict[str, Any], int]:
 
 
 def _layout_of(tensor: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Returns (its layout in its storage, its distinct elements as a contiguous tensor)."""
+    """Return (its layout in its storage, its distinct elements as a contiguous tensor)."""
     tensor = tensor.detach()
     shape, strides = list(tensor.shape), list(tensor.stride())
     compact = tensor
@@ -139,7 +139,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the number of elements from the first to the last, both included; 0 when there are
+    """Return the number of elements from the first to the last, both included; 0 when there are
     none."""
     if 0 in shape:
         return 0
@@ -183,7 +183,7 @@ Skeleton = Any
 
 
 def take_apart(value: Any, tensors: list[Tensor]) -> Skeleton:
-    """Returns the nesting of a value; its tensors are appended to `tensors`."""
+    """Return the nesting of a value; its tensors are appended to `tensors`."""
     match value:
         case Tensor():
             tensors.append(value)
@@ -225,20 +225,20 @@ class StageTransport(Protocol):
     """Carries messages from and to the other ranks. Used by one thread, but for `cut`."""
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
-        """Begins a pass: these messages, each once, and none of an older step will be taken."""
+        """Begin a pass: these messages, each once, and none of an older step will be taken."""
 
     def send(self, address: Address, message: Message) -> None:
-        """Returns at once; the message is the transport's from now on."""
+        """Return at once; the message is the transport's from now on."""
 
     def recv(self, address: Address, timeout_s: float) -> Message:
-        """Returns one message. Raises ExchangeError, which names the message, its sender and what
+        """Return one message. Raises ExchangeError, which names the message, its sender and what
         went wrong."""
 
     def end(self, timeout_s: float) -> None:
-        """Ends the pass: returns when nothing of it is under way any more."""
+        """End the pass: returns when nothing of it is under way any more."""
 
     def cut(self) -> None:
-        """Makes every wait fail soon, here and at the other ranks. From any thread."""
+        """Make every wait fail soon, here and at the other ranks. From any thread."""
 
 
 class LocalPost:

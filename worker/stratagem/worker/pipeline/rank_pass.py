@@ -28,7 +28,7 @@ class StageChannel:
 
     plan: StagePlan
     rank_of: tuple[int, ...]
-    """By stage."""
+    """The rank of each stage."""
     rank: int
     transport: StageTransport
     timeout_s: float
@@ -44,7 +44,7 @@ class StageChannel:
     def address(
         self, step: int, boundary: Boundary, count: int, micro_batch: int, *, backward: bool
     ) -> Address:
-        """Returns the address of an activation, or of its gradient; `count` micro-batches make the
+        """Return the address of an activation, or of its gradient; `count` micro-batches make the
         step."""
         ends = (self.rank_of[boundary.source], self.rank_of[boundary.target])
         source, target = reversed(ends) if backward else ends
@@ -54,7 +54,7 @@ class StageChannel:
         return Address(step, source, target, tag, label)
 
     def control(self, step: int, count: int, number: int, source: int, target: int) -> Address:
-        """Returns the address of a message that is sent once per step."""
+        """Return the address of a message that is sent once per step."""
         tag = control_tag(self.plan.num_boundaries, count, number)
         return Address(step, source, target, tag, f"control {number}, from {source}, to {target}")
 
@@ -77,7 +77,7 @@ class Gauge(Protocol):
     """An observer of a pass."""
 
     def time(self, kind: TaskKind) -> AbstractContextManager[None]:
-        """Returns a context around what is computed for one micro-batch, without waiting and
+        """Return a context around what is computed for one micro-batch, without waiting and
         sending."""
 
     def sent(self, rank: int, message: Message) -> None:
@@ -102,7 +102,7 @@ class RankPass:
         self._local: dict[Address, Message] = {}
 
     def awaited(self) -> Iterator[Address]:
-        """Returns all that may come from other ranks: activations, and their gradients or
+        """Return all that may come from other ranks: activations, and their gradients or
         credits."""
         for micro_batch in range(self._count):
             for part in self._parts.values():
@@ -113,7 +113,7 @@ class RankPass:
                             yield address
 
     def train(self, actions: Sequence[Action], work: PassCallbacks) -> None:
-        """Does forward and backward of all micro-batches."""
+        """Do forward and backward of all micro-batches."""
         for action in actions:
             part, key = self._parts[action.stage], (action.stage, action.micro_batch)
             if action.kind is TaskKind.FORWARD:
@@ -141,7 +141,7 @@ class RankPass:
 
     @torch.no_grad()
     def forward_only(self, actions: Sequence[Action], work: PassCallbacks, window: int) -> None:
-        """Does the forward of all micro-batches, at most `window` of them ahead of the next stage.
+        """Do the forward of all micro-batches, at most `window` of them ahead of the next stage.
 
         The backward tag of a micro-batch then carries nothing, which says: one more may be sent.
         """

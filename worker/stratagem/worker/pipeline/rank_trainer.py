@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stratagem.common.job import JobSpec
 from stratagem.common.numerics.keys import Key
 from stratagem.common.numerics.shards import split_rows
 from stratagem.common.pipeline.schedules import TaskKind, forward_only
 from stratagem.common.process.failpoints import failpoint
-from stratagem.worker.data.datasets import Coming, Dataset
-from stratagem.worker.data.order import BatchOrder, EpochRows
+from stratagem.worker.data.datasets import Coming
+from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.data.rows import BatchKeys
 from stratagem.worker.engine import state_format as state
 from stratagem.worker.engine.apply_step import (
@@ -28,52 +27,41 @@ from stratagem.worker.engine.apply_step import (
     StepPolicy,
     StepSummary,
     apply_step,
-    learning_rate_factor,
+    place_of,
 )
 from stratagem.worker.engine.buffers import Buffers, constant_buffers
-from stratagem.worker.engine.callbacks import NO_ANSWER, Callbacks, StepAnswer, wish_of
+from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer, wish_of
 from stratagem.worker.engine.forward_backward import Counted
-from stratagem.worker.engine.optimizers import AVERAGE, average_of, evaluated, make_optimizer
+from stratagem.worker.engine.optimizers import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.reports import SegmentSummary, StepReport, Tally, end_of
+from stratagem.worker.engine.setup import Setup
 from stratagem.worker.engine.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.state import State
 from stratagem.worker.engine.state_format import NOTHING
 from stratagem.worker.exchange.transports import END, StepScalars, num_scalars
 from stratagem.worker.models.nodes import Trained
-from stratagem.worker.numerics.model import ModelExecution
 from stratagem.worker.objectives.evaluator import Begins, EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.pipeline.agreement import Agreement, StageExchange, StageGradients, only_shard
 from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass, StageChannel
 from stratagem.worker.pipeline.schedule import Schedules
 from stratagem.worker.pipeline.stage import StagePart
 from stratagem.worker.pipeline.times import StageTimes
-from stratagem.worker.user_code.entrypoints import EntryPoints
 
 # ---- Rank setup ----
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerSetup:
-    """The parts that a runner is made of. `model` holds this rank's nodes only, under their full
-    names."""
+class RankSetup:
+    """The parts of a rank's trainer."""
 
-    job: JobSpec
-    model: nn.Module
+    setup: Setup
+    """Those of any trainer. Its model holds this rank's nodes only, under their full names."""
     trained: list[Trained]
     """All trainable parameters of the whole model, in its order, with all their copies."""
     parts: Mapping[int, StagePart]
     lane: StageChannel
-    data: Mapping[str, Dataset]
-    evaluator: Evaluator
     micro_batch_size: int | None
     schedule: str
-    execution: ModelExecution
-    numerics: int
-    """Which rules decide the bits; see stratagem.common.numerics.rules."""
-    entrypoints: EntryPoints
-    callbacks: Callbacks
-    epoch_rows: EpochRows | None
-    """The order of the training rows; they are shuffled unless set."""
 
 
 # ---- Rank trainer ----
@@ -84,77 +72,49 @@ class StageRunner:
 
     is_sole_copy: Final = True
 
-    def __init__(self, setup: RunnerSetup) -> None:
-        self._setup, self._job, self.model = setup, setup.job, setup.model
-        lane, gather = setup.lane, setup.evaluator.gather
-        self._lane, self._randomness = lane, setup.evaluator.randomness
-        self._agreement = Agreement(lane, setup.trained, setup.numerics)
+    def __init__(self, rank: RankSetup) -> None:
+        setup, job = rank.setup, rank.setup.job
+        self._rank, self.setup, self.model = rank, setup, setup.model
+        self.callbacks, self._job, self._lane = setup.callbacks, job, rank.lane
+        self._agreement = Agreement(rank.lane, rank.trained, setup.numerics)
         self._own = self._agreement.own
         self.params = [(weight.name, weight.param) for weight in self._own]
-        self.optimizer = (
-            make_optimizer(
-                self._job.optimizer,
-                self.params,
-                fused=self._job.execution.fusion,
-                entrypoints=setup.entrypoints,
-            )
-            if self._own and not self._job.only_evaluates
-            else None
-        )
-        self._buffers = Buffers(self.model, gather.device)
-        params = [param for _, param in self.params]
-        self._average = average_of(self._job, self.params)
+        is_trained = not job.only_evaluates
+        self.optimizer = setup.optimizer_of(self.params) if self._own and is_trained else None
+        self._buffers = Buffers(self.model, setup.gather.device)
+        self._average = average_of(job, self.params)
         self.num_extras = num_scalars(len(self._own), self._buffers.num_elements)
-        num_rows = 1 if self._job.only_evaluates else len(setup.data["train"])
-        self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed, setup.epoch_rows)
-        self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
-        self._schedule = (
-            None
-            if self._job.only_evaluates
-            else shadow_schedule(self._job.optimizer, self.num_steps, setup.entrypoints)
-        )
+        self._order = setup.batch_order() if is_trained else BatchOrder(1, job.batch_size, job.seed)
+        self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
+        self._schedule = None
+        if is_trained:
+            self._schedule = shadow_schedule(job.optimizer, self.num_steps, setup.entrypoints)
+        params = [param for _, param in self.params]
         self._policy = StepPolicy(
-            *(self._job, setup.execution, params, self.optimizer, self._buffers),
-            rates=ReportedRates(None if self._job.only_evaluates else self._job.optimizer),
-            average=self._average,
-            schedule=self._schedule,
+            *(job, setup.execution, params, self.optimizer, self._buffers),
+            ReportedRates(job.optimizer if is_trained else None),
+            *(setup.numerics, self.num_steps, self._average, self._schedule),
         )
-        is_pipelined = setup.micro_batch_size is not None
-        self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)
-        needed = lane.plan.dependencies()
-        self._times = StageTimes(
-            gather.device, lane.rank, {stage: needed[stage] for stage in lane.stages()}
-        )
+        is_pipelined, device = rank.micro_batch_size is not None, setup.gather.device
+        self.schedules = Schedules(rank.schedule, rank.lane, device, is_pipelined=is_pipelined)
+        needed = rank.lane.plan.dependencies()
+        own_stages = {stage: needed[stage] for stage in rank.lane.stages()}
+        self._times = StageTimes(device, rank.lane.rank, own_stages)
         self._num_passes = 0
         self._row_key: Key = ()  # of the latest step
         self.step = 0
 
     @property
-    def callbacks(self) -> Callbacks:
-        """The hooks of the user's."""
-        return self._setup.callbacks
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
-        return self._setup.execution.notes
-
-    @property
-    def num_rows(self) -> dict[str, int]:
-        """The number of rows per split."""
-        return {split: len(dataset) for split, dataset in self._setup.data.items()}
-
-    @property
     def schedule_text(self) -> str:
         """The schedule in use, for people; empty where a batch passes the stages as a whole."""
-        return "" if self._setup.micro_batch_size is None else str(self.schedules)
+        return "" if self._rank.micro_batch_size is None else str(self.schedules)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Has the micro-batches of the coming steps read ahead, if stages here read any."""
-        self._setup.evaluator.gather.expect(self._coming(owned, num_shards, to_step))
+        """Have the micro-batches of the coming steps read ahead, if stages here read any."""
+        self.setup.gather.expect(self._coming(owned, num_shards, to_step))
 
     def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
-        readers = {n for n, part in self._setup.parts.items() if part.reads_input or part.is_last}
+        readers = {n for n, part in self._rank.parts.items() if part.reads_input or part.is_last}
         for step in range(self.step, to_step if readers else self.step):
             epoch, indices = self._order.batch(step)
             live = [rows for rows in split_rows(len(indices), num_shards) if rows]
@@ -164,10 +124,10 @@ class StageRunner:
                     if action.kind is TaskKind.FORWARD and action.stage in readers:
                         key = (self._job.seed, step, shard, action.micro_batch)
                         keys = BatchKeys((self._job.seed, "row", epoch), key)
-                        yield self._setup.data["train"], batches[action.micro_batch], keys
+                        yield self.setup.data["train"], batches[action.micro_batch], keys
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the rates to those after as many reductions of a plateau, from the next step on."""
         self._policy.lower_rates(num_reductions)
 
     def train_step(
@@ -179,7 +139,7 @@ class StageRunner:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Does one optimizer step over the next global batch, of which this pipeline computes the
+        """Do one optimizer step over the next global batch, of which this pipeline computes the
         shards it owns, one after the other. Without `exchange.reduce` these must be all of them,
         and only one.
 
@@ -193,34 +153,18 @@ class StageRunner:
         ]
         self.model.train()
         self._buffers.snapshot()
-        self._setup.execution.begin_batch(len(indices))
+        self.setup.execution.begin_batch(len(indices))
         self._times.begin()
-        try:
-            if self.schedules.can_settle:
-                self.schedules.settle(self._next_pass())
-            wish = wish_of(answer, stop=stop)
-            computed = self._compute_all(range(owned.start, min(owned.stop, len(live))), live, wish)
-            reduce = only_shard if exchange is None else exchange.reduce
-            scalars = self._take(reduce(len(live), computed))
-            summary, wishes = self._divide_and_agree(scalars)
-            self._times.exchanged()
-        except BaseException:
-            self._undo()
-            self._lane.transport.cut()
-            raise
+        wish = wish_of(answer, stop=stop)
+        scalars, summary, wishes = self._sums(exchange, owned, live, wish)
         if wishes >= END:
             self._undo()
             return end_of(self.step)
         failpoint("worker.stages.before_apply")
         number = self.step + 1
         with self._times.updating():
-            is_applied, learning_rates = apply_step(
-                summary,
-                self._policy,
-                lr_factor=learning_rate_factor(self._job.optimizer, self.step, self.num_steps),
-                activity=f"training step {number}",
-                number=number,
-            )
+            place = place_of(self._policy, self.step)
+            is_applied, learning_rates, *_ = apply_step(summary, self._policy, place)
         if is_applied:
             self._buffers.apply(scalars.rest, len(live))
         self.step = number
@@ -240,29 +184,29 @@ class StageRunner:
         )
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator, with the metrics and the batches of the job."""
-        return self._setup.evaluator
+        """Return the evaluator, with the metrics and the batches of the job."""
+        return self.setup.evaluator
 
     def end_segment(self, exchange: StageExchange, tally: Tally) -> SegmentSummary:
-        """Returns the summary of a segment with these sums over its steps."""
+        """Return the summary of a segment with these sums over its steps."""
         if self._job.only_evaluates:
             return SegmentSummary(tally.loss, {})
         return SegmentSummary(tally.loss, tally.metrics(may_skip=self._job.window.may_skip))
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Returns the sums of all batches on the rank of the last stage of the first replica;
+        """Return the sums of all batches on the rank of the last stage of the first replica;
         nothing on the others."""
         if share.rank >= self._lane.size:
             return []
         return [part for split in share.splits for part in self.evaluate_split(split, share.begins)]
 
     def evaluate_split(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
-        """Returns the sums per batch on the rank of the last stage; nothing on the others."""
+        """Return the sums per batch on the rank of the last stage; nothing on the others."""
         with evaluated(self._job, self._average), constant_buffers(self.model):
-            return evaluate(self._setup, self._next_pass(), split, begins)
+            return evaluate(self._rank, self._next_pass(), split, begins)
 
     def state(self) -> State:
-        """Returns (live tensors, metadata) of this rank's nodes; the union over ranks is the whole
+        """Return (live tensors, metadata) of this rank's nodes; the union over ranks is the whole
         state.
 
         Names are those of a single process. Optimizer state of a tied parameter comes from the
@@ -280,20 +224,20 @@ class StageRunner:
             if self._average is not None:
                 means, counts = self._average.state(name for name, _ in mine)
                 tensors, numbers = {**tensors, **means}, {**numbers, **counts}
-        numbers |= self._setup.execution.scale.metadata()
+        numbers |= self.setup.execution.scale.metadata()
         if self._schedule is not None:
             numbers |= self._schedule.metadata()
         metadata = state.state_metadata(self.step, numbers)
         return {**state.model_state(self.model), **tensors}, metadata
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
-        """Returns `state`, copied to the CPU, which training then leaves as it is; all of it is
+        """Return `state`, copied to the CPU, which training then leaves as it is; all of it is
         this rank's alone. into: see `state_format.copied`."""
         tensors, metadata = self.state()
         return state.copied(tensors, into), metadata
 
     def wants(self, name: str) -> bool:
-        """Returns whether `load_state` needs this tensor or number of the whole state."""
+        """Return whether `load_state` needs this tensor or number of the whole state."""
         if name.startswith(state.OPTIMIZER):
             return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
         if name.startswith(AVERAGE):
@@ -301,7 +245,7 @@ class StageRunner:
         return name.removeprefix(state.MODEL) in self.model.state_dict()
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a whole state, or from at least what this rank wants of it."""
+        """Continue from a whole state, or from at least what this rank wants of it."""
         step = state.step_of(metadata)
         own = {name: tensor for name, tensor in tensors.items() if self.wants(name)}
         state.load_model_state(self.model, own)
@@ -312,22 +256,41 @@ class StageRunner:
             self._average.load(own, metadata)
         if self._schedule is not None:
             self._schedule.load(metadata, step)
-        self._setup.execution.scale.load(metadata)
+        self.setup.execution.scale.load(metadata)
         self.step = step
 
     def fingerprint(self) -> str:
-        """Returns the fingerprint of this rank's part of the state."""
+        """Return the fingerprint of this rank's part of the state."""
         return state.fingerprint(*self.state())
 
     def _next_pass(self) -> int:
-        """Returns the number of the next pass: all ranks count them alike."""
+        """Return the number of the next pass: all ranks count them alike."""
         self._num_passes += 1
         return self._num_passes - 1
+
+    def _sums(
+        self, exchange: StageExchange | None, owned: range, live: list[Tensor], wish: float
+    ) -> tuple[StepScalars, StepSummary, float]:
+        """Compute the own shards, and wait for the sums of all; return also the largest wish to
+        stop."""
+        try:
+            if self.schedules.can_settle:
+                self.schedules.settle(self._next_pass())
+            computed = self._compute_all(range(owned.start, min(owned.stop, len(live))), live, wish)
+            reduce = only_shard if exchange is None else exchange.reduce
+            scalars = self._take(reduce(len(live), computed))
+            summary, wishes = self._divide_and_agree(scalars)
+            self._times.exchanged()
+        except BaseException:
+            self._undo()
+            self._lane.transport.cut()
+            raise
+        return scalars, summary, wishes
 
     def _compute_all(
         self, shards: range, live: list[Tensor], wish: float
     ) -> Iterator[StageGradients]:
-        """Computes the live shards of this replica; each starts from the buffers before the
+        """Compute the live shards of this replica; each starts from the buffers before the
         step."""
         for shard in shards:
             if shard > shards.start:
@@ -337,42 +300,42 @@ class StageRunner:
             self._compute((), 0, len(live), wish)
 
     def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
-        """Returns the micro-batches of the placement, if it has any, else those of the job."""
-        if self._setup.micro_batch_size is not None:
-            return torch.split(rows, self._setup.micro_batch_size)
+        """Return the micro-batches of the placement, if it has any, else those of the job."""
+        if self._rank.micro_batch_size is not None:
+            return torch.split(rows, self._rank.micro_batch_size)
         return [rows[cut.start : cut.stop] for cut in self._job.window.cut(len(rows))]
 
     def _compute(
         self, micro_batches: Sequence[Tensor], shard: int, num_live: int, wish: float
     ) -> StageGradients:
-        """Does forward and backward of all micro-batches of a shard."""
+        """Do forward and backward of all micro-batches of a shard."""
         activity = f"training step {self.step + 1}"
         weight = loss_sum = 0.0
-        for trained in self._setup.trained:
+        for trained in self._rank.trained:
             trained.forget()
 
         def key(micro_batch: int) -> Key:
             return (self._job.seed, self.step, shard, micro_batch)
 
         def begin(micro_batch: int) -> None:
-            self._randomness.begin(*key(micro_batch), forget=micro_batch == 0)
+            self.setup.randomness.begin(*key(micro_batch), forget=micro_batch == 0)
 
         def load(micro_batch: int) -> tuple[Any, Any, int]:
-            rows, gather = micro_batches[micro_batch], self._setup.evaluator.gather
+            rows, gather = micro_batches[micro_batch], self.setup.gather
             keys = BatchKeys(self._row_key, key(micro_batch))
-            return *gather(self._setup.data["train"], rows, activity, keys), len(rows)
+            return *gather(self.setup.data["train"], rows, activity, keys), len(rows)
 
         def lose(output: Any, y: Any, num_rows: int, micro_batch: int) -> Tensor:
             nonlocal weight, loss_sum
-            value = self._setup.evaluator.loss(output, y, num_rows)
+            value = self.setup.evaluator.loss(output, y, num_rows)
             mean = float(value.mean.detach())
             weight += float(value.weight)
             loss_sum += mean * value.weight
-            return self._setup.execution.scale.up(value.mean * value.weight)
+            return self.setup.execution.scale.up(value.mean * value.weight)
 
         lane, count, number = self._lane, len(micro_batches), self._next_pass()
         one_pass = RankPass(
-            lane, self._setup.parts, number, count, self.schedules.meter, self._times
+            lane, self._rank.parts, number, count, self.schedules.meter, self._times
         )
         self._agreement.begin(number, count)
         lane.transport.begin(
@@ -382,7 +345,7 @@ class StageRunner:
             actions = self.schedules.of(count)[lane.rank]
             with self._times.working(count):
                 one_pass.train(actions, PassCallbacks(activity, begin, load, lose))
-        self._randomness.end()
+        self.setup.randomness.end()
         counted = self._agreement.share_loss(Counted(loss_sum, weight))
         reached = self._agreement.sum_tied()
         changes = self._buffers.contribution(shard, num_live)
@@ -394,7 +357,7 @@ class StageRunner:
         return StageGradients(gradients, scalars)
 
     def _take(self, total: StageGradients) -> StepScalars:
-        """Makes the sum the gradient of each parameter that any shard reached; returns its
+        """Make the sum the gradient of each parameter that any shard reached; return its
         scalars."""
         for (name, param), count in zip(self.params, total.scalars.reached, strict=True):
             param.grad = total.gradients[name] if count else None
@@ -406,15 +369,15 @@ class StageRunner:
         if weight and self._job.window.must_divide:
             for grad in grads:
                 grad.div_(weight)
-        self._setup.execution.scale.unscale(param for _, param in self.params)
+        self.setup.execution.scale.unscale(param for _, param in self.params)
         agreed = self._agreement.summarize(scalars)
         self._lane.transport.end(self._lane.timeout_s)
         return agreed
 
     def _undo(self) -> None:
-        self._randomness.end()
+        self.setup.randomness.end()
         self._buffers.restore()
-        for weight in self._setup.trained:
+        for weight in self._rank.trained:
             weight.forget()
 
 
@@ -426,11 +389,11 @@ _WINDOW_PER_STAGE: Final = 2
 
 
 def evaluate(
-    setup: RunnerSetup, number: int, split: str, begins: Begins | None
+    rank: RankSetup, number: int, split: str, begins: Begins | None
 ) -> list[EvaluationPart]:
-    """Returns the sums per batch on the rank of the last stage; nothing on the others. number: of
+    """Return the sums per batch on the rank of the last stage; nothing on the others. number: of
     the pass."""
-    evaluator, lane = setup.evaluator, setup.lane
+    evaluator, lane = rank.setup.evaluator, rank.lane
     count, num_begun = evaluator.num_batches(split), 0
     parts: list[EvaluationPart] = []
 
@@ -444,13 +407,13 @@ def evaluate(
     def measure(output: Any, y: Any, num_rows: int, batch: int) -> None:
         parts.append(evaluator.measure(split, batch, output, y, num_rows))
 
-    reading = [part for part in setup.parts.values() if part.reads_input or part.is_last]
+    reading = [part for part in rank.parts.values() if part.reads_input or part.is_last]
     evaluator.expect((split, batch) for batch in range(count) for _ in reading)
-    setup.model.eval()
+    evaluator.model.eval()
     work = PassCallbacks(
         f"evaluating {split}", begin, lambda batch: evaluator.load(split, batch), measure
     )
-    one_pass = RankPass(lane, setup.parts, number, count)
+    one_pass = RankPass(lane, rank.parts, number, count)
     try:
         lane.transport.begin(number, one_pass.awaited())
         actions = forward_only(lane.rank_of, count)[lane.rank] if count else ()

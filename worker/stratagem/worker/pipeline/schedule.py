@@ -33,7 +33,7 @@ class Schedules:
         """asked: a name, or "auto". is_pipelined: a step has more than one micro-batch."""
         self._asked, self._lane = asked, lane
         self.name = "1f1b" if asked == AUTO else asked
-        """Of the schedule in use."""
+        """The name of the schedule in use."""
         is_open = asked == AUTO and is_pipelined and has_eager(lane.rank_of)
         self.meter = Meter(device) if is_open else None
         """While it is not decided what "auto" stands for."""
@@ -43,7 +43,7 @@ class Schedules:
         return f"{self.name} (auto)" if self._asked == AUTO else self.name
 
     def of(self, num_micro_batches: int) -> Schedule:
-        """Returns the action lists of all ranks for a step of so many micro-batches, proven to
+        """Return the action lists of all ranks for a step of so many micro-batches, proven to
         end."""
         if num_micro_batches not in self._made:
             lane = self._lane
@@ -58,7 +58,7 @@ class Schedules:
         return self.meter is not None and self.meter.num_micro_batches >= 2
 
     def settle(self, number: int) -> None:
-        """Decides what "auto" stands for. number: of the pass in which hops are measured."""
+        """Decide what "auto" stands for. number: of the pass in which hops are measured."""
         assert self.meter is not None
         hops = measure_hops(self._lane, number, self.meter)
         self.meter, self.name = None, suited(hops.hop_s, hops.compute_s)
@@ -91,9 +91,9 @@ class Meter:
 
     device: torch.device
     seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
-    """Of each micro-batch, without waiting and sending; of all kinds of work."""
+    """The times of each micro-batch, without waiting and sending, by kind of work."""
     largest_bytes: dict[int, int] = field(default_factory=dict)
-    """By rank: the largest message sent there."""
+    """The largest message sent to each rank."""
 
     @contextmanager
     def time(self, kind: TaskKind) -> Iterator[None]:
@@ -132,7 +132,7 @@ class Hops:
 
 
 def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
-    """Measures in a pass of its own; every rank calls it at the same place. Raises
+    """Measure in a pass of its own; every rank calls it at the same place. Raises
     ExchangeError."""
     pairs = _pairs(lane)
     lane.transport.begin(pass_number, _awaited(lane, pass_number, pairs))
@@ -152,14 +152,14 @@ def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
 
 
 def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
-    """Returns the ranks that send each other activations, in an order in which no ring of ranks
+    """Return the ranks that send each other activations, in an order in which no ring of ranks
     waits."""
     ends = ((lane.rank_of[b.source], lane.rank_of[b.target]) for b in lane.plan.boundaries)
     return sorted({(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]})
 
 
 def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
-    """Returns the median seconds of one way. The lower rank sends first; for the other one it is
+    """Return the median seconds of one way. The lower rank sends first; for the other one it is
     0."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)

@@ -32,15 +32,15 @@ class Kept:
     """The tensors that a stage keeps of one micro-batch from its forward to its backward."""
 
     entered: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
-    """By boundary: the leaves whose gradients are sent back."""
+    """The leaves whose gradients are sent back, by boundary."""
     left: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
-    """By boundary: the tensors for which gradients will come."""
+    """The tensors for which gradients will come, by boundary."""
     output: Any = None
-    """Of the model; on the last stage only."""
+    """The output of the model; on the last stage only."""
     loss: Tensor | None = None
     """Mean · weight, to begin the backward with; on the last stage only."""
     roots: tuple[list[Tensor], list[Tensor | None]] = field(default_factory=lambda: ([], []))
-    """What the second half of a split backward begins with."""
+    """The tensors that the second half of a split backward begins with."""
 
 
 class StagePart:
@@ -85,7 +85,7 @@ class StagePart:
     def forward(
         self, given: Any, received: Mapping[int, Message]
     ) -> tuple[Kept, dict[int, Message]]:
-        """Runs the stage's nodes and returns (what is kept, what each boundary sends). With
+        """Run the stage's nodes and returns (what is kept, what each boundary sends). With
         gradients if torch's grad mode says so."""
         kept, slots = Kept(), Slots()
         for boundary in self.before:
@@ -106,14 +106,14 @@ class StagePart:
         run_calls(self._calls, self._modules, self._program.num_uses, given, slots)
 
     def backward(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
-        """Does the whole backward; gradients of parameters are added to their .grad."""
+        """Do the whole backward; gradients of parameters are added to their .grad."""
         tensors, gradients = self._roots(kept, received)
         if tensors:
             self._walk(tensors, gradients)
         return self._gradients(kept)
 
     def backward_input(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
-        """Does the half of the backward that other stages wait for. Walks the graph and keeps
+        """Do the half of the backward that other stages wait for. Walks the graph and keeps
         it."""
         kept.roots = self._roots(kept, received)
         inputs = [leaf for by_place in kept.entered.values() for leaf in by_place.values()]
@@ -122,7 +122,7 @@ class StagePart:
         return self._gradients(kept)
 
     def backward_weight(self, kept: Kept) -> None:
-        """Does the other half of the backward. Walks the graph a second time."""
+        """Do the other half of the backward. Walks the graph a second time."""
         if kept.roots[0] and self._params:
             self._walk(*kept.roots, inputs=self._params)
 
@@ -168,7 +168,7 @@ class StagePart:
         return tensors, gradients
 
     def _gradients(self, kept: Kept) -> dict[int, Message]:
-        """Returns the gradients of what entered, for each boundary over which any are due."""
+        """Return the gradients of what entered, for each boundary over which any are due."""
         sent = {}
         for boundary in self.before:
             if entered := kept.entered[boundary.number]:
@@ -192,7 +192,7 @@ class StagePart:
 
 
 def _leave(boundary: Boundary, slots: Slots) -> tuple[Message, dict[Place, Tensor]]:
-    """Returns the message of a boundary, and the tensors for which gradients will come."""
+    """Return the message of a boundary, and the tensors for which gradients will come."""
     tensors: list[Tensor] = []
     values: list[Any] = []
     left: dict[Place, Tensor] = {}

@@ -79,14 +79,14 @@ class StoreTransport:
             self._result(put, "the end of a step", timeout_s)
 
     def cut(self) -> None:
-        """Cuts the transport, which the others notice by an object called `cut`."""
+        """Cut the transport, which the others notice by an object called `cut`."""
         if not self._is_cut.is_set():
             self._is_cut.set()
             self._pool.submit(obstore.put, self._store, f"{self._prefix}/{_CUT}", b"")
             self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """Waits for the writes that are under way."""
+        """Wait for the writes that are under way."""
         self._pool.shutdown(wait=True)
 
     def _submit(self, act: Callable[..., Any], *arguments: Any) -> None:
@@ -112,7 +112,7 @@ class StoreTransport:
             raise UnavailableError(f"object store: {path}: {error}") from error
 
     def _check_puts(self, address: Address) -> None:
-        """Raises the error of a failed write, which would leave the others, and so this rank,
+        """Raise the error of a failed write, which would leave the others, and so this rank,
         waiting."""
         for put in [put for put in self._puts if put.done()]:
             self._puts.remove(put)
@@ -129,7 +129,7 @@ class StoreTransport:
 
 
 def open_store(url: str, settings: dict[str, Any]) -> Any:
-    """Opens the store of a URL; a local directory is made if it is not there.
+    """Open the store of a URL; a local directory is made if it is not there.
 
     settings: what obstore calls config (endpoint, region, keys), and client_options, retry_config.
     """

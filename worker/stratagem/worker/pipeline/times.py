@@ -21,7 +21,7 @@ from stratagem.worker.engine.reports import PartReport
 from stratagem.worker.host.clock import clock_number
 
 Moment: TypeAlias = float | torch.cuda.Event
-"""By the clock of the host, or in the stream of a GPU."""
+"""A time by the clock of the host, or in the stream of a GPU."""
 
 
 class TimedPiece(NamedTuple):
@@ -41,24 +41,24 @@ class StageTimes:
 
     device: torch.device
     rank: int
-    """Of the pipeline."""
+    """The rank in the pipeline."""
     sources: Mapping[int, Sequence[int]]
-    """By stage of this rank, in order: the stages that it receives activations from."""
+    """The stages that each stage of this rank receives activations from, in order."""
     busy_s: dict[int, float] = field(default_factory=dict)
     wait_s: dict[int, float] = field(default_factory=dict)
-    """By stage: for what others had to send it."""
+    """Seconds in which each stage waited for what others had to send it."""
     span_s: float = 0.0
-    """From the first piece of work to the end of the last one."""
+    """Seconds from the first piece of work to the end of the last one."""
     _origin: Moment = 0.0
-    """When the step has begun."""
+    """The beginning of the step."""
     _began_s: float = 0.0
     """The same by the clock of the host."""
     _pass_ended: Moment = 0.0
     _pieces: list[TimedPiece] = field(default_factory=list)
     _waited_s: float = 0.0
-    """For what the next piece of work needs."""
+    """Seconds in which what the next piece of work needs was waited for."""
     _num_micro_batches: int = 0
-    """Of the passes of this step that have ended."""
+    """The micro-batches of the passes of this step that have ended."""
 
     def begin(self) -> None:
         """Begin a step."""
@@ -83,7 +83,7 @@ class StageTimes:
         self._pieces.append(TimedPiece(action.stage, kind, number, began, self._now(), waited_s))
 
     def exchanged(self) -> None:
-        """What followed the last pass was the exchange of its gradients: sums over stages and
+        """Count the time since the last pass as the exchange of its gradients: sums over stages and
         replicas."""
         self._add_once("exchange", self._pass_ended)
 

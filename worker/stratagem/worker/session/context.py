@@ -36,7 +36,6 @@ from stratagem.worker.engine import (
     Tally,
     Trainer,
     build_inference,
-    build_sliced_trainer,
     build_trainer,
 )
 from stratagem.worker.engine.callbacks import NO_ANSWER, StepAnswer
@@ -358,29 +357,15 @@ class ExecutionContext:
         """Return the processes that read rows for this run; None where the torch thread does."""
         return self.host.readers.of(self.key.run_id, self.job, self.entrypoints)
 
-    def new_trainer(self, *, fresh: bool, folder: Path | None = None) -> Trainer:
+    def new_trainer(
+        self, share: StateShare | None = None, *, fresh: bool, folder: Path | None = None
+    ) -> Trainer:
         """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded.
 
-        folder: of files that hold its model instead of memory.
+        share: of the optimizer's state that it keeps, or all of it. folder: of files that hold its
+        model instead of memory.
         """
         trainer = build_trainer(
-            self.job,
-            self.entrypoints,
-            device=self.host.device,
-            fresh=fresh,
-            sources=self.sources(),
-            numerics=self.numerics,
-            folder=folder,
-        )
-        self.warn(trainer.setup.notes)
-        return trainer
-
-    def new_member(self, share: StateShare | None, *, fresh: bool) -> Trainer:
-        """Build the trainer of one member of a party, as `new_trainer` does; of the optimizer's
-        state it keeps this share, or all of it."""
-        if share is None:
-            return self.new_trainer(fresh=fresh)
-        trainer = build_sliced_trainer(
             self.job,
             self.entrypoints,
             share,
@@ -388,6 +373,7 @@ class ExecutionContext:
             fresh=fresh,
             sources=self.sources(),
             numerics=self.numerics,
+            folder=folder,
         )
         self.warn(trainer.setup.notes)
         return trainer
