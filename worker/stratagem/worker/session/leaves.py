@@ -1,8 +1,8 @@
-"""Join and write the leaves of a state of which this worker holds a part.
+"""Join and write the leaves of a state of which this worker has a part.
 
-A request says of which pieces each leaf is made, and who has them. Other members send their pieces
-into memory of the leaf's own. The request names a snapshot, and bytes of another one are refused.
-Lives on the event loop.
+A request names the pieces of each leaf, and the members that have them. Other members send their
+pieces into memory of the leaf. The request names a snapshot, and bytes of another one are refused.
+Used on the event loop.
 """
 
 import asyncio
@@ -47,11 +47,12 @@ from stratagem.worker.session.states import Frozen, KnownLeaves, LeafHasher, Sen
 # ---- Leaves joined from pieces ----
 
 _RETRY: Final = Retry(max_attempts=2)
-"""Who does not answer may be gone: the coordinator finds another way sooner than a long wait."""
+"""A member that does not answer may be gone: the coordinator finds another way sooner than a long
+wait would."""
 
 
 def check_leaves(request: pb.WriteLeavesRequest) -> None:
-    """Refuse leaves that are larger than any, and pieces of nobody."""
+    """Refuse leaves that are too large, and pieces without a holder."""
     for leaf in request.leaves:
         size = sum(piece.size for piece in leaf.pieces)
         if size > LEAF_BYTES:
@@ -64,14 +65,14 @@ def check_leaves(request: pb.WriteLeavesRequest) -> None:
 
 
 def sent_pieces(state: Frozen, pieces: pb.SnapshotPieces) -> SentState:
-    """Return what is sent where some ranges of a snapshot are asked for."""
+    """Return the requested ranges of a snapshot, to be sent."""
     buffers = state.named(pieces.name).buffers
     views = ByteReader(buffers).all_views((each.offset, each.size) for each in pieces.ranges)
     return SentState(pieces_manifest(sum(map(len, views))), views)
 
 
 class LeafPieces:
-    """Gathers the pieces of leaves; a context in which connections to other members are open."""
+    """The pieces of leaves; a context in which connections to other members are open."""
 
     def __init__(self, state: Frozen, request: pb.WriteLeavesRequest, proof: Proof) -> None:
         self._state, self._request, self._proof = state, request, proof
@@ -85,8 +86,8 @@ class LeafPieces:
         await self._open.aclose()
 
     async def gather(self, leaf: pb.JoinedLeaf) -> list[memoryview]:
-        """Return the bytes of a leaf, in order. Raises UnavailableError where they cannot be had
-        from who has them."""
+        """Return the bytes of a leaf, in order. Raises UnavailableError where a holder does not
+        send them."""
         by_holder: dict[int, list[pb.LeafPiece]] = {}
         for piece in leaf.pieces:
             by_holder.setdefault(piece.holder, []).append(piece)
@@ -98,7 +99,7 @@ class LeafPieces:
     async def _views(
         self, number: int, pieces: Sequence[pb.LeafPiece]
     ) -> Sequence[Sequence[memoryview]]:
-        """Return the bytes of each of the pieces that one holder has."""
+        """Return the bytes of each piece of one holder."""
         holder = self._request.holders[number]
         if not holder.address:
             reader = ByteReader(self._state.named(holder.name).buffers)
@@ -111,7 +112,7 @@ class LeafPieces:
         return views
 
     async def _pulled(self, holder: pb.PartHolder, pieces: Sequence[pb.LeafPiece]) -> memoryview:
-        # Not a bytearray, which would write zeros into all of it first, on the event loop.
+        # A bytearray would first write zeros to all of it, on the event loop.
         received = np.empty(sum(piece.size for piece in pieces), np.uint8).data
         expected = pieces_manifest(len(received))
 
@@ -153,17 +154,18 @@ class LeafPieces:
 # Several leaves are written at once, beside the training.
 
 NUM_FILES_AT_ONCE: Final = 2
-"""Leaves that are hashed and written at once: one on its way to the disk, one in the processor."""
+"""The number of leaves that are hashed and written at once: one in transfer to the disk, one in the
+processor."""
 _UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
 DueLeaf = tuple[int, Callable[[], Awaitable[list[memoryview]]]]
-"""The number of a leaf, and what gathers its bytes."""
+"""The number of a leaf, and the function that gathers its bytes."""
 
 
 TakeDigest = Callable[[int, Sequence[memoryview]], bytes]
 
 
 def check_request(request: pb.WriteLeavesRequest) -> None:
-    """Refuse a share that is none, and a name that no file may have."""
+    """Refuse an invalid share, and a name that no file may have."""
     if not _UPLOAD.fullmatch(request.upload):
         text = f"{request.upload[:80]!r} is not TERM-TOKEN, 10 digits and 16 of 0-9, a-f"
         raise InvalidInputError.at("upload", text)
@@ -175,8 +177,7 @@ def check_request(request: pb.WriteLeavesRequest) -> None:
 
 
 def check_folder(folder: StateFolder | None, store_id: str) -> StateFolder:
-    """Return the folder of states. Raises NotFoundError where this worker does not see the one
-    that is meant."""
+    """Return the folder of states. Raises NotFoundError where this is not the requested one."""
     if folder is None:
         raise NotFoundError("this worker has no --state-folder")
     if not store_id or folder.store_id() != store_id:
@@ -191,10 +192,10 @@ async def written_leaves(
     proof: Proof = PLAINTEXT,
     hasher: LeafHasher | None = None,
 ) -> AsyncGenerator[pb.WriteLeavesResponse, None]:
-    """Write the leaves that a request asks for; yield the manifest, then each when it is durable.
+    """Write the requested leaves; yield the manifest, then each leaf when it is durable.
 
-    proof: shown to members that have pieces of them. hasher: of leaves of the whole state. When
-    this ends, however it ends, nothing reads the state any more.
+    proof: that for members that have pieces. hasher: that of leaves of the whole state. When this
+    ends, in any way, nothing reads the state any more.
     """
     yield pb.WriteLeavesResponse(manifest=to_proto(state.manifest), name=state.name)
     if request.describe:
@@ -215,7 +216,7 @@ async def written_leaves(
                 failpoint("worker.leaf.untold")
                 yield pb.WriteLeavesResponse(leaf=leaf)
         finally:
-            for task in waiting:  # what is in a thread goes on, and is waited for
+            for task in waiting:  # work in a thread continues, and is awaited
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -223,23 +224,23 @@ async def written_leaves(
 def hasher_of(
     known: KnownLeaves, state: Frozen, request: pb.WriteLeavesRequest
 ) -> LeafHasher | None:
-    """Return what hashes the leaves of a request; None where it is about none of the state alone:
-    what several parts make is no snapshot here."""
+    """Return the hasher of a request's leaves; None where they are not made of one state, since a
+    state of several parts is no snapshot here."""
     return None if request.leaves or request.describe else known.hasher(state)
 
 
 def digest_by(hasher: LeafHasher | None) -> TakeDigest:
-    """Return what takes the digest of a leaf, by its number and its pieces."""
+    """Return a function from the number and the pieces of a leaf to its digest."""
     return hasher.digest if hasher is not None else lambda _, pieces: hashed(pieces)
 
 
 def due_leaves(pieces: LeafPieces, state: Frozen, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
-    """Return the leaves that a request asks for."""
+    """Return the requested leaves."""
     return _joined(pieces, request) if request.leaves else _share(state, request)
 
 
 def _share(state: Frozen, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
-    """Return the leaves of a state that is here as a whole."""
+    """Return the requested leaves of a state that is complete here."""
     leaves = leaves_of(state.manifest)
     numbers = range(request.rank, len(leaves), request.num_ranks)
 
@@ -250,7 +251,7 @@ def _share(state: Frozen, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
 
 
 def _joined(pieces: LeafPieces, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
-    """Return the leaves of a state of which a part is here."""
+    """Return the requested leaves of a state of which a part is here."""
     return deque((leaf.number, partial(pieces.gather, leaf)) for leaf in request.leaves)
 
 
@@ -264,8 +265,8 @@ class _Writer:
     async def write(
         self, number: int, gather: Callable[[], Awaitable[list[memoryview]]]
     ) -> pb.WrittenLeaf:
-        """Gather the bytes of a leaf and write it. Once it has begun to write it ends that, too,
-        when it is cancelled: the memory of a snapshot must not be used again before."""
+        """Gather the bytes of a leaf and write it. A write that has begun is completed even when
+        this is cancelled, as the memory of a snapshot must not be reused before."""
         pieces = await gather()
         writing = asyncio.ensure_future(asyncio.to_thread(self._write, number, pieces))
         try:
@@ -291,17 +292,17 @@ def _written() -> None:
 
 # ---- Leaves sent to an object store by signed requests ----
 #
-# The name of a leaf contains its digest. So each leaf is hashed first, then its request is asked
-# for, and then it is sent, several at once. Pieces on this worker are sent from the memory of the
-# snapshot.
+# The name of a leaf contains its digest. So each leaf is hashed, then its signed request is
+# fetched, and then it is sent, several at once. Pieces on this worker are sent from the memory of
+# the snapshot.
 
 NUM_OBJECTS_AT_ONCE: Final = 8
-"""Leaves that are hashed or sent at once: one connection alone gets a fraction of what an object
-store can do."""
+"""The number of leaves that are hashed or sent at once, as one connection gets a fraction of an
+object store's throughput."""
 NUM_JOINED: Final = 2
-"""Leaves of which other members have pieces: these are in memory of their own."""
+"""The number of these with pieces of other members, which need extra memory."""
 _NUM_HASHED: Final = 2
-"""Of these, leaves that are hashed: the processor trains meanwhile."""
+"""The number of these that are hashed at once, as the processor trains meanwhile."""
 NUM_ATTEMPTS: Final = 3
 
 T = TypeVar("T")
@@ -317,10 +318,10 @@ async def put_leaves(
     proof: Proof = PLAINTEXT,
     hasher: LeafHasher | None = None,
 ) -> None:
-    """Write the leaves that a request asks for; say the manifest, then each when it is there.
+    """Write the requested leaves; report the manifest, then each leaf when it is stored.
 
-    proof: shown to members that have pieces of them. hasher: of leaves of the whole state. When
-    this ends, however it ends, nothing reads the state any more.
+    proof: that for members that have pieces. hasher: that of leaves of the whole state. When this
+    ends, in any way, nothing reads the state any more.
     """
     stream.say(pb.PutLeavesResponse(manifest=to_proto(state.manifest), name=state.name))
     if request.describe:
@@ -363,7 +364,7 @@ class _Share:
         self._is_over = False
 
     async def write(self, number: int, gather: Callable[[], Awaitable[list[memoryview]]]) -> None:
-        """Gather the bytes of a leaf, write it, unless the store has it, and say so."""
+        """Gather the bytes of a leaf, write it, unless the store has it, and report it."""
         pieces = await gather()
         async with self._hashing:
             sha256 = await self._in_thread(partial(self._digest, number, pieces))
@@ -377,12 +378,13 @@ class _Share:
         self._stream.say(pb.PutLeavesResponse(leaf=written))
 
     async def close(self) -> None:
-        """Return when no thread reads the state any more."""
+        """Wait until no thread reads the state any more."""
         self._is_over = True
         await asyncio.shield(asyncio.to_thread(self._threads.shutdown))
 
     async def _put(self, number: int, pieces: list[memoryview], sha256: bytes) -> None:
-        """Send a leaf; what was refused or broke off is asked for again: its time may be over."""
+        """Send a leaf. After a refusal or a break a new request is fetched, as the old one may have
+        expired."""
         backoff = Backoff(0.2, 2.0)
         for left in reversed(range(NUM_ATTEMPTS)):
             url = await self._stream.url(number, sha256)
@@ -397,11 +399,9 @@ class _Share:
 
     def _send(self, url: str, pieces: list[memoryview]) -> None:
         size = sum(map(len, pieces))
-        self._objects.put(url, pieces, size, _half_sent, lambda: self._is_over)
+        self._objects.put(
+            url, pieces, size, lambda: failpoint("worker.leaf.half_sent"), lambda: self._is_over
+        )
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-
-def _half_sent() -> None:
-    failpoint("worker.leaf.half_sent")
