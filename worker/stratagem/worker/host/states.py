@@ -1,4 +1,4 @@
-"""Read states by the worker itself: from the folder of states, or from an object store.
+"""Read states directly from the folder of states, or from an object store.
 
 Every leaf is checked against its digest, and the list of leaves against that of the state. A state
 that cannot be read here is requested from the coordinator, like any other blob.
@@ -47,15 +47,15 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class DirectStates:
-    """The folder of states as this worker sees it. Lives on the event loop."""
+    """The folder of states as this worker sees it. Used on the event loop."""
 
     folder: StateFolder
     limits: Limits
     _reads: dict[tuple[str, str], asyncio.Task[bool]] = field(default_factory=dict)
 
     async def read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
-        """Read a state into the blobs of a run; False where it must come another way. Those who
-        want the same one at once share the reading."""
+        """Read a state into the blobs of a run; return False where it must come another way.
+        Simultaneous readers of one state share the work."""
         key = (run_id, digest)
         task = self._reads.get(key)
         if task is None:
@@ -76,7 +76,7 @@ class DirectStates:
                 upload = blobs.open_upload(run_id, digest, listed.manifest, term)
             await asyncio.to_thread(self._fill(upload, listed))
             blobs.commit(run_id, upload)
-        except ConflictError:  # it is coming
+        except ConflictError:  # it is being received
             return False
         except (StratagemError, OSError, ValueError) as error:
             log.warning("a state is asked of the coordinator", digest=digest, reason=str(error))
@@ -97,12 +97,12 @@ class DirectStates:
 
 # ---- Signed requests ----
 #
-# In this call the worker asks for signed requests, and reports what it has done with them. Requests
-# that are needed at the same moment share a message, and each URL goes to the task that waits for
-# it. Lives on the event loop and knows nothing of states.
+# In this call the worker asks for signed requests, and reports their results. Requests that are
+# needed at the same moment share a message, and each URL goes to the task that waits for it. Used
+# on the event loop.
 
 MAX_ASKED: Final = 64
-"""Leaves in one message: their URLs have at most half a megabyte."""
+"""The number of leaves in one message, whose URLs have at most half a megabyte."""
 
 R = TypeVar("R", pb.PutLeavesResponse, pb.FetchStateResponse)
 
@@ -113,7 +113,8 @@ class SignedStream(Generic[R]):
     def __init__(
         self, requests: AsyncIterator[Any], make: Callable[..., R], idle_timeout_s: float
     ) -> None:
-        """requests: of the call, behind its header. idle_timeout_s: the longest wait for a URL."""
+        """Begin. requests: those of the call, after its header. idle_timeout_s: the longest wait
+        for a URL."""
         self._requests, self._idle_timeout_s = requests, idle_timeout_s
         self._make: Callable[..., R] = make
         self._waiting: dict[int, asyncio.Future[str]] = {}
@@ -123,13 +124,13 @@ class SignedStream(Generic[R]):
         self._is_over = False
 
     def say(self, response: R) -> None:
-        """Send a response, behind those before it."""
+        """Send a response, after the earlier ones."""
         self._said.append(response)
         self._changed.set()
 
     async def url(self, number: int, digest: bytes = b"") -> str:
-        """Ask for the signed request of a leaf, and wait for it. Raises UnavailableError when it
-        does not come."""
+        """Ask for the signed request of a leaf, and wait for it. Raises UnavailableError without an
+        answer."""
         if self._is_over:
             raise UnavailableError("the coordinator signs nothing more")
         self._asked.append(pb.AskedLeaf(number=number, digest=digest))
@@ -146,7 +147,7 @@ class SignedStream(Generic[R]):
             self._waiting.pop(number, None)
 
     async def responses(self, work: Coroutine[Any, Any, None]) -> AsyncGenerator[R, None]:
-        """Yield what is said and asked while the work is done; raise what it raises."""
+        """Yield responses and questions until the work is done. Raises its errors."""
         reading, working = asyncio.create_task(self._read()), asyncio.create_task(work)
         for task in (reading, working):
             task.add_done_callback(lambda _: self._changed.set())
@@ -197,10 +198,10 @@ class SignedStream(Generic[R]):
 # The coordinator sends the list of a state and signs the requests; the bytes come from the store.
 
 NUM_AHEAD: Final = 4
-"""Leaves in memory, some of them on their way."""
+"""The number of leaves in memory, including those in transfer."""
 NUM_ATTEMPTS: Final = 3
 _NUM_PIECES: Final = 256
-"""Small tensors that are taken in at once."""
+"""The number of small tensors that are stored at once."""
 
 
 async def received_list(
@@ -209,8 +210,7 @@ async def received_list(
     limits: Limits,
     idle_timeout_s: float,
 ) -> LeafList:
-    """Return the list of a state, which follows the header. Raises IntegrityError where it has
-    another digest."""
+    """Return the list of a state, after the header. Raises IntegrityError for a wrong digest."""
     most = len(MAGIC) + MAX_HEADER_BYTES
     most += 32 * (limits.max_total_bytes // LEAF_BYTES + limits.max_tensors + 1)
     if header.list_bytes > most:
@@ -236,7 +236,7 @@ async def fetch_state(
     header: pb.FetchStateHeader,
     listed: LeafList,
 ) -> None:
-    """Read a state into the blobs of a run, and say when it is there."""
+    """Read a state into the blobs of a run, and report its arrival."""
     run_id, digest, term = header.run_id, header.digest, header.fence.term
     upload = blobs.open_upload(run_id, digest, listed.manifest, term)
     try:
@@ -254,7 +254,7 @@ async def fetch_state(
 
 
 class _Fetched:
-    """The leaves of one state, on their way and in memory."""
+    """The leaves of one state, in transfer and in memory."""
 
     def __init__(
         self,

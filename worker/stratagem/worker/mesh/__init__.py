@@ -1,7 +1,6 @@
 """Engines that carry tensors between the members of a party.
 
-The callers decide what the tensors mean, in which order they are added, and which processes belong
-to the party.
+The callers decide the meaning of the tensors, the order of additions, and the members of the party.
 """
 
 from stratagem.worker.mesh.link import ExchangeError, Forming, Link, PendingTransfer, Rendezvous
