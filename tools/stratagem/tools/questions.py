@@ -169,7 +169,7 @@ def _site(request: Mapping[str, Any], bundles: CodeStore) -> Site:
     return Site(entrypoints, torch.device(name), DataSources())
 
 
-def _told(error: StratagemError) -> dict[str, Any]:
+def _error_values(error: StratagemError) -> dict[str, Any]:
     """Return an error as plain values."""
     match error:
         case InvalidInputError(violations=violations) if violations:
@@ -216,7 +216,7 @@ def main() -> None:
         try:
             result = {"answer": answer(request, say)}
         except StratagemError as error:
-            result = {"error": _told(error)}
+            result = {"error": _error_values(error)}
         say(result)
 
 

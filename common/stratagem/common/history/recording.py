@@ -77,7 +77,7 @@ class _SeriesRecorder:
             self.num_closed = len(self.rows) - 1
             self.steps, self.values = [], []
 
-    def taken(self) -> Columns:
+    def take_closed(self) -> Columns:
         """Return the rows that were closed since the last call."""
         start, self.num_taken = self.num_taken, self.num_closed
         return part_of(self.rows, start, self.num_closed)
@@ -110,7 +110,7 @@ class Recorder:
         """Record values of a step; a step that a series already has is ignored."""
         known = self._series
         for series, value in values:
-            its = known.get(series) or self._begun(series)
+            its = known.get(series) or self._begin_series(series)
             if its is not None and step > its.step:
                 its.step = step
                 its.steps.append(step)
@@ -119,7 +119,7 @@ class Recorder:
         if self._num_pending >= _MAX_PENDING:
             self._fold()
 
-    def _begun(self, series: Series) -> _SeriesRecorder | None:
+    def _begin_series(self, series: Series) -> _SeriesRecorder | None:
         if len(self._series) >= MAX_SERIES or not is_series_name(series.name):
             self.dropped.add(series.name)
             return None
@@ -133,7 +133,7 @@ class Recorder:
     def take(self) -> SeriesRows:
         """Return the rows that were closed since the last call."""
         self._fold()
-        taken = {series: its.taken() for series, its in self._series.items()}
+        taken = {series: its.take_closed() for series, its in self._series.items()}
         return {series: rows for series, rows in taken.items() if len(rows)}
 
     def rewind(self) -> None:

@@ -117,7 +117,7 @@ def read_tokens(path: Path) -> tuple[KnownToken, ...]:
     """Read the tokens of a tokens file. Raises InvalidInputError, which names its fault."""
     try:
         document = json.loads(path.read_text())
-        return tuple(map(_known, document["tokens"]))
+        return tuple(map(_parse_token, document["tokens"]))
     except OSError as error:
         raise InvalidInputError.at("tokens_file", f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -187,7 +187,7 @@ def _digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _known(entry: Any) -> KnownToken:
+def _parse_token(entry: Any) -> KnownToken:
     sha256, expires_s = str(entry["sha256"]), entry["expires_s"]
     if len(bytes.fromhex(sha256)) != hashlib.sha256().digest_size:
         raise ValueError("sha256 is not 64 hex digits")

@@ -429,10 +429,10 @@ class Shown:
 
 def show(path: Path) -> list[Shown]:
     """Return the contents of a file's certificates. Raises InvalidInputError when it has none."""
-    return [_shown(path, certificate) for certificate in certificates_in("file", path)]
+    return [_contents_of(path, certificate) for certificate in certificates_in("file", path)]
 
 
-def _shown(path: Path, certificate: x509.Certificate) -> Shown:
+def _contents_of(path: Path, certificate: x509.Certificate) -> Shown:
     uris = uris_of(certificate)
     role = name = trust_domain = ""
     try:

@@ -103,7 +103,7 @@ def first_to_end(chain: Chain) -> ChainCertificate | None:
     return min(reversed(chain), key=lambda link: link.ends, default=None)
 
 
-def said(link: ChainCertificate, signed: str) -> str:
+def expiry_text(link: ChainCertificate, signed: str) -> str:
     """Say that a certificate has expired, and the remedy; `signed` names what it has signed."""
     when = f"has expired at {link.ends:%Y-%m-%d %H:%M} UTC"
     if not link.is_authority:
@@ -237,7 +237,7 @@ class Material:
     def problem(self) -> str:
         """Return a sentence that names the chain's expired certificate; empty without one."""
         link = ended(self.chain)
-        return "" if link is None else said(link, str(self.chain[0]))
+        return "" if link is None else expiry_text(link, str(self.chain[0]))
 
 
 @dataclass(frozen=True, slots=True)

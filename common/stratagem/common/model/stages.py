@@ -102,7 +102,7 @@ def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[
             if not claimed:
                 violations.append(
                     Violation(
-                        field, f"{node_id!r} is no node of the model; {_known(names, node_id)}"
+                        field, f"{node_id!r} is no node of the model; {_suggestion(names, node_id)}"
                     )
                 )
             for name in claimed:
@@ -118,7 +118,7 @@ def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[
     return owner
 
 
-def _known(names: Sequence[str], wrong: str) -> str:
+def _suggestion(names: Sequence[str], wrong: str) -> str:
     known = list(dict.fromkeys(name.partition("/")[0] for name in names))
     return f"known are: {', '.join(known)}{suggest(wrong, known)}"
 

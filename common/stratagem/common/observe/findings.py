@@ -50,7 +50,7 @@ def environment_of(
             **installed_versions((*PACKAGES, *packages)),
         },
         open_files_limit=soft if soft != resource.RLIM_INFINITY else 2**63,
-        malloc=process.said(),
+        malloc=process.malloc_note(),
         shared_memory_bytes=_free(SHARED_MEMORY)[0] if SHARED_MEMORY.exists() else 0,
     )
     if data_dir is not None and data_dir.is_dir():

@@ -35,7 +35,7 @@ _VALUES: Final = (
 _said = "malloc: never tuned in this process"
 
 
-def said() -> str:
+def malloc_note() -> str:
     """Return a sentence on what `tune_malloc` has done in this process."""
     return _said
 

@@ -28,7 +28,7 @@ from stratagem.common.identity.tls import (
     TlsFiles,
     chain_of,
     ended,
-    said,
+    expiry_text,
     worker_name,
 )
 from stratagem.common.rpc.channel import Proof
@@ -271,7 +271,7 @@ class _Probe:
         host, _, port = self.address.rpartition(":")
         return socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
 
-    def shown(self) -> "x509.Certificate":
+    def peer_certificate(self) -> "x509.Certificate":
         """Return the server's certificate without verifying it."""
         from cryptography import x509
 
@@ -321,7 +321,7 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
 
     from stratagem.common.identity.tls import names_of
 
-    theirs = probe.shown()
+    theirs = probe.peer_certificate()
     whose = f"the certificate of {probe.address}"
     if code == _EXPIRED:
         return _of_ended(theirs, whose, files)
@@ -354,7 +354,7 @@ def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
     chain = chain_of(whose, [theirs], str(files.ca), authorities)
     link = ended(chain)
     if link is not None and link.is_authority:
-        return said(link, whose)
+        return expiry_text(link, whose)
     return f"{whose} has expired at {theirs.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; renew it"
 
 

@@ -217,7 +217,7 @@ class _JobChecks:
         """Check that each split can be loaded, its rows read twice, and collated, for the model if
         there is one."""
         dtype = converted_dtype(self.job) if model is None else rows_dtype(self.job, model)
-        data = {split: self._known(split, each) for split, each in self._loaded().items()}
+        data = {split: self._first_rows(split, each) for split, each in self._loaded().items()}
         if data and not self.job.only_evaluates:
             self.report.attempt("data", "data", lambda: training_split(data))
         for split, dataset in data.items():
@@ -245,7 +245,7 @@ class _JobChecks:
         self.report.attempt("data", "data", lambda: check_same_rows(job, few, first_call, where))
         return data
 
-    def _known(self, split: str, dataset: Dataset) -> Dataset:
+    def _first_rows(self, split: str, dataset: Dataset) -> Dataset:
         """Return the first rows of a stream, or the data set as it is."""
         if not isinstance(dataset, StreamDataset):
             return dataset

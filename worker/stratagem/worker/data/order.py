@@ -175,7 +175,7 @@ def _users(
 ) -> Tensor | list[Tensor]:
     """Return the result of the user's function for (data set, epoch); it is called twice and must
     be pure."""
-    first, again = (_asked(function, dataset, job.seed, epoch) for _ in range(2))
+    first, again = (_call_for_order(function, dataset, job.seed, epoch) for _ in range(2))
     if first != again:
         raise InvalidInputError.at(
             "data.order.entrypoint",
@@ -200,7 +200,7 @@ def _users(
     return list(torch.split(numbered, sizes)) if is_cut else numbered
 
 
-def _asked(
+def _call_for_order(
     function: Callable[..., Any], dataset: Dataset, seed: int, epoch: int
 ) -> list[int | list[int]]:
     with generators_kept(), user_code(f"ordering the rows of epoch {epoch}"):

@@ -226,7 +226,7 @@ class ReaderPool:
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
         """Return (x, y) of an order, as `dataset.read` would. Raises the same errors."""
-        ticket = _taken(self._ahead, order) or self._give(order)
+        ticket = _pop_ticket(self._ahead, order) or self._give(order)
         if ticket is None:
             return dataset.read(order)
         self._receive(must_wait=False)
@@ -256,7 +256,7 @@ class ReaderPool:
             order = next(self._coming, None)
             if order is None:
                 return
-            ticket = _taken(self._earlier, order) or self._give(order)
+            ticket = _pop_ticket(self._earlier, order) or self._give(order)
             if ticket is None:
                 return
             self._ahead.setdefault(order, []).append(ticket)
@@ -317,7 +317,7 @@ class ReaderPool:
             reader.process.order(ticket.number, ticket.order)
 
 
-def _taken(tickets: dict[ReadOrder, list[_Ticket]], order: ReadOrder) -> _Ticket | None:
+def _pop_ticket(tickets: dict[ReadOrder, list[_Ticket]], order: ReadOrder) -> _Ticket | None:
     """Remove and return the first ticket of an order."""
     found = tickets.get(order)
     if not found:

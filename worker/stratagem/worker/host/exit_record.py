@@ -189,10 +189,10 @@ def _lines(ring: bytes, printed: int) -> list[str]:
     else:
         begin = printed % _ROOM
         text = (ring[begin:] + ring[:begin]).partition(b"\n")[2]
-    return [_shown(line) for line in text.decode(errors="replace").splitlines()[-MAX_LINES:]]
+    return [_printable(line) for line in text.decode(errors="replace").splitlines()[-MAX_LINES:]]
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     """Return a line without characters that could move a terminal's cursor."""
     return "".join(c if c.isprintable() else " " for c in text)[:MAX_LINE_CHARS]
 
@@ -223,7 +223,7 @@ def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
         told.status = -signal.Signals[_FAULTS[fault[1]]]
     found_frames = (line.strip() for line in lines if line.lstrip().startswith("File "))
     frames = list(dict.fromkeys(found_frames))  # recursion once
-    told.last_lines.extend(map(_shown, [lines[0], *_shown_frames(frames)]))
+    told.last_lines.extend(map(_printable, [lines[0], *_shown_frames(frames)]))
     del told.last_lines[: max(0, len(told.last_lines) - MAX_LINES)]
 
 

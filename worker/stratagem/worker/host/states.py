@@ -67,7 +67,7 @@ class DirectStates:
     async def _read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
         upload = None
         try:
-            listed = await asyncio.to_thread(self._listed, digest)
+            listed = await asyncio.to_thread(self._read_list, digest)
             if listed is None:
                 return False
             upload = blobs.open_upload(run_id, digest, listed.manifest, term)
@@ -88,7 +88,7 @@ class DirectStates:
                 upload.is_open = False
         return True
 
-    def _listed(self, digest: str) -> LeafList | None:
+    def _read_list(self, digest: str) -> LeafList | None:
         return self.folder.read_list(Digest(digest), self.limits)
 
     def _fill(self, upload: BlobUpload, listed: LeafList) -> Callable[[], None]:

@@ -340,14 +340,14 @@ def build_model(
     """
     factory, changes = _factory(job, entrypoints), ""
 
-    def made() -> nn.Module:
+    def build() -> nn.Module:
         nonlocal changes
         model = factory()
         changes = convert(model, job)
         return model
 
     with nullcontext() if folder is None else FileStorage(folder):
-        model = _build(made, job.seed, device, fresh=fresh)
+        model = _build(build, job.seed, device, fresh=fresh)
     if changes:
         say(changes)
     return model

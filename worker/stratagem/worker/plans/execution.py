@@ -313,7 +313,7 @@ class PlanExecution:
                 work.post(self._failed, error)
                 return
             if work.admission is not None:
-                result = _told(work, work.admission, result)
+                result = _disclosed(work, work.admission, result)
             outcome = result.WhichOneof("outcome") or DEFECT
             work.host.stats.ended[outcome] += 1
             tracing.note(outcome=outcome, engine=result.train.engine, step=result.train.step)
@@ -392,12 +392,12 @@ def _stopped(work: ExecutionContext, reason: str) -> pb.ExecuteResult:
     return pb.ExecuteResult(interrupted=pb.Interrupted(reason=reason))
 
 
-def _told(
+def _disclosed(
     work: ExecutionContext, admission: SiteAdmission, result: pb.ExecuteResult
 ) -> pb.ExecuteResult:
     """Return the disclosed part of a result, once that is in the site's audit, or the error."""
     try:
-        return admission.told(result)
+        return admission.disclosed(result)
     except RefusedBySiteError as error:
         return users_fault(work, error)
 

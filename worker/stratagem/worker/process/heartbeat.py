@@ -240,7 +240,7 @@ class Agent:
         """Send a heartbeat at once."""
         self._beat_now.set()
 
-    async def until_drain_is_said(self) -> None:
+    async def until_drain_is_announced(self) -> None:
         """Wait for the answer to a heartbeat that announces the drain, or its failure."""
         if self.is_registered.is_set():
             await self._has_said_drain.wait()
@@ -393,7 +393,7 @@ class Agent:
         A problem of identity is logged as a warning as long as it lasts.
         """
         if not isinstance(error, grpc.aio.AioRpcError):
-            level = log.warning if self._is_told(num_before) else log.debug
+            level = log.warning if self._is_warning(num_before) else log.debug
             level(what, reason=str(error) or "no answer in time")
             if isinstance(error, TimeoutError):
                 self.coordinators.move_on(asked)
@@ -401,13 +401,13 @@ class Agent:
         details = error.details()
         if num_before % LOOK_AGAIN_EVERY == 0 and not name_of(error):
             details = await identity_problem(error, asked, self.proof, proxy=self.proxy) or details
-        is_news = self._is_told(num_before) or details != error.details()
+        is_news = self._is_warning(num_before) or details != error.details()
         level = log.warning if is_news else log.debug
         level(what, code=error.code().name, details=details)
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.coordinators.move_on(asked)
 
-    def _is_told(self, num_before: int) -> bool:
+    def _is_warning(self, num_before: int) -> bool:
         """Return whether one of consecutive failures is logged as a warning: the first one, and
         later ones after pauses that double."""
         now_s = time.monotonic()

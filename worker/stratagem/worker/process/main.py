@@ -407,7 +407,7 @@ async def _tell_outcomes(settings: WorkerSettings, sessions: Sessions) -> None:
     sessions.drain()
     try:
         async with asyncio.timeout(settings.drain_grace_s):
-            await sessions.told()
+            await sessions.until_reported()
     except TimeoutError:
         log.warning("not idle in time", grace_s=settings.drain_grace_s)
 
@@ -433,7 +433,7 @@ async def _drain(
         async with asyncio.timeout(settings.drain_grace_s):
             if not stop.is_stuck:
                 await sessions.idle()
-            await agent.until_drain_is_said()
+            await agent.until_drain_is_announced()
             await sessions.until_uploaded(UPLOAD_BEGINS_S)
     except TimeoutError:
         log.warning("not idle in time", grace_s=settings.drain_grace_s)

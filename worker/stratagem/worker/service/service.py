@@ -122,7 +122,7 @@ class WorkerServicer(WorkerServiceServicer):
     ) -> AsyncIterator[pb.ExecuteResponse]:
         await self._pass(request.fence, request.session)
         job, site = self._job(request), self._host.site
-        execution, admission = self.sessions.known(request), None
+        execution, admission = self.sessions.find_execution(request), None
         accepted = pb.Accepted(
             worker_id=self._host.worker_id,
             incarnation=self._host.incarnation,
@@ -135,7 +135,8 @@ class WorkerServicer(WorkerServiceServicer):
                 yield pb.ExecuteResponse(accepted=accepted)
                 yield pb.ExecuteResponse(result=self._refused(error))
                 return
-            execution = self.sessions.known(request)  # another call may have created it meanwhile
+            # another call may have created it meanwhile
+            execution = self.sessions.find_execution(request)
         if execution is None:
             execution = self.sessions.begin(request, job, admission)
         yield pb.ExecuteResponse(accepted=accepted)

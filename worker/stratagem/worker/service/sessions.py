@@ -104,7 +104,7 @@ class Sessions:
         self._num_uploads, self._uploads_changed = 0, asyncio.Event()
         self.fences = FenceGuard()
 
-    def known(self, request: pb.ExecuteRequest) -> PlanExecution | None:
+    def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
         """Return the existing execution for a request, attached to it, if there is one."""
         session = self._sessions.get(key_from(request.session))
         known = session.find(key_of(request)) if session is not None else None
@@ -245,10 +245,10 @@ class Sessions:
         for execution in list(self._executions()):
             await execution.work.outbox.ended()
 
-    async def told(self) -> None:
+    async def until_reported(self) -> None:
         """Wait until no plan runs, and every caller has been sent the outcome."""
         for execution in list(self._executions()):
-            await execution.work.outbox.told()
+            await execution.work.outbox.until_reported()
 
     @property
     def num_sessions(self) -> int:

@@ -266,12 +266,12 @@ def _frames(frame: FrameType | None) -> list[StackFrame]:
     """Return the frames of a thread from its innermost one on."""
     found = []
     while frame is not None:
-        found.append(_told(frame))
+        found.append(_stack_frame(frame))
         frame = frame.f_back
     return found
 
 
-def _told(frame: FrameType) -> StackFrame:
+def _stack_frame(frame: FrameType) -> StackFrame:
     code, module = frame.f_code, dict.get(frame.f_globals, "__name__")
     name = module if isinstance(module, str) else ""
     return StackFrame(name, plain_path(code.co_filename), frame.f_lineno or 0, code.co_name)

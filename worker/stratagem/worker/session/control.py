@@ -384,7 +384,7 @@ class Outbox:
         while self._result is None and self._failure is None:
             await self._changed.wait()
 
-    async def told(self) -> None:
+    async def until_reported(self) -> None:
         """Wait for the outcome, and until every attached call has sent it."""
         await self.ended()
         while self._num_following:

@@ -36,7 +36,7 @@ def diverged(
             continue
         if name not in known:
             given = base() if given is None else given
-            before = _found(name, given)
+            before = _earlier(name, given)
             if before is None or before.shape != tensor.shape:
                 before = torch.zeros(tensor.shape)
             known[name] = ~_elements(before)
@@ -57,7 +57,7 @@ def _is_parameter(name: str, others: Collection[str]) -> bool:
     return kind is not None and name[kind.end() :] not in others
 
 
-def _found(name: str, given: Mapping[str, Tensor]) -> Tensor | None:
+def _earlier(name: str, given: Mapping[str, Tensor]) -> Tensor | None:
     """Return a tensor's earlier values; separate models and averages begin with the model."""
     if name in given:
         return given[name]

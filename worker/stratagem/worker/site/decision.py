@@ -18,7 +18,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.derived import entry_points_by_field
 from stratagem.common.secure.sharing import is_complete, shares_needed
 from stratagem.common.strategy import All, Federated, Random
-from stratagem.worker.site.file import AcceptRule, SiteFile, opening, parse_window, told
+from stratagem.worker.site.file import AcceptRule, SiteFile, moment_text, opening, parse_window
 
 PLANS: Final = ("build", "client_round", "evaluate", "measure_sums")
 """The plans that the coordinator of a federation sends to a site; no others are executed."""
@@ -116,13 +116,15 @@ def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetim
     now = opening(windows, zone, at)
     if not now.is_open:
         assert now.changes is not None  # every window recurs weekly
-        return now.changes, f"opens {told(now.changes, zone)}"
+        return now.changes, f"opens {moment_text(now.changes, zone)}"
     if now.changes is None:
         return FitsRule(number, rule)
     after = opening(windows, zone, now.changes)
     assert after.changes is not None
     closed_s = (after.changes - now.changes).total_seconds()
-    return FitsRule(number, rule, now.changes, f"opens {told(after.changes, zone)}", closed_s)
+    return FitsRule(
+        number, rule, now.changes, f"opens {moment_text(after.changes, zone)}", closed_s
+    )
 
 
 def _against_everywhere(offer: Offer) -> Iterator[str]:
@@ -154,13 +156,13 @@ def _against(
     job = offer.job
     data = job.data.worker_local or ""
     if data not in rule.data:
-        yield _Against("data", f'"{data}" is not one of {_listed(rule.data)}')
+        yield _Against("data", f'"{data}" is not one of {_joined(rule.data)}')
     if rule.submitters is not None and not _matches(offer.submitter, rule.submitters):
         who = f'"{offer.submitter}"' if offer.submitter else "a submitter that is not known"
-        yield _Against("submitters", f"{who} is not one of {_listed(rule.submitters)}")
+        yield _Against("submitters", f"{who} is not one of {_joined(rule.submitters)}")
     kind = type(job.strategy).__name__
     if kind not in rule.strategies:
-        yield _Against("strategies", f"{kind} is not one of {_listed(rule.strategies)}")
+        yield _Against("strategies", f"{kind} is not one of {_joined(rule.strategies)}")
     yield from _against_strategy(rule, job)
     yield from _against_privacy(rule, job, spent.get(data, 0.0))
     yield from _against_code(site, rule, job)
@@ -265,7 +267,7 @@ def _against_code(site: SiteFile, rule: AcceptRule, job: JobSpec) -> Iterator[_A
     if job.code is None:
         for field, name in entry_points_by_field(job).items():
             if not _matches(name, rule.entrypoints):
-                text = f'{field} "{name}" is not one of {_listed(rule.entrypoints)}'
+                text = f'{field} "{name}" is not one of {_joined(rule.entrypoints)}'
                 yield _Against("entrypoints", text)
         return
     # The names in a bundle are known only when it is here; other names are checked then.
@@ -290,7 +292,7 @@ def _against_metrics(rule: AcceptRule, offer: Offer) -> Iterator[_Against]:
     asked = offer.job.evaluation.metrics if offer.job.evaluation is not None else ()
     others = [name for name in asked if name not in rule.metrics and name != "loss"]
     if others:
-        text = f'evaluation.metrics "{others[0]}" is not one of {_listed(rule.metrics)}'
+        text = f'evaluation.metrics "{others[0]}" is not one of {_joined(rule.metrics)}'
         yield _Against("metrics", text)
 
 
@@ -298,5 +300,5 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return bool(name) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _joined(names: tuple[str, ...]) -> str:
     return ", ".join(names) or "nothing"

@@ -468,7 +468,7 @@ def _spans(
     return merged
 
 
-def told(moment: datetime, zone: ZoneInfo) -> str:
+def moment_text(moment: datetime, zone: ZoneInfo) -> str:
     """Return a moment as "Mon 19:00 Europe/Vienna"."""
     local = moment.astimezone(zone)
     return f"{DAYS[local.weekday()]} {local:%H:%M} {zone.key}"

@@ -92,7 +92,7 @@ class SiteAdmission:
         }
         self._write({**line, **costs})
 
-    def told(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
+    def disclosed(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
         """Return the disclosed part of a result, after it was audited, as an update already is."""
         told = self.disclosure.result(result)
         data = told.SerializeToString(deterministic=True)
@@ -260,7 +260,7 @@ class SiteGate:
                 ),
             ),
             record=record,
-            write=lambda fields: self._audit.add({"at": _said(self._clock()), **fields}),
+            write=lambda fields: self._audit.add({"at": _timestamp(self._clock()), **fields}),
             noises=self._audit.noises(str(record["run"]), job.data.worker_local or ""),
             open_s=None if closes is None else (closes - now).total_seconds(),
             closed_text=verdict.closed_text,
@@ -289,13 +289,13 @@ class SiteGate:
 
     def _note(self, record: dict[str, JSON], now: datetime) -> None:
         try:
-            self._audit.add({"at": _said(now), **record})
+            self._audit.add({"at": _timestamp(now), **record})
         except (OSError, IntegrityError) as error:
             log.error("the audit cannot be written", reason=str(error))
             raise unwritten(self._site.spec.site) from None
 
 
-def _said(moment: datetime) -> str:
+def _timestamp(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds")
 
 
