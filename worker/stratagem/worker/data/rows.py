@@ -133,15 +133,12 @@ def collated(rows: list[Any], collate: Collate, keys: BatchKeys, split: str) -> 
 
 def _collated(rows: list[Any], collate: Collate, split: str) -> tuple[Any, Any]:
     with user_code(f"collating rows of data.{split}"):
-        return _pair(collate(rows))
+        batch = collate(rows)
+        return (batch[0], batch[1]) if _is_pair(batch) else (batch, batch)
 
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    return (batch[0], batch[1]) if _is_pair(batch) else (batch, batch)
 
 
 def refuse_loaders(value: object, split: str) -> None:

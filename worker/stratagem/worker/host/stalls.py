@@ -127,7 +127,8 @@ def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
     if ours and ours[0].startswith(_WAITING):
         awaits = next((text for name in ours if (text := _awaited(name))), "{others}")
         if others or "{others}" not in awaits:
-            return StallCause(awaits=awaits.format(others=_names(others)))
+            names = ", ".join(others) if len(others) <= MAX_NAMED else "the other members"
+            return StallCause(awaits=awaits.format(others=names))
         return StallCause(place=told[0].place)
     return StallCause(place=stack[0].place if stack else "")
 
@@ -146,10 +147,6 @@ def counted_s(seconds: float, pause_s: float) -> float:
 def is_due_again(seconds: float, told_s: float) -> bool:
     """Return whether a stall that was reported after told_s is reported again."""
     return seconds >= AGAIN * told_s
-
-
-def _names(others: Sequence[str]) -> str:
-    return ", ".join(others) if len(others) <= MAX_NAMED else "the other members"
 
 
 def _awaited(name: str) -> str:

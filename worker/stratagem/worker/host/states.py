@@ -67,14 +67,14 @@ class DirectStates:
     async def _read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
         upload = None
         try:
-            listed = await asyncio.to_thread(self._read_list, digest)
+            listed = await asyncio.to_thread(self.folder.read_list, Digest(digest), self.limits)
             if listed is None:
                 return False
             upload = blobs.open_upload(run_id, digest, listed.manifest, term)
             if upload.writer.received:  # what a stream has left of it
                 blobs.forget(run_id, upload)
                 upload = blobs.open_upload(run_id, digest, listed.manifest, term)
-            await asyncio.to_thread(self._fill(upload, listed))
+            await asyncio.to_thread(upload.fill, self.folder.read_state(listed))
             blobs.commit(run_id, upload)
         except ConflictError:  # it is being received
             return False
@@ -87,12 +87,6 @@ class DirectStates:
             if upload is not None:
                 upload.is_open = False
         return True
-
-    def _read_list(self, digest: str) -> LeafList | None:
-        return self.folder.read_list(Digest(digest), self.limits)
-
-    def _fill(self, upload: BlobUpload, listed: LeafList) -> Callable[[], None]:
-        return lambda: upload.fill(self.folder.read_state(listed))
 
 
 # ---- Signed requests ----

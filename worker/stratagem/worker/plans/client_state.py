@@ -191,7 +191,8 @@ def keep(
         of_round = work.key.run_id, plan.client, work.segment
         digest = _store(work).save(*of_round, own, plan.kept_rounds)
     else:
-        work.post(work.states.keep_outputs, work.segment, freeze(_detached(own), {}))
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+        work.post(work.states.keep_outputs, work.segment, freeze(copies, {}))
     if model or is_controlled(job):
         return done, digest
     trained = frozenset(name for name in done.trained if name not in own)
@@ -205,10 +206,6 @@ def _keeps(job: JobSpec) -> bool:
 def is_at_worker(job: JobSpec) -> bool:
     """Return whether the private state of a client is only on its worker."""
     return job.data.worker_local is not None
-
-
-def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _ditto(job: JobSpec) -> Ditto | None:
