@@ -128,8 +128,7 @@ def are_checked() -> bool:
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Lift the limits inside the block, which must not await, for input that was accepted
-    before."""
+    """Lift the limits, inside a block that must not await, for input accepted before."""
     token = _are_checked.set(False)
     try:
         yield

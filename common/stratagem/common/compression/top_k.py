@@ -1,8 +1,7 @@
 """top_k: the k largest values by magnitude and their places; the rest is dropped.
 
 Biased, so it wants error feedback (https://arxiv.org/abs/1809.07599). Of equal magnitudes the
-earlier element is kept. Places ascend; they are a bitmap where that is smaller than a number for
-each.
+earlier element is kept. Places ascend; they are a bitmap where that is smaller than numbers.
 """
 
 import math

@@ -282,8 +282,7 @@ def _check(columns: Columns, starts: Sequence[int]) -> None:
 
 # ---- Stage actions ----
 #
-# The work of a pipeline stage in one step, with its times, is stored as values of the step
-# history.
+# The work of a pipeline stage in one step, with its times, is stored in the step history.
 #
 # Each segment reports its last step, in a party of its own beside that of the stage, and a run
 # keeps that of its newest segment. Times are seconds since the worker of the stage began the

@@ -207,9 +207,8 @@ def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:
 
 # ---- Authorization ----
 #
-# The table defines for all calls who may make which call, and about which resources. A call that
-# is not in it is refused. The services know what belongs to whom; rpc/server.py has them check
-# it.
+# The table defines for all calls who may make which call, and about which resources. A call that is
+# not in it is refused. The services, called by rpc/server.py, check what belongs to whom.
 
 
 class Anyone(StrEnum):
@@ -424,8 +423,7 @@ class Caller:
 
     @property
     def is_admin(self) -> bool:
-        """Return whether the caller may act on what belongs to others; without TLS every caller
-        may."""
+        """Return whether the caller may act for other owners; without TLS every caller may."""
         return not self.is_known or Scope.ADMIN in self.scopes
 
     @property
@@ -442,8 +440,7 @@ class Caller:
         return self.cert_id is not None and self.cert_id.role is Role.WORKER
 
     def is_one_of(self, worker_ids: Iterable[str]) -> bool:
-        """Return whether the caller's certificate is that of one of these workers; true without
-        TLS."""
+        """Return whether the caller is one of these workers, by certificate; true without TLS."""
         return self.cert_id is None or any(map(self.cert_id.covers, worker_ids))
 
     def must_be_worker(self, worker_id: str) -> None:

@@ -261,8 +261,7 @@ class Authority:
         return now + valid
 
     def files(self, name: str) -> TlsFiles:
-        """Return the files of a certificate of this authority: `coordinator`, `worker-w0`,
-        `pool-a`."""
+        """Return the files of a certificate of this authority, such as `worker-w0` or `pool-a`."""
         folder = self.folder
         return TlsFiles(folder / CA_FILE, folder / f"{name}.crt", folder / f"{name}.key")
 

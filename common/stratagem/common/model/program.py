@@ -48,8 +48,7 @@ Source: TypeAlias = ModelInput | FromNode | NodeInput | Bundle
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The call of one node's module with its arguments. `node` is its id, or a path such as
-    enc/fc."""
+    """The call of one node's module with its arguments. node: an id, or a path as enc/fc."""
 
     node: str
     args: tuple[Source, ...]

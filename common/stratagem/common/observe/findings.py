@@ -281,8 +281,7 @@ def connection(address: str, round_trip_s: float, term: int) -> Finding:
 
 
 def versions(processes: Mapping[str, types_pb2.Environment]) -> Iterator[Finding]:
-    """Yield whether the versions that must agree, and those that should, are the same in all
-    processes."""
+    """Yield whether versions that must agree, or should, are the same in all processes."""
     yield from agreement(processes, _MUST_AGREE, Level.FAIL, "run one version everywhere")
     yield from agreement(
         processes, _SHOULD_AGREE, Level.WARN, "any will do; one version is easier to look after"

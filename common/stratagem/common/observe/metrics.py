@@ -9,8 +9,8 @@ from typing import Final, Literal
 # ---- Definitions ----
 #
 # The scrape, the documentation and the tests use the same definitions. Values are plain numbers
-# that the process keeps anyway or adds up as it goes; they are independent of the text format of
-# Prometheus.
+# that the process keeps anyway or adds up as it goes; they do not depend on Prometheus' text
+# format.
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -68,9 +68,8 @@ def one(value: Value) -> Values:
 
 # ---- Event loop lag ----
 #
-# Everything that must answer soon waits for the event loop. A task sleeps a fixed time and
-# measures how much longer it took. A blocked loop and a frozen process both show as one long lag
-# afterwards.
+# Everything that must answer soon waits for the event loop. A task sleeps a fixed time and measures
+# how much longer it took. A blocked loop and a frozen process show as one long lag.
 
 INTERVAL_S: Final = 0.25
 BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)

@@ -1,8 +1,7 @@
 """Serve the metrics of a process over HTTP: only `GET /metrics`, on a separate port.
 
 Values of the event loop are read on it, which takes microseconds; the text is made in a thread.
-Requests are bounded in size, time and number, so a peer that reaches the port cannot hold up the
-process.
+Requests are bounded in size, time and number, so no peer can hold up the process.
 """
 
 import asyncio
@@ -41,8 +40,7 @@ from stratagem.common.tensors import stream
 # The scrape is protected by TLS, a scraper's certificate, and a token.
 #
 # The files are checked again at each handshake and each request, so they can be renewed while the
-# process runs. A file that cannot be used is logged, and its old content is used until it is
-# repaired.
+# process runs. A file that cannot be used is logged, and its old content is used meanwhile.
 
 MIN_TOKEN_CHARS: Final = 16
 _SCHEME: Final = b"bearer "

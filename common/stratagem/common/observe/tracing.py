@@ -2,8 +2,7 @@
 
 Tracing is off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or its form for traces) is
 set; then nothing of OpenTelemetry is imported, and a span costs the look-up of one variable. A
-context travels as W3C `traceparent`, in the metadata of calls, and as text for code that must
-remember it.
+context travels as W3C `traceparent`, in the metadata of calls, and as text for later.
 """
 
 import os

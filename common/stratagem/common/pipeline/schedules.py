@@ -42,8 +42,7 @@ Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Return all forwards, then all backwards (Huang et al., arXiv:1811.06965). Keeps M
-    activations."""
+    """Return all forwards, then all backwards (GPipe, arXiv:1811.06965). Keeps M activations."""
     _check(num_stages, num_micro_batches)
     return tuple(_pairs(stage, num_micro_batches, num_micro_batches) for stage in range(num_stages))
 

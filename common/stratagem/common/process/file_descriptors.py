@@ -15,8 +15,8 @@ def raise_descriptor_limit() -> int:
     """Raise the soft limit to the hard one, and return it; 0 where there is none.
 
     The usual soft limit of 1,024 is meant for programs that call select(), and is too low for a
-    coordinator of 1,000 workers. A process at its limit refuses connections, and retries failed
-    writes later.
+    coordinator of 1,000 workers. A process at its limit refuses connections, and retries writes
+    later.
     """
     try:
         import resource

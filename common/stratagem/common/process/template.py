@@ -3,8 +3,7 @@
 This process starts the fork server at the first use, or earlier on request, and again when it has
 died; the server ends with this process. The module imports nothing that takes time. Programs that
 the server cannot run the same way are started as usual: on systems other than Linux, with other
-interpreters, and with an environment whose difference a library would have read while it was
-loaded.
+interpreters, and with an environment whose difference a library reads while it is loaded.
 """
 
 import atexit

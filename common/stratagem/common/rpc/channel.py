@@ -316,10 +316,9 @@ class _RenewedChannel(DelegatingChannel):
 #
 # A cluster may have several coordinators, of which one leads.
 #
-# When a call fails because no server answers at an address, or because that coordinator only
-# stands by, the channel switches to the next address. Repeating the call is the caller's
-# responsibility: all of ours are repeated with pauses, so the next attempt meets the next
-# address.
+# When a call fails because no server answers at an address, or because that coordinator only stands
+# by, the channel switches to the next address. Repeating the call is the caller's responsibility:
+# all of ours are repeated with pauses, and then use the next address.
 
 
 def split_addresses(text: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Map our errors to gRPC statuses and back, by one table.
 
 A status also carries an ErrorInfo with the name of the error, from which our callers get exactly
-the raised type; other callers have the code and the sentence. Wrong fields are sent as BadRequest
+the raised type; others have the code and the sentence. Wrong fields are sent as BadRequest
 violations.
 """
 
@@ -170,8 +170,7 @@ def from_rpc_error(error: grpc.RpcError) -> StratagemError:
 
 
 def name_of(error: grpc.RpcError) -> str:
-    """Return the name of the error that the other side raised; "" when it was gRPC itself, or a
-    proxy."""
+    """Return the name of the error that the other side raised; "" for gRPC itself or a proxy."""
     info = _details(error).info
     return str(info.reason) if info.domain == _DOMAIN else ""
 

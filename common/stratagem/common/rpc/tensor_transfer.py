@@ -219,8 +219,7 @@ async def pull(  # noqa: PLR0913  (all but two have the usual defaults)
 
     `open_call(offset)` starts the call; `offset` > 0 continues a download of an earlier process.
     `size_of` returns the size of the stream, by the first message of each call. `near` is tried
-    once, before `open_call`. Raises an error of our tree; the sink then has a part that must not be
-    used.
+    once, before `open_call`. Raises an error of our tree; the sink then has an unusable part.
     """
     download = _Download(accept, limits, purpose, offset, codecs, size_of)
     if offset:  # a download of an earlier process continues as a stream

@@ -32,8 +32,7 @@ from stratagem.common.secure.sharing import COEFFICIENT_BYTES, SHARE_BYTES, shar
 
 # ---- Transcripts ----
 #
-# A transcript is a byte string that is signed, or from which keys are derived. It names its
-# purpose.
+# A transcript is a byte string that is signed, or gives keys. It names its purpose.
 #
 # It is a list of parts, each with its length before it, so no two lists give the same bytes. It
 # begins with the protocol and the purpose, and names the run, the party, the round, the attempt

@@ -4,8 +4,7 @@ A tensor of 1 MiB or more is cut into leaves of 64 MiB from its own start; all s
 leaves of up to 64 MiB, in order. Parameters that do not train are thus the same leaves from commit
 to commit, and thousands of small tensors are few objects. The cut follows from the manifest alone.
 The digest of a state is the SHA-256 of the list, which has names, types, shapes and metadata as in
-the header of its safetensors file, and the SHA-256 of each leaf; neither depends on who wrote which
-leaf.
+the header of its safetensors file, and the SHA-256 of each leaf; no writer changes it.
 """
 
 import hashlib
@@ -321,8 +320,7 @@ class StateFolder:
             raise UnavailableError(text) from error
 
     def read_list(self, digest: Digest, limits: Limits = DEFAULT_LIMITS) -> LeafList | None:
-        """Return the list of a state's leaves, checked against its digest; None where there is
-        none."""
+        """Return the list of a state's leaves, checked against its digest, or None."""
         try:
             content = (self.lists / digest[:2] / f"{digest}{LIST_SUFFIX}").read_bytes()
         except OSError:

@@ -32,8 +32,7 @@ WITHIN_NORM: Final = "within_norm"
 """The metadata key of a client's change: "1" where its norm was within the clipping norm."""
 NUM_AVERAGED_KEY: Final = "average/num_averaged"
 """The metadata key of a state for the number of states in its average of the parameters. A state
-with the key and without tensors of an average is itself one, with averages in place of the
-parameters."""
+with the key and without tensors of an average has averages in place of the parameters."""
 
 
 class Purpose(IntEnum):
@@ -326,8 +325,8 @@ def _purpose(number: int, wanted: Purpose | None) -> Purpose:
 # ---- Element types ----
 #
 # One table has the element types of the tensor stream, with their names in torch, on the wire and
-# in safetensors files. It must not import torch, since the base install reads and writes streams
-# without it.
+# in safetensors files. It must not import torch, without which the base install reads and writes
+# streams.
 
 
 @dataclass(frozen=True, slots=True)

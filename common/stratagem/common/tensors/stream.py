@@ -68,8 +68,7 @@ def iter_frames(pieces: Iterable[Piece], offset: int = 0) -> Iterator[bytes]:
 
 
 def frame(offset: int, *parts: Data) -> bytes:
-    """Return one serialized message whose field `chunk` carries `parts`, which must not all be
-    empty."""
+    """Return a serialized message whose field `chunk` carries `parts`, not all of them empty."""
     size = sum(map(len, parts))
     return (patched if size >= _MIN_PATCHED_BYTES else joined)(offset, *parts)
 
@@ -90,8 +89,7 @@ def recut(raw: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
 
 
 def has_crc(raw: bytes, offset: int, size: int, crc: int) -> bool:
-    """Return whether a frame of `size` bytes of data, as `frame` makes it, carries this
-    checksum."""
+    """Return whether a frame made by `frame` from `size` bytes of data has this checksum."""
     if crc:
         return raw.endswith(bytes((_CRC_TAG,)) + crc.to_bytes(4, "little"))
     return len(raw) == len(_head(offset, size, 0)) + size
@@ -294,8 +292,7 @@ class ChunkWriter:
     """A writer of chunks to a sink, which checks order, length and checksum of each.
 
     A wrong chunk raises, and neither reaches the sink nor moves the writer. `offset` > 0 continues
-    a range whose beginning is already in the sink. `purpose` is the kind for which the bytes are
-    counted.
+    a range whose beginning is already in the sink. The bytes are counted for `purpose`.
     """
 
     __slots__ = ("_flow", "_sink", "received", "total_bytes")

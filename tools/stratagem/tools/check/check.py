@@ -109,8 +109,7 @@ def _place_of(error: UserCodeError) -> str:
 # ---- Checks of a job ----
 #
 # A little of each part of the job is tried as workers would use it: code, model, data, a step,
-# metrics. Every possible check is made, whatever the others find. The checks do not use the
-# network.
+# metrics. Every possible check is made, whatever the others find, without the network.
 
 _DIVIDED: Final = "strategy.options.partition_state"
 _NUM_ROWS: Final = 2

@@ -209,8 +209,7 @@ def _exchange(trainer: Trainer) -> GradientReducer:
 
 # ---- Local steps of clients ----
 #
-# The number of steps that the clients of a federation make is reported as far as it is known before
-# a round.
+# The number of steps that the clients of a federation make is reported as far as it is known.
 
 
 def local_steps(job: JobSpec, strategy: Federated, site: Site, num_rows: int) -> str:

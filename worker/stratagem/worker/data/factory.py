@@ -60,8 +60,7 @@ def made_data(
 
 # ---- Streams of a job ----
 #
-# The streams are made from the result of the data function; those that do not fit the job are
-# refused.
+# The streams are made from the result of the data function; unfit ones are refused.
 
 _TRAIN = "train"
 

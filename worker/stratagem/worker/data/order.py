@@ -109,8 +109,7 @@ def epoch_order(num_rows: int, seed: int) -> Tensor:
 
 # ---- Row order ----
 #
-# An order is a pure function of the epoch: the numbers of the training rows, or a list of batches
-# of them.
+# An order is a pure function of the epoch: the numbers of the training rows, or their batches.
 
 MAX_WEIGHTED_ROWS: Final = 1 << 24
 """The limit of torch.multinomial."""

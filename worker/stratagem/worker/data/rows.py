@@ -232,8 +232,7 @@ def _are_values(values: list[Any]) -> bool:
 
 # ---- Random generators ----
 #
-# The user's code draws from Python's and numpy's generators and from torch's default one on the
-# CPU.
+# The user's code draws from the generators of Python and numpy and torch's default one on the CPU.
 
 
 def seed_users_generators(key: int) -> None:

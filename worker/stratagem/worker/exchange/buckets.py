@@ -146,8 +146,7 @@ class GradientBuckets:
             param.grad = None
 
     def go_on(self, on_full: Callable[[int], None] | None) -> None:
-        """Add a further backward to the set; on_full is called with the buckets that it
-        completes."""
+        """Add a further backward to the set; on_full is called with completed buckets."""
         self._on_full, self._is_further = on_full, True
         if on_full is not None:
             self._came = [False] * len(self._params)

@@ -281,8 +281,7 @@ def quantised(
     leaves_rest: bool,
 ) -> tuple[FloatArray, list[Tensor]]:
     """Return (scales, codes of each) of finite tensors whose magnitudes have these sums.
-    leaves_rest: each tensor is replaced by the part that its codes do not carry. Waits for the
-    device once."""
+    leaves_rest: each tensor is replaced by its uncoded part. Waits for the device once."""
     thresholds = [
         float(threshold_of(threshold_fraction, total, x.numel()))
         for x, total in zip(tensors, totals, strict=True)
@@ -450,7 +449,6 @@ def _int8(vector: Tensor, scale: float) -> Tensor:
     """Return the levels of `common.compression.quantize`, rounded to the nearest, ties to even."""
     if scale == 0:
         return torch.zeros_like(vector, dtype=torch.int8)
-    # The divisor is a tensor, since torch multiplies by the reciprocal of a number, which rounds
-    # once more.
+    # The divisor is a tensor, since torch multiplies by the rounded reciprocal of a number.
     divisor = torch.full((), scale, device=vector.device)
     return (vector / divisor).round_().clamp_(-127, 127).to(torch.int8)

@@ -152,8 +152,7 @@ class Compressor:
         return self._portions[layout.digest]
 
     def begin_step(self, step: int, owned: range) -> None:
-        """Begin a step; forget one that was not applied. `owned` may change only after
-        `load_state`."""
+        """Begin a step; drop one not applied. `owned` may change only after `load_state`."""
         self._step, self._coded, self._units = step, {}, {}
         if self.keeps_state and owned != self._owned:
             self._own(owned)
@@ -164,8 +163,7 @@ class Compressor:
 
     def code(self, shard: int, portion: Portion, gradients: Sequence[Tensor]) -> None:
         """Code a portion of the shard and replace its gradients, of all parameters, by their
-        decoded values. Where they are not finite, raise UserCodeError, or zero them and spoil the
-        shard."""
+        decoded values. If not finite, raise UserCodeError, or zero them and spoil the shard."""
         if shard not in self._units:
             raise RuntimeError(
                 "gradients came before the forward pass had ended: a micro-batch is one backward"

@@ -3,8 +3,7 @@
 A node is a logical shard. Its parameters go only to the members that own neighbours of it. The
 owner of a node does not change any bits, because every sum is taken in order of node number, in
 float64. The exchange works bucket by bucket: while it mixes one, the next ones are transferred.
-Used by one thread; only `cut` may be called from another one. The module knows neither model nor
-optimizer.
+Used by one thread; only `cut` may be called from another one.
 """
 
 import threading
@@ -379,8 +378,7 @@ class Waiter:
                 while works:
                     works.pop(0).wait(self._deadline_s)
             except ExchangeError as error:
-                # Only the message is kept: a traceback would keep transfers alive, and with them
-                # the group.
+                # Only the message is kept: a traceback would keep transfers and the group alive.
                 self.fail(str(error))
             except BaseException as error:  # a defect of ours must not leave the caller waiting
                 self.fail(f"the thread that waits has ended: {error!r}")

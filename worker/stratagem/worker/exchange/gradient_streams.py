@@ -1,8 +1,7 @@
 """The worker's end of ParameterServer: GetGradients and ApplyGradients on one session.
 
 The module keeps the open server transport, with its membership and step, and turns its outbox and
-inbox into streams. It runs on the event loop; the torch thread only reports what it has opened and
-applied.
+inbox into streams. It runs on the event loop; the torch thread only reports its progress.
 """
 
 import asyncio

@@ -217,8 +217,7 @@ class _Open:
 
 
 class ServerTransport:
-    """A `ReductionTransport` on the torch thread; header, partials, stage and commit on the
-    loop."""
+    """A `ReductionTransport` on the torch thread; streams of its content on the loop."""
 
     name = "server"
 

@@ -4,9 +4,8 @@ Once a bucket of all members is full, each adds its own slice over all members' 
 tree, and writes the sum into the same slice of every member's set 0. No other member reads or
 writes that slice, so one barrier per bucket is enough, and one at the end of the step. The
 transport has no thread: it adds a bucket when the torch thread launches the next one, or in
-`finish`. Adding costs little, and waking another thread costs as much and takes a core from
-backward. Where members own slices, sums stay with them, and the others read the updated parameters
-in place.
+`finish`. Adding costs little, and waking a thread costs as much and takes a core from backward.
+Where members own slices, sums stay with them, and the others read the updated parameters in place.
 """
 
 from collections.abc import Sequence
@@ -300,8 +299,7 @@ def prepare_blocks(
     kept: KeptSums | None = None,
 ) -> list[list[Block]]:
     """Return by bucket the blocks that this member adds; the blocks of all members cover each
-    bucket once. owners: the owners of the sums, where these stay with them. kept: their place then,
-    if not set 0."""
+    bucket once. owners: those of sums that stay with them. kept: their place then, if not set 0."""
     own = sets[party.rank][0]
     blocks = []
     for bucket, flat in enumerate(own):

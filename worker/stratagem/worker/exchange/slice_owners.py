@@ -118,8 +118,7 @@ def _ranges(starts: list[int | None], numel: int) -> tuple[tuple[int, int], ...]
 
 # ---- Sums of own slices ----
 #
-# The sums have separate storage where the buckets of gradients give their memory back once they are
-# summed.
+# The sums have separate storage where the buckets of gradients give their memory back.
 
 
 @dataclass(frozen=True, slots=True)

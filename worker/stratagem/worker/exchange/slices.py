@@ -262,8 +262,7 @@ def _prepare(
     without: Set[tuple[int, int]] = frozenset(),
 ) -> Gathering:
     """Return this member's transfers that bring the slices of all members into every flat tensor;
-    they use one tag for each piece, from `first_tag` on. without: pairs (owner, peer) without
-    transfers."""
+    they use a tag for each piece, from `first_tag` on. without: pairs (owner, peer) to skip."""
     sends: list[Transfer] = []
     receives: list[Transfer] = []
     for number, cut in enumerate(cuts):

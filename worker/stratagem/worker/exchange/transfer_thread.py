@@ -193,8 +193,7 @@ class MeshTransport:
             try:
                 run.method.run(run.prepared, run)
             except ExchangeError as error:
-                # Only the message is kept: a traceback would keep transfers alive, and with them
-                # the group.
+                # Only the message is kept: a traceback would keep transfers and the group alive.
                 self._fail(str(error))
                 return
             except BaseException as error:  # a defect of ours must not leave finish waiting

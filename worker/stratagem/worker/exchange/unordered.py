@@ -2,8 +2,7 @@
 
 `RingMethod` is the ring all-reduce of Patarasuk & Yuan (2009); `NativeMethod` uses that of the
 backend. In both a member first adds its own shards, so that every element is sent 2(N - 1)/N times,
-for any number of shards. All members get the same bits, which depend on the members and their
-number.
+for any number of shards. All members get the same bits, which depend on the members.
 """
 
 from collections.abc import Sequence

@@ -284,9 +284,8 @@ class ReceivedBlobs:
         worker_id: str = "",
         max_uploads: int = MAX_UPLOADS,
     ) -> None:
-        """Begin without blobs. data_dir: the folder for files of blobs, where a killed worker of
-        this name may have left some; workers on other machines may use it, too. None: all blobs are
-        in memory."""
+        """Begin without blobs. data_dir: the folder for files of blobs, also of a killed worker of
+        this name; workers on other machines may use it, too. None: all blobs are in memory."""
         self.data_dir = data_dir
         self._prefix = f"received-{worker_id}+"  # no worker id has a plus
         self._folder: OwnFolder | None = None

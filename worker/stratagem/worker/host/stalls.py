@@ -54,8 +54,7 @@ class StallLimits:
         """Return the time that an unneeded stay may last while others wait.
 
         A run that continues would return to the replacing process and be late there again, so its
-        first step here, whose duration is unknown, gets more time. A run that is over does not
-        return.
+        first step here, of unknown duration, gets more time. A run that is over does not return.
         """
         is_first = not (is_run_over or has_stepped)
         return self.grace_s + (self.compile_s if is_first or is_compiling else 0.0)

@@ -120,8 +120,7 @@ class GrpcLink:
     async def _hold(self, out: _Outbound) -> None:
         """Keep the stream to one member; some time after its end, cut the link if receives are
         still open. Without this member no exchange can complete. Messages of the others may still
-        arrive; a receive that stays open may wait for a member that itself waits for the lost
-        one."""
+        arrive; a receive that stays open may wait for one that waits for the lost member."""
         await out.run()
         box = self._endpoint.box
         await asyncio.sleep(LEAVE_GRACE_S + box.num_open_bytes / LEAVE_BYTES_PER_S)

@@ -90,8 +90,7 @@ def take_segment(sock: socket.socket, size_bytes: int, peer: int, deadline_s: fl
 # ---- Members on one host ----
 #
 # Members recognise that they share a host and connect by Unix sockets. They connect in the abstract
-# namespace, that is, inside one network namespace; a secret from the rendezvous keeps strangers
-# out.
+# namespace, that is, inside one network namespace; a secret from the rendezvous excludes others.
 
 _SECRET_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f">{_SECRET_BYTES}sI")  # the listener's secret, the caller's rank
@@ -332,8 +331,7 @@ class SharedGroup:
         return [segments[rank] for rank in range(self.size)]
 
     def send_token(self) -> None:
-        """Send one token to each other member. Never blocks or fails: `hear` notices a lost
-        peer."""
+        """Send a token to each other member. Never blocks or fails: `hear` notices a lost peer."""
         for peer in self._owed:
             self._owed[peer] += 1
         self._flush()

@@ -230,8 +230,7 @@ class FileStorage(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _EMPTY and _is_plain(kwargs):
-            # Most tensors of a model begin so, hence they are not moved to files afterwards, as
-            # others are.
+            # Most tensors of a model begin so, hence they are not moved to files later, as others.
             meta = func(*args, **{**kwargs, "device": "meta"})
             if meta.untyped_storage().nbytes() >= SMALLEST_BYTES:
                 return _view(meta, self._storage(meta.untyped_storage().nbytes()))
@@ -362,8 +361,7 @@ def _build(
             return empty
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
-        # Without a device torch would record a stack trace of each call for later, which takes 10
-        # ms.
+        # Without a device torch would record a stack trace of each call, which takes 10 ms.
         torch.cuda.manual_seed_all(seed)
     with user_code(_ACTIVITY):
         model = factory()
@@ -493,8 +491,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.layout is torch.strided and tensor.is_contiguous():
-        # For a tensor on the meta device empty_like imports a computer algebra system, which takes
-        # seconds.
+        # On the meta device empty_like imports a computer algebra system, which takes seconds.
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.empty_like(tensor, device=device)
 

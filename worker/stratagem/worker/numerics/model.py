@@ -375,8 +375,7 @@ def _ending_single(forward: Forward) -> Forward:
 #
 # `execution.memory` has three modes besides the default. Pooled reuses the storage of batches.
 # Cached keeps data sets on the device. MinimalPeak gives gradients storage only from their first
-# micro-batch's backward to the update, and returns freed memory to the system. None of them changes
-# a bit.
+# micro-batch's backward to the update, and returns freed memory to the system. None changes bits.
 
 
 def make_gather(

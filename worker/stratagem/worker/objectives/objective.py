@@ -363,8 +363,8 @@ def _shifts_labels(model: nn.Module) -> bool:
     names = [kind.__name__ for kind in type(inner).__mro__]
     if any(name.endswith("ForCausalLM") or name in _CAUSAL for name in names):
         return True
-    # With a text encoder, labels are at the place of their prediction; with an image encoder they
-    # are not.
+    # With a text encoder, labels are at the place of their prediction; not so with an image
+    # encoder.
     has_encoder = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
     return any(name.endswith("ForConditionalGeneration") for name in names) and not has_encoder
 

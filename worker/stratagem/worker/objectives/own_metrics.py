@@ -163,8 +163,8 @@ def _unlike(text: str) -> InvalidInputError:
 # over its rows, may be added: the sum is the state of one object that has seen the rows of all. A
 # metric of torchmetrics declares each such state by `dist_reduce_fx="sum"`; an object of any other
 # kind names its attributes in `summed_states`. A metric is excluded if a state begins with a value
-# other than zero, which would be counted once per client, or is a list of rows, which do not leave
-# the client.
+# other than zero, which would be counted once per client, or is a list of rows, which stay at
+# clients.
 
 MAX_NUMBERS: Final = 65_536
 """The limit on the numbers in all such states of a split, which are sent with one message."""

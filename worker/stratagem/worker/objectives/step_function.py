@@ -54,7 +54,7 @@ def batch_of(x: Any, y: Any) -> Any:
 
 @dataclass(slots=True)
 class _Watch:
-    """Tells hooks, which must not refer to the model, whether a step function is running."""
+    """A flag for hooks, which must not refer to the model: a step function is running."""
 
     is_on: bool = False
 

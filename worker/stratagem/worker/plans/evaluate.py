@@ -2,8 +2,7 @@
 hook.
 
 Members are independent. When the party changes, the coordinator sends the same plan with another
-share, and the member answers at once for batches that it has evaluated already. Runs in the torch
-thread.
+share, and the member answers at once for evaluated batches. Runs in the torch thread.
 """
 
 import time

@@ -88,8 +88,7 @@ class StepHistory:
 
     def end(self, measured: Mapping[str, float]) -> tuple[int, str]:
         """Send all remaining rows, also those that the next segment continues; return the number of
-        parts, and their digest. measured: values of all nodes together after the last step, by
-        series."""
+        parts, and their digest. measured: final values of all nodes together, by series."""
         holding = self._work.holding
         recorder = holding.recorder
         if recorder is None:

@@ -3,8 +3,7 @@
 The loop serves all kinds of trainer: join the party, step until the end, and when the exchange
 fails leave the party, report it and wait for the next view. A step is applied by all members or
 repeated, so nothing is undone here. Members that are sole copies of their state drop it, and the
-coordinator returns the party to its last commit. Runs in the torch thread, which it frees while it
-waits.
+coordinator returns the party to its last commit. It frees the torch thread while it waits.
 """
 
 import time

@@ -403,7 +403,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def _state(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen]:
         """Return a context in which the state is read."""
         if request.WhichOneof("which") == "kept" and self._host.site is None:
-            # Only the session's name is checked, as the process that has written the state may have
+            # Only the session's name is checked, as the process that wrote the state may have
             # ended.
             await self._pass(request.fence, request.session, is_order=False)
             run_id = check_run_id(request.session.run_id)

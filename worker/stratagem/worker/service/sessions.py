@@ -334,8 +334,7 @@ def key_from(ref: types_pb2.SessionRef) -> SessionKey:
 # A new term counts once the coordinator has sent it in answer to this worker's call. Otherwise a
 # single call with a high number, from any caller, would make the worker refuse its coordinator.
 
-# Parties of closed runs are remembered too, so that late orders stay harmless; the oldest are
-# dropped.
+# Parties of closed runs, except the oldest, are remembered too, so that late orders stay harmless.
 MAX_PARTIES: Final = 16_384
 
 ASK_TIMEOUT_S: Final = 0.9

@@ -1,8 +1,7 @@
 """The context that a plan uses while it runs in the torch thread.
 
-These values connect the process, a session and a plan: `Host` is the process, `SessionState` the
-state that a session keeps in the torch thread between plans, `ExecutionContext` one plan's access
-to both.
+These values connect the process, a session and a plan: `Host` is the process, `SessionState` what a
+session keeps in the torch thread between plans, `ExecutionContext` one plan's access to both.
 """
 
 import asyncio

@@ -170,11 +170,11 @@ class AcceptRule(Section):
 
 
 class AuditSpec(Section):
-    """What the site writes down, and whether log lines leave.
+    """The records of the site, and the disclosure of log lines.
 
-    file: where a line is added for each offer, refusal and update; beside site.toml unless the
-    path is absolute. consent: a document whose SHA-256 stands in each line. share_logs: what the
-    job prints and logs, and warnings about its data, go to the coordinator.
+    file: where a line is added for each offer, refusal and update; beside site.toml unless the path
+    is absolute. consent: a document whose SHA-256 stands in each line. share_logs: what the job
+    prints and logs, and warnings about its data, go to the coordinator.
     """
 
     file: NonEmptyText = "audit.jsonl"
@@ -364,8 +364,7 @@ def _load(
 #
 # Windows are the times of the week in which a site takes part, in its time zone. A window has days
 # and, unless it means whole days, hours: "Mon-Fri 19:00-06:00", "Sat-Sun". Hours whose end is not
-# after their beginning end on the next day. The functions are pure and take the time as an
-# argument.
+# after their beginning end on the next day. The functions are pure, with the time as an argument.
 
 DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 FORM: Final = 'days and perhaps hours, such as "Mon-Fri 19:00-06:00" or "Sat-Sun"'

@@ -41,8 +41,7 @@ class noted:  # reads as a statement
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, StratagemError):
-            # This uses objects of the user, which may raise anything; the original error is
-            # reported.
+            # This uses objects of the user, which may raise anything; the first error is reported.
             with suppress(Exception):
                 error.add_note(self._note(error))
 
@@ -55,8 +54,7 @@ class noted:  # reads as a statement
 
 def text_of(value: Any, depth: int = 0) -> str:
     """Return the type and shape of each tensor in a value, in its nesting, as "(float32[8, 4],
-    int64[8])"; for anything else its type. Only keys that are names are included, as others may be
-    data."""
+    int64[8])"; for anything else its type. Keys are included only if they are names, not data."""
     if isinstance(value, Tensor):
         sides = "[nested]" if value.is_nested else list(value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}{sides}"
