@@ -3,16 +3,8 @@
 The callers decide the meaning of the tensors, the order of additions, and the members of the party.
 """
 
-from stratagem.worker.mesh.link import ExchangeError, Forming, Link, PendingTransfer, Rendezvous
+from stratagem.worker.mesh.link import Forming, Link, Rendezvous
 from stratagem.worker.mesh.shm import SharedGroup
 from stratagem.worker.mesh.torch_links import form_gloo
 
-__all__ = [
-    "ExchangeError",
-    "Forming",
-    "Link",
-    "PendingTransfer",
-    "Rendezvous",
-    "SharedGroup",
-    "form_gloo",
-]
+__all__ = ["Forming", "Link", "Rendezvous", "SharedGroup", "form_gloo"]
