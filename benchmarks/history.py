@@ -33,7 +33,8 @@ from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sinks.files import TensorBoardSink
 from stratagem.client.sinks.sink import RowBlock, SinkRun
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.history import MAX_ROWS, Columns, Recorder, Series, stride_of
+from stratagem.common.history import Columns, Recorder, Series, stride_of
+from stratagem.common.history.columns import MAX_ROWS
 from stratagem.common.history.recording import pack, pack_columns
 from stratagem.coordinator.store import step_history as step_histories
 from stratagem.coordinator.store.journal import Journal, Record

@@ -10,7 +10,7 @@ from stratagem.client.sdk import torch_process
 from stratagem.client.sdk import torch_process as planning
 from stratagem.common.base.errors import StratagemError, UnavailableError, UserCodeError
 from stratagem.common.job import load_job
-from stratagem.tools.questions import _told as told
+from stratagem.tools.questions import _error_values as told
 from stratagem.tools.questions import answer
 from tests.client.cli.command_line import invoke
 from tests.jobs import job

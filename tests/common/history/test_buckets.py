@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.history import (
-    MAX_ROWS,
     Columns,
     Recorder,
     Series,
     clipped,
-    coarsened,
     joined,
     shortened,
     stride_of,
 )
-from stratagem.common.history.columns import from_bytes
+from stratagem.common.history.columns import MAX_ROWS, coarsened, from_bytes
 
 LOSS = Series("train.loss")
 VALUES = st.lists(

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.history import Columns, Recorder, Series, SeriesRows, joined
+from stratagem.common.history import Columns, Recorder, Series, joined
 from stratagem.common.history.recording import (
     MAX_PART_BYTES,
+    SeriesRows,
     pack,
     pack_columns,
     packed_parts,

@@ -159,7 +159,7 @@ async def test_a_drain_and_the_leaving_are_said_at_once() -> None:
         await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 2)
         agent.drain()
         async with asyncio.timeout(PATIENCE_S):
-            await agent.until_drain_is_said()
+            await agent.until_drain_is_announced()
         assert fake.streams[0][-1].draining
         await agent.leave("done")
         assert [each.reason for each in fake.left] == ["done"]
@@ -176,7 +176,7 @@ async def test_a_coordinator_of_the_version_before_gets_single_beats() -> None:
             await released.wait()
         agent.drain()
         async with asyncio.timeout(PATIENCE_S):
-            await agent.until_drain_is_said()
+            await agent.until_drain_is_announced()
         assert fake.singles[-1].draining
         assert {each.for_run for each in fake.singles} == {"r-1"}
         assert agent.clock.offset.error_s < PATIENCE_S

@@ -135,7 +135,7 @@ def test_nothing_is_let_in_while_the_audit_cannot_be_written(
         gate.admit(request_of(job), job)
     done = pb.ExecuteResult(client_round=pb.ClientRoundResult(loss=1.0))
     with pytest.raises(RefusedBySiteError, match="its audit cannot be written"):
-        admission.told(done)
+        admission.disclosed(done)
 
 
 # ---- what leaves ----
@@ -150,18 +150,18 @@ def test_a_result_leaves_with_what_the_rule_names(tmp_path: Path) -> None:
     expected = pb.ClientRoundResult.FromString(done.SerializeToString())
     done.metrics["Smith, Anna"] = 3.0
     done.num_history_parts, done.history_digest = 3, "ab"
-    assert admission.told(pb.ExecuteResult(client_round=done)).client_round == expected
+    assert admission.disclosed(pb.ExecuteResult(client_round=done)).client_round == expected
     evaluated = pb.EvaluateResult(wants_evaluation=True)
     evaluated.own_metrics.MergeFrom(pb.OwnMetrics(are_measured=True, metrics={"test.m:auc": 0.5}))
     for batch in (2, 0, 1):
         sums = {"loss": 0.1 * batch, "accuracy": 1.0, "x": 9}
         evaluated.parts.add(split="test", batch=batch, weight=2.0, sums=sums)
-    (part,) = admission.told(pb.ExecuteResult(evaluate=evaluated)).evaluate.parts
+    (part,) = admission.disclosed(pb.ExecuteResult(evaluate=evaluated)).evaluate.parts
     assert (part.split, part.weight) == ("test", 6.0)
     assert part.sums == {"loss": 0.0 + 0.1 + 0.2, "accuracy": 3.0}
     assert [line["kind"] for line in lines(tmp_path)[1:]] == ["answer", "answer"]
     with pytest.raises(RefusedBySiteError, match="tells nothing of a plan show"):
-        admission.told(pb.ExecuteResult(show=pb.Shown(stop_reason="Smith, Anna")))
+        admission.disclosed(pb.ExecuteResult(show=pb.Shown(stop_reason="Smith, Anna")))
 
 
 def test_a_site_that_reports_nothing_withholds_the_loss(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_site_that_reports_nothing_withholds_the_loss(tmp_path: Path) -> None:
     done = pb.ClientRoundResult(num_samples=7, loss=0.5, loss_before=0.7, num_applied_steps=3)
     done.metrics["max_grad_norm"] = 2.0
     expected = pb.ClientRoundResult(num_samples=7, is_loss_withheld=True, num_applied_steps=3)
-    assert admission.told(pb.ExecuteResult(client_round=done)).client_round == expected
+    assert admission.disclosed(pb.ExecuteResult(client_round=done)).client_round == expected
 
 
 def _raised(error: BaseException) -> BaseException:

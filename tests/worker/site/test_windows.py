@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.site.file import DAYS, opening, parse_window, told
+from stratagem.worker.site.file import DAYS, moment_text, opening, parse_window
 
 pytestmark = pytest.mark.core
 
@@ -37,7 +37,7 @@ def at(text: str) -> datetime:
 def test_nights_and_weekends(moment: str, is_open: bool, changes: str) -> None:
     found = opening(NIGHTS, VIENNA, at(moment))
     assert found.changes is not None
-    assert (found.is_open, told(found.changes, VIENNA)) == (is_open, changes)
+    assert (found.is_open, moment_text(found.changes, VIENNA)) == (is_open, changes)
 
 
 @pytest.mark.parametrize(

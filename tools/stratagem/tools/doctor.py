@@ -3,7 +3,7 @@
 `python -m stratagem.tools.doctor OPTIONS` (`stratagem doctor --worker-settings`) takes the options
 of `stratagem worker`, tries each of the settings as the worker would use it, and prints findings as
 a JSON list. It registers nowhere, and the worker itself may run meanwhile. It imports the modules
-that `--allow` names, as jobs would have them imported, and changes nothing else. Blocking.
+that `--allow` names, as jobs would, and changes nothing else. It blocks.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _WILD: Final = frozenset("*?[")
 
 
 def local_findings(settings: WorkerSettings, own: types_pb2.Environment) -> list[Finding]:
-    """own: of this process."""
+    """Return the findings that need no network. own: the environment of this process."""
     return [
         *findings.limits(settings.worker_id, own),
         *_data_dir(settings),
@@ -70,7 +70,7 @@ def local_findings(settings: WorkerSettings, own: types_pb2.Environment) -> list
 
 
 def _data_dir(settings: WorkerSettings) -> Iterator[Finding]:
-    """One that is not there yet is made by the worker, where it may."""
+    """Check the data folder; the worker creates a missing one, where it may."""
     folder = settings.data_dir
     if folder is None or folder.is_dir():
         return
@@ -105,7 +105,7 @@ def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Fi
 
 
 def _precision(name: str, device: torch.device) -> Finding:
-    """Jobs that need more are refused; see numerics/precision.py."""
+    """Check a precision; jobs that need more are refused (numerics/precision.py)."""
     missing = [f"{kind} as {numbers}" for numbers, kind, _ in obstacles(device)]
     found = "all kinds of layers can be trained in all precisions"
     if missing:
@@ -144,7 +144,7 @@ def _local_data(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _site(settings: WorkerSettings) -> Iterator[Finding]:
-    """The file of a site, and whether the functions that it loads its data with are there."""
+    """Check the file of a site, and that the functions that load its data exist."""
     if settings.site is None:
         return
     name, advice = settings.worker_id, "see docs/reference/site-file.md"
@@ -178,9 +178,9 @@ def _activation_store(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _allowed(settings: WorkerSettings) -> Iterator[Finding]:
-    """Each pattern of `--allow`, as far as it names something that can be looked for."""
+    """Check each pattern of `--allow`, as far as it names something that can be found."""
     entrypoints = EntryPoints(tuple(settings.allow), tuple(settings.import_path))
-    if not settings.allow and settings.site is None:  # whose file says it
+    if not settings.allow and settings.site is None:  # the site's file replaces the patterns
         advice = "list what jobs may name as --allow 'package.module:*'; graphs run without"
         found = "nothing: jobs that name code of theirs are refused"
         yield Finding("allow", settings.worker_id, Level.WARN, found, advice)
@@ -210,7 +210,7 @@ def _pattern(name: str, entrypoints: EntryPoints, pattern: str) -> Finding:
 
 
 def _certain_part(module: str) -> str:
-    """The leading packages of a pattern of modules that have no wildcard in them."""
+    """Return the leading packages of a pattern of modules that have no wildcard."""
     parts = module.split(".")
     wild = next((n for n, part in enumerate(parts) if _WILD & set(part)), len(parts))
     return ".".join(parts[:wild])
@@ -222,7 +222,7 @@ CALL_TIMEOUT_S: Final = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Print the findings; 0 also where they are bad."""
+    """Print the findings; return 0 even where they are bad."""
     try:
         settings = from_command_line(arguments)
     except ValidationError as error:
@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def examine(settings: WorkerSettings) -> list[Finding]:
-    """Everything that can be said about a worker that would be started with these settings."""
+    """Return all findings on a worker that would be started with these settings."""
     name = settings.name
     try:
         security = WorkerSecurity(settings)
@@ -287,7 +287,7 @@ async def _coordinator(
     except StratagemError as error:
         return [_no_answer(address, error)]
     round_trip_s = received_s - sent_s
-    # The answer's time was read at its end, half a round trip ago at most.
+    # The time in the answer was read at its end, at most half a round trip ago.
     offset_s = answer.time_s + round_trip_s / 2 - received_s
     may_see = security.data_plane == "trusted" and settings.site is None
     return [
@@ -346,8 +346,8 @@ def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _advertising(settings: WorkerSettings) -> Iterator[Finding]:
-    """Check that other processes can resolve and reach the address that this worker advertises:
-    nobody dials one with a tunnel."""
+    """Check that other processes can resolve and reach the address that this worker advertises,
+    which is not dialled with a tunnel."""
     if settings.tunnel:
         return
     host = split_address(advertised(settings, split_address(settings.listen)[1]))[0].strip("[]")
@@ -377,7 +377,7 @@ def _exchange(name: str, security: WorkerSecurity) -> Iterator[Finding]:
 
 
 if __name__ == "__main__":
-    # What the settings say of the allocator holds for a worker, which tunes it as it starts.
+    # The finding on the allocator is about a worker, which tunes it at its start.
     from stratagem.common.process.process import tune_malloc
 
     tune_malloc()

@@ -1,9 +1,9 @@
 """Answer one question about a job, as JSON: `python -m stratagem.tools.questions`.
 
-The SDK and the command line ask here, in a process of its own, because they load neither torch nor
-the user's code. The first line of standard input is the request, the last line of standard output
-the answer, and before it come findings as they are made. The process answers each further line of
-input with the place where the user's code is. What user code prints goes to standard error.
+The SDK and the command line run this as a separate process, because they load neither torch nor the
+user's code. The first line of standard input is the request; standard output has the findings as
+they are made, and then the answer. The process answers each further line of input with the present
+place in the user's code. Output of user code goes to standard error.
 """
 
 import json
@@ -45,11 +45,11 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 # ---- Place of a thread ----
 #
-# The place is told in words, for the process that waits for the thread.
+# The place is described in words, for the process that waits for the thread.
 
 
 def place_of_thread(ident: int) -> str:
-    """Return where a thread is: the innermost line of the user's code; "" where it has ended."""
+    """Return the innermost line of the user's code that a thread is at; "" where it has ended."""
     frame = sys._current_frames().get(ident)
     stack = [
         StackFrame(
@@ -69,11 +69,11 @@ DEVICES: Final = ("cpu", "cuda")
 
 
 Say: TypeAlias = Callable[[Mapping[str, Any]], None]
-"""Tells the process that asks something, before the answer."""
+"""Sends something to the asking process before the answer."""
 
 
 def answer(request: Mapping[str, Any], say: Say = lambda _: None) -> dict[str, Any]:
-    """The answer to one request; raises what the question raises."""
+    """Return the answer to one request. Raises the errors of the question."""
     job, bundles = JobSpec.from_json(request["job_json"]), CodeStore(None)
     try:
         site = _site(request, bundles)
@@ -169,7 +169,7 @@ def _site(request: Mapping[str, Any], bundles: CodeStore) -> Site:
     return Site(entrypoints, torch.device(name), DataSources())
 
 
-def _told(error: StratagemError) -> dict[str, Any]:
+def _error_values(error: StratagemError) -> dict[str, Any]:
     """Return an error as plain values."""
     match error:
         case InvalidInputError(violations=violations) if violations:
@@ -186,20 +186,20 @@ def _told(error: StratagemError) -> dict[str, Any]:
 
 
 def _tell_places(requests: TextIO, say: Say) -> None:
-    """Say at what the calling thread is, whenever a line asks for it; end with who asks."""
+    """Report the place of the calling thread at each line; end with the asking process."""
     activity, ident = per_thread.activity, threading.get_ident()
 
     def tell() -> None:
         for _ in requests:
             say({"at": activity.text, "place": place_of_thread(ident)})
-        os._exit(1)  # nobody is there for the answer, and the user's code may never give it
+        os._exit(1)  # nobody waits for the answer, and the user's code may never end
 
     threading.Thread(target=tell, name="places", daemon=True).start()
 
 
 def main() -> None:
     """Answer the request on standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for who asks, who ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asking process ends this one
     torch.set_num_threads(default_threads(os.environ))
     requests = os.fdopen(os.dup(sys.stdin.fileno()))
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
@@ -216,7 +216,7 @@ def main() -> None:
         try:
             result = {"answer": answer(request, say)}
         except StratagemError as error:
-            result = {"error": _told(error)}
+            result = {"error": _error_values(error)}
         say(result)
 
 

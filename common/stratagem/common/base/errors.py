@@ -35,7 +35,7 @@ from typing import Final, Self, TypeVar
 #     └── RunFailedError      the run ended without a result; the message is the reason
 
 MAX_VIOLATIONS: Final = 100
-"""More than a person reads; a document with a hundred thousand mistakes has not all reported."""
+"""More than a person reads: a document may have a hundred thousand mistakes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class InvalidInputError(StratagemError, ValueError):
 
     violations: tuple[Violation, ...]
     readable: object = None
-    """What can be read of a document's value in spite of them; None where nothing can."""
+    """The readable part of a document's value; None where there is none."""
 
     def __init__(self, message: str = "", *, violations: Iterable[Violation] = ()) -> None:
         self.violations = tuple(islice(violations, MAX_VIOLATIONS))
@@ -81,7 +81,7 @@ class UnfitModelError(InvalidInputError):
 
 
 class LimitError(StratagemError):
-    """A size or a count exceeds its limit; raised before anything is allocated for it.
+    """A size or a count exceeds its limit; nothing has been allocated for it.
 
     `retry_after_s`: seconds after which the same request may succeed, if the limit is on
     concurrency.
@@ -173,8 +173,8 @@ class StandbyError(UnavailableError):
 
 
 class InProgressError(UnavailableError):
-    """What the call needs is being done, and takes longer than a call may; repeat the same call to
-    get the outcome."""
+    """The work that the call needs is under way and takes longer than a call may; the same call,
+    repeated, gets the outcome."""
 
 
 class UserCodeError(StratagemError):
@@ -223,24 +223,24 @@ class RunFailedError(StratagemError):
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions themselves, without the groups around them, in order."""
+    """Return the exceptions themselves, without the groups around them, in order."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for exception in error.exceptions for leaf in leaves(exception)]
     return [error]
 
 
 def sole(error: BaseException) -> BaseException:
-    """The exception that a group is about; a group of several that differ stays as it is."""
+    """Return the exception that a group is about; a group of different ones is returned itself."""
     causes = leaves(error)
     same = {(type(leaf), str(leaf)) for leaf in causes}
     return causes[0] if len(same) == 1 else error
 
 
 def led_to(error: BaseException, *, by_handling: bool = True) -> Iterator[BaseException]:
-    """Yield the error, and then those that it was raised from, each once: one that is raised from
-    itself, or from what it has caused, leads round in a circle.
+    """Yield the error and then the errors that it was raised from, each once, although the chain
+    may be a circle.
 
-    by_handling: also those during whose handling one was raised.
+    by_handling: also follow errors during whose handling one was raised.
     """
     seen: set[int] = set()
     behind: BaseException | None = error
@@ -251,8 +251,8 @@ def led_to(error: BaseException, *, by_handling: bool = True) -> Iterator[BaseEx
 
 
 def told(error: BaseException) -> str:
-    """Describe an exception in words, each once: our own errors by their sentence, others with
-    their type."""
+    """Describe an exception in words: our own errors by their sentence, others with their type,
+    none twice."""
     return "; ".join(dict.fromkeys(_words(leaf) for leaf in leaves(error)))
 
 
@@ -276,9 +276,8 @@ def without_frames(error: E) -> E:
     """Remove the frames from an error, from the errors that led to it, and from the parts of a
     group, and return it.
 
-    Where one of the frames has what keeps the error, the references form a circle: nothing in these
-    frames would be freed until Python's collector looks at them, nor the memory that their objects
-    hold outside of Python.
+    Where a frame refers to the owner of the error, the references form a cycle: what the frames
+    hold, inside Python and outside, would not be freed until Python's collector runs.
     """
     left: list[BaseException | None] = [error]
     seen: set[int] = set()

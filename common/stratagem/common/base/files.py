@@ -17,13 +17,14 @@ from stratagem.common.base.errors import InvalidInputError
 
 @contextmanager
 def whole_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well; else nothing has changed.
+    """Open a file that replaces `path` when the block ends without an error; otherwise nothing
+    changes.
 
-    mode: the rights of the file, less what the umask takes away; never more, not for a moment.
-    durable: it is on the disk before it takes that place. Raises OSError that names `path`.
+    mode: the permissions of the file, less the umask; it never has more, not for a moment. durable:
+    the file is on the disk before it replaces `path`. Raises OSError that names `path`.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.unlink(missing_ok=True)  # of a process of this number that was killed
+    part.unlink(missing_ok=True)  # left by a killed process with this number
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except OSError as error:
@@ -39,6 +40,15 @@ def whole_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterat
         part.unlink(missing_ok=True)
 
 
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, too."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 # ---- Private files ----
 #
 # Private keys, and a process's notes about its work, may be read only by some. A key's group may
@@ -47,8 +57,8 @@ def whole_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterat
 
 
 def check_private(field: str, path: str | PathLike[str]) -> None:
-    """InvalidInputError names the field, the file and its mode when others than its owner and its
-    group may read a private key, or change it."""
+    """Raise InvalidInputError, which names the field, the file and its mode, if anyone but the
+    owner and the group may read or change a private key."""
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
     except OSError as error:
@@ -63,7 +73,7 @@ def check_private(field: str, path: str | PathLike[str]) -> None:
 
 
 def create_private(path: str | PathLike[str]) -> BinaryIO:
-    """An empty file to write and read, which its owner alone may read.
+    """Create an empty file to write and read, which only its owner may read.
 
     Raises OSError, as `open` does.
     """
@@ -72,7 +82,7 @@ def create_private(path: str | PathLike[str]) -> BinaryIO:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     file = open(path, "w+b", opener=opener)  # noqa: SIM115  (the caller closes it)
-    os.fchmod(file.fileno(), 0o600)  # one that was there keeps its mode
+    os.fchmod(file.fileno(), 0o600)  # an existing file keeps its mode
     return file
 
 
@@ -84,7 +94,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Per file: when it was written, its inode, its bytes."""
+"""The modification time, inode and size of each file."""
 
 
 def stamp_of(*paths: str | PathLike[str]) -> Stamp:
@@ -94,8 +104,8 @@ def stamp_of(*paths: str | PathLike[str]) -> Stamp:
 
 
 class WatchedFiles(Generic[T]):
-    """The content of files, read again when one of them changes; files that cannot be used leave
-    the earlier content."""
+    """The content of files, read again when one of them changes; while the files cannot be used,
+    the earlier content stays."""
 
     def __init__(
         self,
@@ -105,13 +115,13 @@ class WatchedFiles(Generic[T]):
         unusable: str,
         renewed: str = "",
     ) -> None:
-        """read raises InvalidInputError, which ends this at the start. unusable, renewed: what is
-        logged when the files have changed, and cannot or can be used."""
+        """Read the files. `read` raises InvalidInputError, which is passed on here. unusable,
+        renewed: the log messages for changed files that cannot, or can, be used."""
         self._paths, self._read = tuple(paths), read
         self._unusable, self._renewed = unusable, renewed
         self._seen = self._stamp()
         self.content = read()
-        """As it was when `renewed` looked last."""
+        """The content at the last call of `renewed`."""
 
     def renewed(self) -> bool:
         """Look at the files; return whether there is new content."""
@@ -136,5 +146,5 @@ class WatchedFiles(Generic[T]):
     def _stamp(self) -> Stamp:
         try:
             return stamp_of(*self._paths)
-        except OSError:  # it is not there, or just being replaced
+        except OSError:  # the file is missing or just being replaced
             return ()

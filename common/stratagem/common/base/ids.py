@@ -20,7 +20,7 @@ WorkerId = NewType("WorkerId", str)
 Incarnation = NewType("Incarnation", str)  # one start of one worker process
 Digest = NewType("Digest", str)  # lower-case hex SHA-256
 NO_DIGEST: Final = Digest("")
-"""Where there is no blob."""
+"""Stands for no blob."""
 Party = NewType("Party", str)  # path in the tree of a run: "silo0/replica1"; "" is the root
 
 MAX_ID_CHARS: Final = 64
@@ -35,7 +35,7 @@ _MAX_SLUG_CHARS: Final = MAX_ID_CHARS - 1 - 2 * _SUFFIX_BYTES
 
 
 def child_party(parent: Party, name: str) -> Party:
-    """The path of a party inside another one."""
+    """Return the path of a party inside another one."""
     return Party(f"{parent}/{name}" if parent else name)
 
 
@@ -45,37 +45,37 @@ def is_within(party: Party, ancestor: Party) -> bool:
 
 
 def new_run_id(name: str) -> RunId:
-    """A fresh run id: the name as a slug, then eight random hex digits."""
+    """Return a fresh run id: the name as a slug, then eight random hex digits."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_MAX_SLUG_CHARS].strip("-")
     return RunId(f"{slug or 'run'}-{secrets.token_hex(_SUFFIX_BYTES)}")
 
 
 def new_submission() -> str:
-    """A fresh name for one submission of a run: an id may be used again once a run is deleted."""
+    """Return a fresh name for one submission, since a deleted run's id may be used again."""
     return secrets.token_hex(8)
 
 
 def new_incarnation() -> Incarnation:
-    """A fresh name for one start of a worker process."""
+    """Return a fresh name for one start of a worker process."""
     return Incarnation(secrets.token_hex(8))
 
 
 def check_digest(value: str) -> Digest:
-    """The digest of a blob; raises InvalidInputError for other text."""
+    """Return the value as the digest of a blob. Raises InvalidInputError for other text."""
     if not _DIGEST.fullmatch(value):
         raise InvalidInputError(f"{value!r} is not a SHA-256 digest of 64 hex digits")
     return Digest(value)
 
 
 def check_run_id(value: str) -> RunId:
-    """The value as a run id, or an error that says what one looks like."""
+    """Return the value as a run id. Raises InvalidInputError with the allowed form."""
     if not _RUN_ID.fullmatch(value):
         raise InvalidInputError.at("run_id", f"{value[:80]!r} is not 1 to 64 of a-z, 0-9, '-'")
     return RunId(value)
 
 
 def check_token_name(value: str) -> str:
-    """The value as the name of a token, or an error that says what one looks like."""
+    """Return the value as the name of a token. Raises InvalidInputError with the allowed form."""
     if not _WORKER_ID.fullmatch(value):
         raise InvalidInputError.at(
             "name", f"{value!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'"
@@ -84,7 +84,7 @@ def check_token_name(value: str) -> str:
 
 
 def check_worker_id(value: str) -> WorkerId:
-    """The value as a worker id, or an error that says what one looks like."""
+    """Return the value as a worker id. Raises InvalidInputError with the allowed form."""
     if not _WORKER_ID.fullmatch(value) or not value.strip("."):
         # "." and ".." are directory names, and worker ids become file names
         raise InvalidInputError.at(
@@ -99,7 +99,7 @@ def is_party(value: str) -> bool:
 
 
 def check_party(value: str) -> Party:
-    """The value as the path of a party, or an error that says what one looks like."""
+    """Return the value as the path of a party. Raises InvalidInputError with the allowed form."""
     if not is_party(value):
         # parties become the names of folders, so none may be "." or ".."
         raise InvalidInputError.at(
@@ -128,7 +128,7 @@ def are_checked() -> bool:
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Lift the limits inside the block, for input that was accepted before. Await nothing in it."""
+    """Lift the limits, inside a block that must not await, for input accepted before."""
     token = _are_checked.set(False)
     try:
         yield

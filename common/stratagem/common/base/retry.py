@@ -1,27 +1,28 @@
-"""Computes and makes the pauses between attempts."""
+"""Compute and make the pauses between attempts."""
 
 import asyncio
 import random
 from typing import Final
 
-_jitter: Final = random.Random()  # the numbers of the shared one belong to the user's code
+_jitter: Final = random.Random()  # the shared generator belongs to the user's code
 
 
 class Backoff:
     """Pauses whose limit doubles from first_s to last_s; each is drawn from the upper half of its
-    limit, so that those who were cut off together do not come back all at once."""
+    limit, so that peers that were cut off together do not return all at once."""
 
     def __init__(self, first_s: float, last_s: float, *, least: float = 0.5) -> None:
-        """least: the share of its limit that a pause has at least; 0 spreads out most."""
+        """Set the limits. least: the smallest share of its limit that a pause takes; 0 spreads
+        pauses most."""
         self._first_s, self._last_s, self._least = first_s, last_s, least
         self._limit_s = first_s
 
     def reset(self) -> None:
-        """Begin again, after an attempt that went well."""
+        """Begin again with the first limit, after an attempt that succeeded."""
         self._limit_s = self._first_s
 
     def next_s(self) -> float:
-        """The length of the next pause."""
+        """Return the length of the next pause."""
         pause_s = self._limit_s * _jitter.uniform(self._least, 1.0)
         self._limit_s = min(2 * self._limit_s, self._last_s)
         return pause_s

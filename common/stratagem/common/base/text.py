@@ -13,22 +13,24 @@ from typing import Any, Final
 
 MAX_VALUES_CHARS: Final = 300
 MAX_DIGITS: Final = 17
-"""With as many every float is written as itself."""
+"""The number of digits with which every float is written exactly."""
 
 
 def counted(count: int, noun: str) -> str:
-    """ "1 client", "3 clients", "1,000 clients"; for nouns that take an s."""
+    """Return a count with its noun, as in "1 client", "3 clients", "1,000 clients"; for nouns that
+    take an s."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def beyond_text(value: float, limit: float) -> str:
-    """ "4.25"; "4.001" beside a limit of 4, which fewer digits would not be beyond."""
+    """Return a value with enough digits to show that it exceeds the limit, as in "4.001" for a
+    limit of 4."""
     texts = (f"{value:.{digits}g}" for digits in range(3, MAX_DIGITS + 1))
     return next((text for text in texts if float(text) > limit), f"{value:.3g}")
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    """ "optimizer.lr 0.0213, optimizer.name sgd", of bounded length: hyperparameters by name."""
+    """Return hyperparameters, as "optimizer.lr 0.0213, optimizer.name sgd", of bounded length."""
     text = ", ".join(f"{name} {_value_text(value)}" for name, value in values.items())
     return text if len(text) <= MAX_VALUES_CHARS else f"{text[: MAX_VALUES_CHARS - 1]}…"
 
@@ -86,7 +88,7 @@ def is_printable(text: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT as a pair. Raises ValueError."""
+    """Return HOST:PORT as a pair. Raises ValueError."""
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16
     if not host or "://" in host or not is_port:
@@ -103,8 +105,8 @@ def is_loopback(host: str) -> bool:
 
 
 def dialled_host(host: str) -> str:
-    """The host that others dial to reach who listens on this one: 0.0.0.0 and [::] can be listened
-    on, but nobody can be reached there, so this machine's name stands for them."""
+    """Return the host that others dial to reach a listener on this one: this machine's name in
+    place of 0.0.0.0 and [::], which can be listened on but not dialled."""
     try:
         is_every_address = ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:

@@ -37,7 +37,8 @@ _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def size_bytes(text: str, where: str) -> int:
-    """Bytes of "8GB" (powers of 1000), "512MiB" (of 1024) or a bare number; at least 1.
+    """Return the number of bytes of "8GB" (powers of 1000), "512MiB" (of 1024) or a bare number; at
+    least 1.
 
     Raises InvalidInputError at `where`.
     """

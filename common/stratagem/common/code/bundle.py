@@ -23,19 +23,19 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 # ---- Bundles ----
 
 MAX_BYTES: Final = 10 * 2**20
-"""Of all files together."""
+"""The limit on all files together."""
 MAX_FILES: Final = 2_000
 MAX_NAME_BYTES: Final = 1_024
 MAX_PART_BYTES: Final = 255
 TENSOR: Final = "code.zip"
-"""Names the one tensor of the blob."""
+"""The name of the one tensor of the blob."""
 
 _NUM_LARGEST: Final = 5
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
 _MODE: Final = stat.S_IFREG | 0o444
 _LIST_ENTRY_BYTES: Final = 46
 _ENTRY_BYTES: Final = 30 + _LIST_ENTRY_BYTES
-"""Of an entry beside its name, which stands twice, and its content."""
+"""The bytes of an entry besides its content and its name, which occurs twice."""
 _END: Final = struct.Struct("<4s4H2LH")
 """The record that ends an archive."""
 _END_SIGNATURE: Final = b"PK\5\6"
@@ -43,9 +43,9 @@ _FIELD: Final = "code"
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """The canonical archive of files by name, as in "package/module.py".
+    """Return the canonical archive of files by name, as in "package/module.py".
 
-    Raises InvalidInputError for a name that cannot be in one, LimitError for too much.
+    Raises InvalidInputError for a name that is not allowed, LimitError for too much content.
     """
     check_size({name: len(content) for name, content in files.items()})
     check_names(files)
@@ -59,10 +59,10 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """The files of an archive that anybody may have made, by name.
+    """Return the files of an archive that anybody may have made, by name.
 
     Raises InvalidInputError unless it is the canonical archive of its files, LimitError where it
-    says that it holds too much: before anything of that size is made.
+    claims to hold too much, before anything of that size is allocated.
     """
     try:
         files = _files_of(archive)
@@ -87,19 +87,18 @@ def unpack(archive: bytes) -> dict[str, bytes]:
 
 
 def manifest_of(archive: bytes) -> Manifest:
-    """The manifest of the blob that holds an archive, its digest included."""
+    """Return the manifest of the blob that holds an archive, its digest included."""
     manifest = build_manifest([(TENSOR, "uint8", (len(archive),))], Purpose.DATA)
     return replace(manifest, digest=blob_digest(manifest, [archive]))
 
 
 def digest_of(archive: bytes) -> Digest:
-    """The digest by which a bundle is named."""
+    """Return the digest by which a bundle is named."""
     return Digest(manifest_of(archive).digest)
 
 
 def check_size(sizes: Mapping[str, int]) -> None:
-    """Raise LimitError where files of these sizes are too many or too large; it names the largest
-    ones."""
+    """Raise LimitError, which names the largest files, where these are too many or too large."""
     total = sum(sizes.values())
     if len(sizes) <= MAX_FILES and total <= MAX_BYTES:
         return
@@ -113,8 +112,8 @@ def check_size(sizes: Mapping[str, int]) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise InvalidInputError for the first name that is no relative path with its parts separated
-    by "/", or that some file system would take for another one of them."""
+    """Raise InvalidInputError for the first name that is no relative path with "/" between its
+    parts, or that some file system confuses with another of the names."""
     known: dict[str, tuple[str, bool]] = {}
     for name in names:
         parts = _parts(name)
@@ -149,7 +148,7 @@ def _refused(name: str, reason: str) -> InvalidInputError:
 def _files_of(archive: bytes) -> dict[str, bytes]:
     if len(archive) > MAX_BYTES + MAX_FILES * (_ENTRY_BYTES + 2 * MAX_NAME_BYTES) + _END.size:
         raise LimitError(f"{_FIELD}: {len(archive):,} bytes are more than a bundle may have")
-    # What it says at its end is looked at first: a list of a million entries is never made.
+    # The record at the end is checked first, so that a list of a million entries is never made.
     signature, *_, num_entries, list_bytes, _, _ = _END.unpack(archive[-_END.size :])
     if signature != _END_SIGNATURE:
         raise InvalidInputError.at(_FIELD, "is no bundle: it does not end as one")

@@ -1,7 +1,7 @@
 """The code that travels with a job, and the distributions that it needs on workers.
 
-What a person gives is a folder; the client makes a bundle of it, and the job that is sent names
-that by its digest.
+A person gives a folder; the client packs it as a bundle, and the job that is sent names the bundle
+by its digest.
 """
 
 import re
@@ -29,8 +29,9 @@ def _check_signature(value: str) -> str:
 class CodeSpec(Section):
     """A folder of the client, or the digest of a bundle. Bare text is a folder.
 
-    include: take only files that match one of these patterns, of the kind that .gitignore has;
-    exclude: and none that match one of these. signature: of the bundle, by `stratagem code sign`.
+    include: take only files that match one of these patterns, which have the form of .gitignore;
+    exclude: leave out files that match one of these. signature: the signature of the bundle, made
+    by `stratagem code sign`.
     """
 
     path: Annotated[NonEmptyText, Field(examples=["src"])] | None = None
@@ -52,7 +53,7 @@ class CodeSpec(Section):
 
 
 def check_requirement(value: str) -> str:
-    """A distribution and its versions, as in "transformers>=5"; raises InvalidInputError."""
+    """Return a distribution and its versions, as in "transformers>=5". Raises InvalidInputError."""
     if len(value) > _MAX_CHARS:
         raise InvalidInputError(f"is longer than {_MAX_CHARS} characters")
     try:

@@ -1,7 +1,6 @@
-"""Signatures of code bundles: Ed25519 over the digest of a bundle, by whoever has looked at it.
+"""Signatures of code bundles: Ed25519 over the digest of a bundle, made by its reviewer.
 
-A worker that asks for signatures has a file with the public keys that it trusts, in PEM form, one
-after another.
+A worker that requires signatures has a file with the public keys that it trusts, in PEM form.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.files import check_private, create_private
 
 _PREFIX: Final = b"stratagem code v1\n"
-"""Makes what is signed for this purpose different from what is signed for any other."""
+"""Separates these signatures from signatures for any other purpose."""
 _PEM_END: Final = "-----END PUBLIC KEY-----"
 
 
@@ -44,8 +43,8 @@ def make_keys(private: Path, public: Path) -> None:
 
 
 def sign(digest: str, private: Path) -> str:
-    """The signature of a digest, as hex digits. Raises InvalidInputError for a file that is no
-    private Ed25519 key, or that others may read."""
+    """Return the signature of a digest, as hex digits. Raises InvalidInputError for a file that is
+    no private Ed25519 key, or that others may read."""
     check_private("--key", private)
     try:
         key = load_pem_private_key(private.read_bytes(), password=None)
@@ -59,7 +58,7 @@ def sign(digest: str, private: Path) -> str:
 
 
 def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
-    """The keys of a file; InvalidInputError where it has none, or others than Ed25519."""
+    """Return the keys of a file. Raises InvalidInputError unless it has only Ed25519 keys."""
     try:
         blocks = path.read_text().split(_PEM_END)
         keys = [load_pem_public_key(f"{block}{_PEM_END}".encode()) for block in blocks[:-1]]

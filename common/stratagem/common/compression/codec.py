@@ -24,14 +24,14 @@ from stratagem.common.numerics.keys import derive
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
 State = Mapping[str, FloatArray]
-"""What a codec keeps from one payload to the next, by `<kind>/<tensor name>`; flat float32."""
+"""The state of a codec from one payload to the next: flat float32 by `<kind>/<tensor name>`."""
 
 Read = Callable[[int, int, str], NDArray[Any]]
-"""Gives, of a payload in memory or in a file, from a byte on, so many elements of a type."""
+"""Reads from a payload in memory or a file: the first byte, the number of elements, their type."""
 
 Decode = Callable[[int, int], FloatArray]
-"""Decodes the elements of one tensor from a place up to another one. The windows are asked for
-once, in order and without gaps. Raises ValueError for what no encoder can have made."""
+"""Decodes the elements of one tensor in a window [start, stop). Windows are requested once, in
+order and without gaps. Raises ValueError for bytes that no encoder can have made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ Layout = Sequence[TensorLayout]
 
 
 class Codec(Protocol):
-    """Codes the tensors of one layout. Every method may be called from any thread."""
+    """A codec of the tensors of one layout. Every method may be called from any thread."""
 
     @property
     def payload_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Codec(Protocol):
 
     @property
     def bypassed(self) -> tuple[str, ...]:
-        """Tensors that are sent as they are, because coding them would save nothing."""
+        """Return the names of tensors that are sent uncoded, as coding would save nothing."""
 
     def initial_state(self) -> State:
         """Return the state before the first payload; empty for a codec that keeps nothing."""
@@ -71,27 +71,28 @@ class Codec(Protocol):
     def encode(
         self, tensors: Sequence[FloatArray], state: State, key: int
     ) -> tuple[ByteArray, State]:
-        """The payload and the state after it; nothing that is given is modified.
+        """Return the payload and the state after it; the arguments are not modified.
 
-        key: 32 bits, another one for each payload; random choices follow from it. Raises
-        NonFiniteError: a NaN would never leave a residual.
+        key: 32 bits, different for each payload; random choices follow from it. Raises
+        NonFiniteError, because a NaN would never leave a residual.
         """
 
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
         """Return the tensors that the receiver decodes from a payload encoded with the key."""
 
     def part(self, places: range) -> "Codec | None":
-        """The codec of these neighbours in the layout alone, with the same bits: the payloads of
-        all parts, in order, are the payload, and each keeps the state of its own tensors. None
-        where tensors share a payload."""
+        """Return the codec of only these neighbouring tensors, with the same bits: the payloads of
+        all parts, in order, are the whole payload, and each part keeps the state of its tensors.
+        None where tensors share a payload."""
 
     def decoder(self, place: int, read: Read) -> Decode | None:
         """Return the decoder of the tensor at a place in the layout, with the bits of `decode`. It
-        reads no more of the payload than a window needs. None where tensors share a payload."""
+        reads only the part of the payload that a window needs. None where tensors share a payload.
+        """
 
 
 class Decodable(Protocol):
-    """Knows the size and the form of the payload of one tensor."""
+    """The size and the form of the payload of one tensor."""
 
     @property
     def payload_bytes(self) -> int: ...
@@ -100,10 +101,10 @@ class Decodable(Protocol):
 
 
 class TensorCodec(Decodable, Protocol):
-    """Codes one tensor of known size, without state."""
+    """A codec of one tensor of known size, without state."""
 
     def encode(self, x: FloatArray, seed: int) -> ByteArray:
-        """x is flat and finite; not modified."""
+        """Return the payload of x, which is flat, finite and not modified."""
 
 
 class NonFiniteError(ValueError):
@@ -115,7 +116,7 @@ class NonFiniteError(ValueError):
 
 
 def check_finite(layout: Layout, tensors: Sequence[FloatArray]) -> None:
-    """Raises NonFiniteError, or ValueError where tensors are not those of the layout."""
+    """Raise NonFiniteError, or ValueError where tensors are not those of the layout."""
     for spec, tensor in zip(layout, tensors, strict=True):
         if tensor.shape != (spec.numel,) or tensor.dtype != np.float32:
             raise ValueError(
@@ -126,7 +127,7 @@ def check_finite(layout: Layout, tensors: Sequence[FloatArray]) -> None:
 
 
 class Plain:
-    """The tensor as it is: float32, little endian."""
+    """An uncoded tensor: float32, little endian."""
 
     def __init__(self, numel: int) -> None:
         self.payload_bytes = 4 * numel
@@ -143,7 +144,7 @@ class Plain:
 
 
 class OneByOne:
-    """Decodes a payload that is the pieces of its tensors one after the other."""
+    """A decoder of payloads in which the pieces of the tensors follow one another."""
 
     def __init__(self, layout: Layout, pieces: Sequence[Decodable]) -> None:
         self._layout, self._pieces = layout, pieces
@@ -162,10 +163,10 @@ class OneByOne:
 
 
 class PerTensor(OneByOne):
-    """Each tensor by a codec of its own; as it is where that would not make it smaller."""
+    """A codec for each tensor; a tensor that its codec would not make smaller is sent uncoded."""
 
     def __init__(self, layout: Layout, codecs: Sequence[TensorCodec], *, first: int = 0) -> None:
-        """first: place of the first tensor in a layout of which this one is a part."""
+        """Choose the coded tensors. first: the place of the first tensor in the whole layout."""
         self._first = first
         self.bypassed = tuple(
             spec.name
@@ -200,18 +201,18 @@ class PerTensor(OneByOne):
 
 
 def to_bytes(values: NDArray[np.generic]) -> ByteArray:
-    """A copy of the bytes, little endian."""
+    """Return a copy of the bytes, little endian."""
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     return np.frombuffer(little.tobytes(), np.uint8)
 
 
 def from_bytes(payload: ByteArray, dtype: str) -> NDArray[Any]:
-    """A view of the bytes, at any address, as elements."""
+    """Return a view of the bytes, at any address, as elements."""
     return np.ascontiguousarray(payload).view(dtype)
 
 
 def in_memory(payload: ByteArray) -> Read:
-    """Return what reads a payload that is here as a whole."""
+    """Return a reader of a payload in memory."""
 
     def read(offset: int, num: int, dtype: str) -> NDArray[Any]:
         return from_bytes(payload[offset : offset + num * np.dtype(dtype).itemsize], dtype)
@@ -225,7 +226,7 @@ def joined(parts: Sequence[ByteArray]) -> ByteArray:
 
 
 def split(payload: ByteArray, sizes: Sequence[int]) -> list[ByteArray]:
-    """The way back. Raises ValueError unless the sizes are exactly those of the payload."""
+    """Undo `joined`. Raises ValueError unless the sizes add up to that of the payload."""
     _check_size(payload, sum(sizes))
     ends = np.cumsum([0, *sizes])
     return [payload[a:b] for a, b in itertools.pairwise(ends)]

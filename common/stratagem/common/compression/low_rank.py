@@ -34,13 +34,12 @@ from stratagem.common.numerics.keys import derive, name_seed, places, uniform
 
 BASIS: Final = "basis/"
 _MIN_RATIO: Final = 1e-6
-"""A column that keeps less than this of its norm next to the others adds nothing but rounding."""
+"""A column with less than this share of its norm orthogonal to the others is only rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """The layout of one tensor: its state's name, and rows, columns and rank; rank 0 when sent as
-    it is."""
+    """The layout of one tensor: its state's name, rows, columns and rank; rank 0 if uncoded."""
 
     name: str
     num_rows: int
@@ -53,7 +52,7 @@ class _Matrix:
         return 4 * (self.rank * factors if self.rank else whole)
 
     def decoder(self, read: Read) -> Decode:
-        """Return what gives Σ p_k q_kᵀ in order of k."""
+        """Return the decoder, which adds p_k q_kᵀ in order of k."""
         if not self.rank:
             return Plain(self.num_rows * self.num_columns).decoder(read)
 
@@ -118,13 +117,13 @@ class LowRank(OneByOne):
         return LowRank(cut, rank=self._rank, seed=self._seed)
 
     def _start(self, matrix: _Matrix, key: int = 0) -> FloatArray:
-        """(rank, columns), values in [-1/2, 1/2)."""
+        """Return (rank, columns), values in [-1/2, 1/2)."""
         numbers = places(matrix.rank * matrix.num_columns)
         values = uniform(derive(self._seed, name_seed(matrix.name), key), numbers)
         return (values - np.float32(0.5)).reshape(matrix.rank, matrix.num_columns)
 
     def _revived(self, matrix: _Matrix, basis: FloatArray, key: int) -> FloatArray:
-        """Columns that a gradient of zeros has left empty would stay so: they are drawn again."""
+        """Draw again the columns that a gradient of zeros has left empty, which would stay so."""
         if all(column.any() for column in basis):
             return basis
         fresh = self._start(matrix, key)
@@ -140,8 +139,8 @@ def _matrix(name: str, shape: tuple[int, ...], rank: int) -> _Matrix:
 
 
 def orthonormal(columns: Sequence[FloatArray]) -> FloatArray:
-    """(r, n): the columns made orthonormal in order (Gram and Schmidt, twice, in float64); what
-    depends on those before it becomes zeros."""
+    """Return (r, n): the columns made orthonormal in order (Gram and Schmidt, twice, in float64);
+    what depends on those before it becomes zeros."""
     done: list[NDArray[np.float64]] = []
     for column in columns:
         rest = column.astype(np.float64)
@@ -159,8 +158,8 @@ def _norm(values: NDArray[np.float64]) -> float:
 
 
 def _blocks(start: int, stop: int, num_columns: int) -> Iterator[tuple[range, range]]:
-    """Yield the rows and columns of elements that follow each other in a matrix: the end of one
-    row, whole rows, and the beginning of one, as far as there are such."""
+    """Yield the rows and columns of consecutive elements of a matrix: the end of one row, whole
+    rows, and the beginning of a row, as far as there are any."""
     while start < stop:
         row, first = divmod(start, num_columns)
         num_rows = 1 if first else max(1, (stop - start) // num_columns)

@@ -1,4 +1,4 @@
-"""These codecs narrow each element: int8 and int4 in blocks, fp16 and bf16, int8 and ternary per
+"""Codecs that narrow each element: int8 and int4 in blocks, fp16 and bf16, int8 and ternary per
 tensor.
 
 Values are rounded to the nearest, ties to even, unless a codec says otherwise.
@@ -23,7 +23,7 @@ LEVELS: Final = {8: 127, 4: 7}
 
 
 class ScaledBlocks:
-    """float32 scales of all blocks, then the levels: n bytes, or n / 2 of int4."""
+    """The float32 scales of all blocks, then the levels: n bytes, or n / 2 for int4."""
 
     def __init__(self, numel: int, *, bits: int, block: int) -> None:
         self._numel, self._bits, self._block = numel, bits, block
@@ -84,7 +84,7 @@ _LARGEST_BF16 = 0x7F7F
 
 
 class Half:
-    """int32 exponent, then n float16: 2n + 4 bytes."""
+    """An int32 exponent, then n float16: 2n + 4 bytes."""
 
     def __init__(self, numel: int) -> None:
         self.payload_bytes = 2 * numel + 4
@@ -141,7 +141,7 @@ _LEVELS = np.float32(127.0)
 
 
 class Int8:
-    """float32 scale, then n int8: n + 4 bytes."""
+    """A float32 scale, then n int8: n + 4 bytes."""
 
     def __init__(self, numel: int, *, stochastic: bool) -> None:
         self.payload_bytes = numel + 4
@@ -188,11 +188,11 @@ Trits = NDArray[np.int8]
 
 _CODES: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
 _QUADS: Final = (_CODES & 1).astype(np.int8) - (_CODES >> 1).astype(np.int8)
-"""The four elements of each byte, (256, 4): looked up a whole byte at a time, with their scale."""
+"""The four elements of each byte, (256, 4), looked up a whole byte at a time."""
 
 
 class Ternary:
-    """float32 scale, then four elements per byte: ceil(n / 4) + 4 bytes."""
+    """A float32 scale, then four elements per byte: ceil(n / 4) + 4 bytes."""
 
     def __init__(self, numel: int, *, threshold_fraction: float, stochastic: bool) -> None:
         self.payload_bytes = 4 + -(-numel // 4)
@@ -217,7 +217,7 @@ class Ternary:
 
 
 def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float32]:
-    """(trits, scale). x: (n,) float32, not modified; all zeros give scale 0."""
+    """Return (trits, scale). x: (n,) float32, not modified; all zeros give scale 0."""
     magnitude = np.abs(x)
     kept = magnitude > threshold_of(threshold_fraction, pairwise_sum(magnitude), x.size)
     trits = np.sign(x).astype(np.int8) * kept
@@ -227,12 +227,12 @@ def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float3
 
 
 def threshold_of(fraction: float, total: float, num: int) -> np.float32:
-    """Above which a value is kept, of so many whose magnitudes add up to the total."""
+    """Return the value above which elements are kept, from the sum of `num` magnitudes."""
     return np.float32(fraction) * mean(total, num)
 
 
 def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
-    """(trits, scale) with E[trits · scale] = x."""
+    """Return (trits, scale) with E[trits · scale] = x."""
     magnitude = np.abs(x)
     scale = np.float32(np.max(magnitude, initial=0.0))
     kept = uniform(seed, places(x.size)) * scale < magnitude
@@ -240,12 +240,12 @@ def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
 
 
 def mean(total: float, num: int) -> np.float32:
-    """Return the mean, rounded once; 0 of nothing."""
+    """Return the mean, rounded once; 0 for num = 0."""
     return np.float32(total / max(1, num))
 
 
 def pack(trits: Trits) -> ByteArray:
-    """Element i at bits 2(i mod 4) of byte i // 4: 0 -> 00, +1 -> 01, -1 -> 10."""
+    """Return element i at bits 2(i mod 4) of byte i // 4: 0 -> 00, +1 -> 01, -1 -> 10."""
     codes = np.zeros(-(-trits.size // 4) * 4, np.uint8)
     codes[: trits.size] = (trits > 0) | ((trits < 0).astype(np.uint8) << np.uint8(1))
     quads = codes.reshape(-1, 4)
@@ -255,8 +255,8 @@ def pack(trits: Trits) -> ByteArray:
 
 
 def unpack(packed: ByteArray, numel: int, quads: NDArray[Any] = _QUADS) -> NDArray[Any]:
-    """The way back, or with the four elements of each byte given, (256, 4), to those. Raises
-    ValueError at the code 11, which nothing packs."""
+    """Undo `pack`. quads: (256, 4), the four elements that each byte stands for. Raises ValueError
+    at the code 11, which `pack` never makes."""
     _check(packed, numel)
     elements: NDArray[Any] = np.take(quads, packed, axis=0).reshape(-1)[:numel]
     return elements

@@ -42,8 +42,8 @@ def make_codec(
     with_feedback: bool = True,
     numerics: int = CURRENT,
 ) -> Codec:
-    """seed: of the job; `spec.seed` goes before it. with_feedback: whether there is a party that
-    keeps residuals, where the section wants them."""
+    """Return the codec of a layout. seed: that of the job; `spec.seed` takes precedence.
+    with_feedback: there is a party that keeps residuals, if the section asks for them."""
     codec = _bare_codec(spec, layout, seed if spec.seed is None else spec.seed, numerics)
     return ErrorFeedback(layout, codec) if spec.has_feedback and with_feedback else codec
 
@@ -64,7 +64,7 @@ def _bare_codec(spec: CompressionSpec, layout: Layout, seed: int, numerics: int)
 
 
 def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
-    """Makes the codec of a tensor of so many elements."""
+    """Return a function from the number of elements of a tensor to its codec."""
     match spec.codec:
         case "fp16":
             return Half
@@ -98,25 +98,25 @@ def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
 
 
 def are_forwarded(num_live: int, message_bytes: int, raw_bytes: int) -> bool:
-    """Return whether the messages of all live shards are forwarded to every worker, rather than the
-    sum of what they say. Fewer bytes decide; the bits are the same."""
+    """Return whether the messages of all live shards are forwarded to every worker, rather than
+    their decoded sum, because that takes fewer bytes; the bits are the same."""
     return num_live * message_bytes < raw_bytes
 
 
 def unit(weight: float, numerics: int) -> float:
-    """Return the number by which the gradient of a shard of this weight, a sum over its rows, is
-    divided before it is coded, and multiplied afterwards. By the rules of `numerics` 1 the sum is
-    coded."""
+    """Return the divisor of a shard's gradient, a sum over its rows, before it is coded; the
+    decoded gradient is multiplied by it. By the rules of `numerics` 1 the sum itself is coded."""
     return weight if numerics >= 2 and 0 < weight < math.inf else 1.0
 
 
 def sum_messages(
     codec: Codec, messages: Sequence[bytes], seed: int, step: int, numerics: int
 ) -> tuple[FloatArray, NDArray[np.float64]]:
-    """(sum of the decoded tensors, flat one after the other; sum of the extras), in the tree.
+    """Return (sum of the decoded tensors, flat one after the other; sum of the extras), in the
+    tree.
 
-    messages: of the shards 0, 1, ... in order; their keys follow from seed, step and shard.
-    Raises ValueError for a payload that no encoder can have made.
+    messages: of the shards 0, 1, ... in order; their keys follow from seed, step and shard. Raises
+    ValueError for a payload that no encoder can have made.
     """
 
     def total(node: Node) -> tuple[FloatArray, NDArray[np.float64]]:
@@ -142,13 +142,13 @@ def sum_messages(
 # tensor uncoded. Clients keep nothing from round to round, so there is no residual.
 
 PAYLOAD: Final = "payload"
-"""The name of the payload among the tensors; those of a model have names with a slash."""
+"""The name of the payload among the tensors; the names of a model's tensors have a slash."""
 
 
 def update_codec(
     job: JobSpec, coded: Iterable[TensorSpec], numerics: int
 ) -> tuple[Codec, list[str]]:
-    """The codec of these tensors, and their names in the order in which it takes them."""
+    """Return the codec of these tensors, and their names in its order."""
     assert job.compression is not None
     layout = sorted(
         (TensorLayout(tensor.name, tensor.shape) for tensor in coded), key=lambda e: e.name
@@ -158,8 +158,7 @@ def update_codec(
 
 
 def update_key(job: JobSpec, round_num: int, client: int) -> int:
-    """Return the key of an update: another one for each update, the same when a round is trained
-    again."""
+    """Return the key of an update: different for each update, the same when a round is repeated."""
     assert job.compression is not None
     seed = job.seed if job.compression.seed is None else job.compression.seed
     return derive(seed, round_num, client)

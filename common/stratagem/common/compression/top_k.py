@@ -1,8 +1,7 @@
-"""top_k: the k largest values by magnitude and where they stand; the rest is dropped.
+"""top_k: the k largest values by magnitude and their places; the rest is dropped.
 
 Biased, so it wants error feedback (https://arxiv.org/abs/1809.07599). Of equal magnitudes the
-earlier element is kept. Places ascend; they are a bitmap where that is smaller than a number for
-each.
+earlier element is kept. Places ascend; they are a bitmap where that is smaller than numbers.
 """
 
 import math
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes
 
 _PLACES_READ: Final = 1 << 14
-"""Places that are read at once: most of what a window of 2^18 elements has where they are few."""
+"""The number of places that are read at once."""
 
 
 class TopK:
@@ -53,7 +52,7 @@ class TopK:
         return window
 
     def _places(self, read: Read, start: int, stop: int, num_before: int) -> NDArray[np.int64]:
-        """Return the places in a window, of which num_before stand before it."""
+        """Return the places in a window; num_before: the number of places before it."""
         if self._is_bitmap:
             first, skipped = divmod(start, 8)
             bits = read(4 * self._k + first, -(-stop // 8) - first, "u1")
@@ -72,7 +71,7 @@ class TopK:
 
 
 def largest(x: FloatArray, k: int) -> NDArray[np.int64]:
-    """Places of the k largest |x|, ascending."""
+    """Return the places of the k largest |x|, ascending."""
     if k == 0:
         return np.empty(0, np.int64)
     magnitude = np.abs(x)

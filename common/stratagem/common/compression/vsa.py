@@ -2,16 +2,15 @@
 
 Each tensor is sketched to d places with hashed signs and permutations (a count sketch, as in
 FetchSGD, https://arxiv.org/abs/2007.07682), bound to a key of ±1 that belongs to its name, and
-added to the others. Binding is the product, which undoes itself: the vector times a tensor's key
-is the tensor's sketch plus what the others leave, which looks like noise. Nothing of size n × d is
+added to the others. Binding is the product, which undoes itself: the vector times a tensor's key is
+the tensor's sketch plus what the others leave, which looks like noise. Nothing of size n × d is
 ever made. A scale per tensor, the least-squares one, keeps every decoded tensor the best multiple
-of its direction, so error feedback cannot diverge. Signs and places change with every payload:
-what one payload cannot show, a later one can.
+of its direction, so error feedback cannot diverge. Signs and places change with every payload, so a
+later payload shows what an earlier one could not.
 
-What a tensor says is as clear as it is large against the others, so a small one would be lost in
-their noise: the smallest tensors, with a quarter of the places together at most, are sent as they
-are, with the bundle of the others. Where the payload would not be smaller than the tensors, all
-are sent as they are.
+A tensor that is small beside the others would be lost in their noise, so the smallest tensors,
+which together have at most a quarter of the places, are sent uncoded beside the bundle of the
+others. Where the payload would not be smaller than the tensors, all are sent uncoded.
 """
 
 from collections.abc import Sequence
@@ -42,10 +41,10 @@ from stratagem.common.numerics.shards import pairwise_sum
 
 MIN_DIMENSION: Final = 64
 BUNDLE: Final = "the bundle of all tensors"
-"""The name in an error: sums of finite numbers may overflow."""
+"""The name in an error where the sum of finite tensors overflows."""
 SKETCH_THRESHOLD_FRACTION: Final = 0.7
 PLAIN_SHARE: Final = 0.25
-"""Of the places that a bundle of all tensors would have."""
+"""The largest share of the places that tensors beside the bundle may have."""
 _KEY_SALT: Final = 0x5BD1E995
 
 
@@ -60,7 +59,7 @@ class Sketch:
     """A power of two, so that an odd a_b makes a permutation."""
 
     def project(self, x: FloatArray) -> FloatArray:
-        """(n,) -> (d,)."""
+        """Return Return the sketch, (d,), of x, (n,)."""
         total = np.zeros(self.dimension, np.float32)
         for block in range(self._num_blocks):
             elements, signs = self._block(block)
@@ -70,7 +69,7 @@ class Sketch:
         return total
 
     def transpose(self, y: FloatArray) -> FloatArray:
-        """(d,) -> (n,)."""
+        """Return Return the transpose of the map, (n,), of y, (d,)."""
         x = np.empty(self.numel, np.float32)
         for block in range(self._num_blocks):
             elements, signs = self._block(block)
@@ -83,7 +82,7 @@ class Sketch:
         return -(-self.numel // self.dimension)
 
     def _block(self, block: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], FloatArray]:
-        """(element of each place, sign of each place)."""
+        """Return (element of each place, sign of each place)."""
         pair = np.array([2 * block, 2 * block + 1], np.uint64).astype(np.uint32)
         a, c = hash32(self.seed, pair)
         here = places(self.dimension)
@@ -94,13 +93,13 @@ class Sketch:
 
 
 def signs_of(seed: int, where: Words) -> FloatArray:
-    """+1 where the hash is even, else -1."""
+    """Return +1 where the hash is even, else -1."""
     odd = (hash32(seed, where) & np.uint32(1)).astype(np.float32)
     return np.float32(1.0) - np.float32(2.0) * odd
 
 
 def key_of(name: str, dimension: int) -> FloatArray:
-    """The ±1 key of a tensor; follows from its name alone."""
+    """Return the ±1 key of a tensor, which follows from its name alone."""
     return signs_of(key_seed(name), places(dimension))
 
 
@@ -110,15 +109,15 @@ def key_seed(name: str) -> int:
 
 
 def bind(vector: FloatArray, key: FloatArray) -> FloatArray:
-    """Bind a vector to a key. Also the way back: a key of ±1 undoes itself. Raises ValueError for
-    other lengths."""
+    """Bind a vector to a key, or unbind it: a key of ±1 undoes itself. Raises ValueError for
+    different lengths."""
     if vector.shape != key.shape:
         raise ValueError(f"a vector of shape {vector.shape} and a key of {key.shape}")
     return vector * key
 
 
 def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
-    """The sum, in order. Raises ValueError for none, and for vectors of other lengths."""
+    """Return the sum, in order. Raises ValueError for no vectors, or different lengths."""
     if not vectors:
         raise ValueError("a bundle of no vectors")
     total = vectors[0].copy()
@@ -133,7 +132,8 @@ def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
 
 
 def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> frozenset[int]:
-    """The tensors that are sent as they are with a bundle; by the rules of `numerics` 1 none."""
+    """Return the places of the tensors that are sent uncoded beside the bundle; by the rules of
+    `numerics` 1 none."""
     if numerics < 2:
         return frozenset()
     room = PLAIN_SHARE * dimension_fraction * sum(spec.numel for spec in layout)
@@ -150,7 +150,7 @@ class VsaBesidePlain:
     """The payload of the bundle, then the small tensors as they are, in order of the layout."""
 
     def __init__(self, layout: Layout, beside: frozenset[int], bundled: "Vsa") -> None:
-        """bundled: of the others."""
+        """Take the codec of the bundle of the other tensors."""
         self._layout, self._beside, self._bundled = layout, beside, bundled
         plain = [layout[place] for place in sorted(beside)]
         self._sizes = [bundled.payload_bytes, *(spec.raw_bytes for spec in plain)]
@@ -181,18 +181,18 @@ class VsaBesidePlain:
         ]
 
     def part(self, places: range) -> None:
-        """Most tensors are in one bundle."""
+        """Return None: most tensors are in one bundle."""
 
     def decoder(self, place: int, read: Read) -> None:
-        """Most tensors are in one bundle."""
+        """Return None: most tensors are in one bundle."""
 
 
 class Vsa:
-    """The bundle by its own codec, then a float32 scale per tensor in order of the layout."""
+    """The bundle by its codec, then a float32 scale per tensor in order of the layout."""
 
     def __init__(self, layout: Layout, *, dimension_fraction: float, sketch_codec: str) -> None:
         self._layout = layout
-        # In order of name, wherever a tensor stands: bundles of all processes are alike.
+        # The order of names does not depend on the layout, so bundles of all processes are alike.
         self.order = sorted(range(len(layout)), key=lambda place: layout[place].name)
         numel = sum(spec.numel for spec in layout)
         self.dimension = power_of_two_below(dimension_fraction * numel)
@@ -234,13 +234,12 @@ class Vsa:
         ]
 
     def part(self, places: range) -> None:
-        """All tensors are in one bundle."""
+        """Return None: all tensors are in one bundle."""
 
     def decoder(self, place: int, read: Read) -> None:
-        """Each element takes a place of the bundle that a hash names, so a window of a tensor would
-        need all of the bundle."""
+        """Return None: a hash places each element, so a window needs the whole bundle."""
 
-    @np.errstate(over="ignore", invalid="ignore")  # who calls looks at the sum
+    @np.errstate(over="ignore", invalid="ignore")  # the caller checks the sum
     def _bundled(self, tensors: Sequence[FloatArray], key: int) -> FloatArray:
         return bundle(
             [
@@ -253,7 +252,7 @@ class Vsa:
         )
 
     def _unbound(self, coded: ByteArray, key: int) -> list[FloatArray]:
-        """Each tensor up to its scale."""
+        """Return each tensor up to its scale."""
         vector = self._inner.decoder(in_memory(coded))(0, self.dimension)
         return [
             self.sketch(place, key).transpose(bind(vector, key_of(spec.name, self.dimension)))
@@ -261,19 +260,18 @@ class Vsa:
         ]
 
     def sketch(self, place: int, key: int) -> Sketch:
-        """Return the sketch of one tensor, by its place in the layout, in the payload that has this
-        key."""
+        """Return the sketch of the tensor at a place of the layout in the payload with this key."""
         spec = self._layout[place]
         return Sketch(derive(key, name_seed(spec.name)), spec.numel, self.dimension)
 
 
 def power_of_two_below(value: float) -> int:
-    """The largest one that is not above; at least MIN_DIMENSION."""
+    """Return the largest power of two that is not above the value; at least MIN_DIMENSION."""
     return max(MIN_DIMENSION, 1 << max(0, int(value).bit_length() - 1))
 
 
 def best_scale(x: FloatArray, y: FloatArray) -> np.float32:
-    """The s for which s·y is nearest to x; 0 where y is nothing."""
+    """Return the s for which s·y is nearest to x; 0 where y is zero."""
     wide = y.astype(np.float64)  # squares of float32 overflow; products of two are exact
     return scale_of(pairwise_sum(wide * x), pairwise_sum(wide * wide))
 

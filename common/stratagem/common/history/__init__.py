@@ -4,28 +4,7 @@ Every number in a row was reported, and none is an average. The package depends 
 the network nor a clock.
 """
 
-from stratagem.common.history.columns import (
-    EMPTY,
-    MAX_ROWS,
-    Columns,
-    clipped,
-    coarsened,
-    joined,
-    shortened,
-    stride_of,
-)
-from stratagem.common.history.recording import Recorder, Series, SeriesRows
+from stratagem.common.history.columns import Columns, clipped, joined, shortened, stride_of
+from stratagem.common.history.recording import Recorder, Series
 
-__all__ = [
-    "EMPTY",
-    "MAX_ROWS",
-    "Columns",
-    "Recorder",
-    "Series",
-    "SeriesRows",
-    "clipped",
-    "coarsened",
-    "joined",
-    "shortened",
-    "stride_of",
-]
+__all__ = ["Columns", "Recorder", "Series", "clipped", "joined", "shortened", "stride_of"]

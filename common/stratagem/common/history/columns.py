@@ -1,8 +1,8 @@
-"""This module defines the rows of one series as columns, and the ways to merge them.
+"""Rows of one series as columns, and the ways to merge them.
 
 A row stands for the steps of one bucket: bucket k of stride s covers the steps k*s + 1 to (k +
-1)*s. Merging is associative, and a bucket of stride 2s is two of stride s: however the steps of a
-run are cut into parts, and in whatever order neighbouring parts are merged, the same rows result.
+1)*s. Merging is associative, and a bucket of stride 2s is two of stride s, so the rows depend
+neither on how the steps of a run are cut into parts nor on the order of merging.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Rows in order of step. step: the last one that is in the row; last, min and max: of the
-    finite values, NaN in a row without any, where -0.0 counts as 0.0 for min and max; count and
-    nonfinite: how many values are finite, and how many are not."""
+    """Rows in order of step. step: the last step of the row; last, min and max of its finite
+    values, NaN where there are none (-0.0 counts as 0.0 in min and max); count and nonfinite: the
+    numbers of values that are finite, and that are not."""
 
     step: Ints
     last: Floats
@@ -36,7 +36,7 @@ class Columns:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """All columns, in the order in which they are packed."""
+        """Return all columns, in the order in which they are packed."""
         return (self.step, self.last, self.min, self.max, self.count, self.nonfinite)
 
     def to_bytes(self) -> bytes:
@@ -54,19 +54,19 @@ ROW_BYTES: Final = 6 * _NUMBER_BYTES
 def in_planes(data: bytes) -> bytes:
     """Reorder numbers of eight bytes: the first bytes of all, then the second ones, and so on.
 
-    What is alike in the numbers of a column (sign and exponent, the high bytes of whole numbers)
-    stands together then, so a compressor is several times as fast and its output smaller.
+    The similar bytes of a column (sign and exponent, the high bytes of whole numbers) are then
+    together, which makes a compressor several times as fast and its output smaller.
     """
     return np.frombuffer(data, np.uint8).reshape(-1, _NUMBER_BYTES).T.tobytes()
 
 
 def out_of_planes(data: bytes) -> bytes:
-    """Return what `in_planes` has reordered. Raises ValueError for another length."""
+    """Undo `in_planes`. Raises ValueError for a length that it cannot have made."""
     return np.frombuffer(data, np.uint8).reshape(_NUMBER_BYTES, -1).T.tobytes()
 
 
 def from_bytes(data: bytes) -> Columns:
-    """Return the columns that `to_bytes` has written. Raises ValueError for another length."""
+    """Return the columns that `to_bytes` wrote. Raises ValueError for a wrong length."""
     num_rows, rest = divmod(len(data), ROW_BYTES)
     if rest:
         raise ValueError(f"{len(data)} bytes are no rows of {ROW_BYTES} bytes")
@@ -83,11 +83,11 @@ EMPTY: Final = from_bytes(b"")
 
 
 def from_values(steps: Sequence[int], values: Sequence[float]) -> Columns:
-    """Return the rows of a stride of one: a step and its value each."""
+    """Return rows of stride one: a step and its value each."""
     value = np.array(values, np.float64)
     is_finite = np.isfinite(value)
     last = np.where(is_finite, value, np.nan)
-    # Of 0.0 and -0.0 either is the least, and which one is taken would depend on the cuts.
+    # Either of 0.0 and -0.0 is the minimum: the choice would depend on the cuts.
     bound = last + 0.0
     counts = is_finite.astype(np.int64)
     return Columns(np.array(steps, np.int64), last, bound, bound, counts, 1 - counts)
@@ -135,7 +135,7 @@ def joined(parts: Sequence[Columns], stride: int) -> Columns:
 
 
 def clipped(columns: Columns, stride: int, from_step: int, to_step: int | None = None) -> Columns:
-    """Return the rows, of this stride, with any step from from_step to to_step in their bucket."""
+    """Return the rows of this stride whose bucket has a step from from_step to to_step."""
     buckets = (columns.step - 1) // stride
     wanted = buckets >= (from_step - 1) // stride
     if to_step is not None:
@@ -144,7 +144,7 @@ def clipped(columns: Columns, stride: int, from_step: int, to_step: int | None =
 
 
 def shortened(columns: Columns, stride: int, max_rows: int) -> tuple[Columns, int]:
-    """Double the stride until there are no more rows than this; return them and the stride."""
+    """Double the stride until there are at most max_rows rows; return them and the stride."""
     while len(columns) > max_rows:
         stride *= 2
         columns = coarsened(columns, stride)
@@ -160,7 +160,7 @@ def _rows(columns: Columns, places: Ints) -> Columns:
 # A row stands for a power of two steps, so two rows make one of the next stride.
 
 MAX_ROWS: Final = 2048
-"""Rows of a series over all steps of a run."""
+"""The largest number of rows of a series over all steps of a run."""
 
 
 def stride_of(num_steps: int) -> int:

@@ -32,12 +32,12 @@ from stratagem.common.history.columns import (
 # ---- Recording ----
 #
 # There is one recorder per party and segment. `add` is called in every step, so it only keeps the
-# values; many at once are put in rows.
+# values, which are put in rows many at once.
 
 MAX_SERIES: Final = 256
-"""Series of one party; more are not recorded."""
+"""The largest number of series of one party; more are not recorded."""
 MAX_NAME: Final = 128
-"""Characters in the name of a series."""
+"""The largest number of characters in the name of a series."""
 
 
 class Series(NamedTuple):
@@ -51,24 +51,24 @@ SeriesRows = Mapping[Series, Columns]
 """Rows by series."""
 
 _MAX_PENDING: Final = 2048
-"""Calls of `add` after which values are put in rows, where nobody takes any."""
+"""The number of calls of `add` after which values are put in rows if nobody takes them."""
 
 
 @dataclass(slots=True)
 class _SeriesRecorder:
-    """The rows of one series so far, and behind them the values that are in none yet."""
+    """The rows of one series so far, followed by the values that are not in a row yet."""
 
     step: int = 0
-    """Of the newest value."""
+    """The step of the newest value."""
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     rows: Columns = EMPTY
     num_closed: int = 0
-    """Rows that get no more values."""
+    """The number of rows that get no more values."""
     num_taken: int = 0
 
     def fold(self, stride: int) -> None:
-        """Put the values in rows. The last one stays open: others of its steps may be to come."""
+        """Put the values in rows. The last row stays open, since more of its steps may come."""
         if self.steps:
             closed = part_of(self.rows, 0, self.num_closed)
             opened = part_of(self.rows, self.num_closed, len(self.rows))
@@ -77,27 +77,27 @@ class _SeriesRecorder:
             self.num_closed = len(self.rows) - 1
             self.steps, self.values = [], []
 
-    def taken(self) -> Columns:
+    def take_closed(self) -> Columns:
         """Return the rows that were closed since the last call."""
         start, self.num_taken = self.num_taken, self.num_closed
         return part_of(self.rows, start, self.num_closed)
 
 
 class Recorder:
-    """Records values of steps, which come in ascending order. Used by one thread."""
+    """A recorder of values of steps, which come in ascending order; used by one thread."""
 
     def __init__(self, stride: int, from_step: int) -> None:
         self.stride: Final = stride
         self.from_step: Final = from_step
-        """Steps that had been applied when the recording began."""
+        """The number of steps that had been applied when the recording began."""
         self.dropped: set[str] = set()
-        """Names of series that are not recorded, as there are too many or the name is too long."""
+        """The names of series that are not recorded: too many, or with too long a name."""
         self._series: dict[Series, _SeriesRecorder] = {}
         self._num_pending = 0
 
     @classmethod
     def going_on(cls, stride: int, from_step: int, rows: SeriesRows) -> "Recorder":
-        """Return a recorder that goes on from the rows of another one; see `rows`."""
+        """Return a recorder that continues the rows of another one; see `rows`."""
         recorder = cls(stride, from_step)
         for series, columns in rows.items():
             if len(columns):
@@ -107,10 +107,10 @@ class Recorder:
         return recorder
 
     def add(self, step: int, values: Iterable[tuple[Series, float]]) -> None:
-        """Record values of a step; of a step that a series has already, nothing."""
+        """Record values of a step; a step that a series already has is ignored."""
         known = self._series
         for series, value in values:
-            its = known.get(series) or self._begun(series)
+            its = known.get(series) or self._begin_series(series)
             if its is not None and step > its.step:
                 its.step = step
                 its.steps.append(step)
@@ -119,7 +119,7 @@ class Recorder:
         if self._num_pending >= _MAX_PENDING:
             self._fold()
 
-    def _begun(self, series: Series) -> _SeriesRecorder | None:
+    def _begin_series(self, series: Series) -> _SeriesRecorder | None:
         if len(self._series) >= MAX_SERIES or not is_series_name(series.name):
             self.dropped.add(series.name)
             return None
@@ -133,11 +133,11 @@ class Recorder:
     def take(self) -> SeriesRows:
         """Return the rows that were closed since the last call."""
         self._fold()
-        taken = {series: its.taken() for series, its in self._series.items()}
+        taken = {series: its.take_closed() for series, its in self._series.items()}
         return {series: rows for series, rows in taken.items() if len(rows)}
 
     def rewind(self) -> None:
-        """Have the next call of `take` return all rows that are closed, from the first one on."""
+        """Let the next call of `take` return all closed rows, from the first one on."""
         for its in self._series.values():
             its.num_taken = 0
 
@@ -149,8 +149,8 @@ class Recorder:
         return self.take()
 
     def rows(self) -> SeriesRows:
-        """Return all rows from the first step on, those of open buckets included: what a member
-        that copies this one's state goes on from."""
+        """Return all rows from the first step on, open buckets included, for a member that copies
+        this member's state and continues from it."""
         self._fold()
         return {series: its.rows for series, its in self._series.items() if len(its.rows)}
 
@@ -171,21 +171,21 @@ def is_series_name(name: str) -> bool:
 # size is checked against a limit before allocation, as packed rows may come from anybody.
 
 MAX_PART_BYTES: Final = 256 * 1024
-"""Of one packed part of a recording."""
+"""The largest size of one packed part of a recording."""
 MAX_UNPACKED_BYTES: Final = MAX_SERIES * (MAX_ROWS + 1) * ROW_BYTES + (1 << 18)
-"""All rows of a recording with as many series as there may be, and their names."""
+"""The size of all rows of a recording with the most series, and their names."""
 
 _PART_ROWS: Final = 5000
-"""Of one part: as many as are no larger than a part even where nothing can be compressed."""
+"""The number of rows of one part that fit in it even if nothing can be compressed."""
 _LEVEL: Final = 3
-"""As small as at a higher level, but for some percent, in half the time."""
+"""Within some percent as small as at a higher level, in half the time."""
 _LENGTH: Final = struct.Struct("<I")
 _IN_PLANES: Final = b"\x01"
-"""No compressed bytes begin with it: those of zlib begin with their method, which is another."""
+"""No compressed bytes begin with it: zlib begins with its method, which is a different byte."""
 
 
 def pack(rows: SeriesRows) -> bytes:
-    """Return the rows of all series, packed; the same rows in the same order give equal bytes."""
+    """Pack the rows of all series; the same rows in the same order give equal bytes."""
     head = [[series.name, series.observed, len(columns)] for series, columns in rows.items()]
     text = json.dumps(head, separators=(",", ":")).encode()
     body = in_planes(concatenated([*rows.values()]).to_bytes())
@@ -210,9 +210,9 @@ def packed_parts(rows: SeriesRows) -> Iterator[bytes]:
 
 
 def unpack(data: bytes, max_bytes: int = MAX_UNPACKED_BYTES) -> dict[Series, Columns]:
-    """Return what `pack` has packed.
+    """Undo `pack`.
 
-    Raises InvalidInputError, for what is larger than max_bytes before it is decompressed.
+    Raises InvalidInputError, for more than max_bytes before anything is decompressed.
     """
     has_planes = data.startswith(_IN_PLANES)
     raw = _inflated(data[len(_IN_PLANES) :] if has_planes else data, max_bytes)
@@ -250,7 +250,7 @@ def pack_columns(columns: Columns) -> bytes:
 
 
 def unpack_columns(data: bytes, max_rows: int) -> Columns:
-    """Return what `pack_columns` has packed. Raises InvalidInputError, also for more rows."""
+    """Undo `pack_columns`. Raises InvalidInputError, also for more rows than max_rows."""
     raw = _inflated(data, max_rows * ROW_BYTES)
     if len(raw) % ROW_BYTES:
         raise InvalidInputError.at("columns", f"{len(raw)} bytes are no rows of {ROW_BYTES} bytes")
@@ -271,7 +271,7 @@ def _inflated(data: bytes, max_bytes: int) -> bytes:
 
 
 def _check(columns: Columns, starts: Sequence[int]) -> None:
-    """Refuse rows that no recording has. starts: where the rows of each series begin."""
+    """Refuse rows that no recording has. starts: the first row of each series."""
     falls = np.flatnonzero(np.diff(columns.step) <= 0) + 1
     is_first_step = columns.step[[start for start in starts if start < len(columns)]] < 1
     if not set(falls.tolist()) <= set(starts) or is_first_step.any():
@@ -282,8 +282,7 @@ def _check(columns: Columns, starts: Sequence[int]) -> None:
 
 # ---- Stage actions ----
 #
-# The work of a pipeline stage in one step, with its times, is stored as values of the step
-# history.
+# The work of a pipeline stage in one step, with its times, is stored in the step history.
 #
 # Each segment reports its last step, in a party of its own beside that of the stage, and a run
 # keeps that of its newest segment. Times are seconds since the worker of the stage began the
@@ -291,13 +290,13 @@ def _check(columns: Columns, starts: Sequence[int]) -> None:
 # take little room.
 
 PREFIX: Final = "action."
-"""Of the names of all series."""
+"""The prefix of the names of all series."""
 MAX_ACTIONS: Final = 64
-"""Of one stage that are told: 3 values each, and fewer than a party has series."""
+"""The limit on reported actions of one stage: 3 values each, within the series of a party."""
 MIN_WAIT_S: Final = 1e-5
-"""A shorter one is as long as it takes to see that nothing is waited for, and is not told."""
+"""A shorter wait is the time it takes to see that nothing is missing, and is not reported."""
 NONE: Final = -1
-"""Instead of a micro-batch, of what is done once for all of them."""
+"""Stands for a micro-batch in work that is done once for all of them."""
 
 _PARTY: Final = "actions"
 _UNITS_PER_S: Final = 1 << 20
@@ -310,28 +309,28 @@ class StageAction:
     """One piece of work of a stage."""
 
     kind: str
-    """forward, backward, input and weight (the two halves of a backward pass), exchange (the sums
-    over micro-batches, stages and replicas), optimizer."""
+    """One of forward, backward, input and weight (the two halves of a backward pass), exchange (the
+    sums over micro-batches, stages and replicas), optimizer."""
     micro_batch: int
-    """Counted over all shards of the worker; NONE of what is done once."""
+    """The number of the micro-batch over all shards of the worker, or NONE."""
     begin_s: float
     end_s: float
     wait_s: float = 0.0
-    """That the stage waited, before it, for what other stages had to send."""
+    """The time that the stage waited, before this action, for messages of other stages."""
 
 
 def party_of_stage(stage: int) -> str:
-    """Return the name of the part of a party that tells of a stage."""
+    """Return the name of the part of a party that reports a stage."""
     return f"{_PARTY}/{stage}"
 
 
 def is_of_newest_segment(party: str) -> bool:
-    """Return whether of a party only the newest segment is kept."""
+    """Return whether only the newest segment of this party is kept."""
     return party.rpartition("/")[0].rpartition("/")[2] == _PARTY
 
 
 def told(actions: Sequence[StageAction]) -> list[StageAction]:
-    """Return at most MAX_ACTIONS of these: of every so many micro-batches, and of the last one."""
+    """Return at most MAX_ACTIONS of these: those of every n-th micro-batch, and of the last one."""
     numbers = sorted({each.micro_batch for each in actions if each.micro_batch != NONE})
     stride = 1
     chosen = set(numbers)
@@ -345,21 +344,21 @@ def told(actions: Sequence[StageAction]) -> list[StageAction]:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """What a stage has done in a step."""
+    """The work of a stage in a step."""
 
     rank: int
-    """Of its worker among those of the pipeline."""
+    """The rank of its worker in the pipeline."""
     sources: Sequence[int]
-    """The stages that it receives activations from, and sends gradients to."""
+    """The stages from which it receives activations, and to which it sends gradients."""
     actions: Sequence[StageAction]
     began_s: float = 0.0
-    """When the worker has begun the step, by its clock."""
+    """The time at which the worker began the step, by its clock."""
     clock: int = 0
-    """Workers with the same number have the same clock; 0: it has none."""
+    """Workers with the same number share a clock; 0: no clock."""
 
     @property
     def values(self) -> dict[str, float]:
-        """By name of the series."""
+        """Return the values by name of the series."""
         values = {
             f"{PREFIX}rank": float(self.rank),
             f"{PREFIX}began_s": _rounded(self.began_s),
@@ -377,8 +376,7 @@ class StageReport:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> Self:
-        """Return the report that these are the values of, its actions in order of time; without
-        what is incomplete."""
+        """Return the report of these values, its complete actions in order of time."""
         found: dict[tuple[str, int], dict[str, float]] = {}
         sources: list[int] = []
         for name, value in values.items():

@@ -1,9 +1,9 @@
-"""The lines of an audit file, each with a hash of its own and that of the line before.
+"""The lines of an audit file, each with its hash and the hash of the line before.
 
 A line is one JSON object in one spelling. `hash` is the SHA-256 of the line without it, `previous`
-is the `hash` of the line before, so that a line cannot be changed, removed or put in without the
-lines after it. A crash may leave the beginning of a line at the end, of which nothing has left the
-site: a line takes its place that says how long it was and what its SHA-256 is. Knows no file.
+is the `hash` of the line before, so that no line can be changed, removed or inserted without
+changing the lines after it. A crash may leave a partial line at the end, about which nothing has
+left the site: a line with its length and SHA-256 replaces it. The module reads no file.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ from stratagem.common.schema.json import JSON, dump_json
 GENESIS: Final = "0" * 64
 """The hash before the first line."""
 TORN: Final = "torn"
-"""Kind of the line that stands for the beginning of a line which a crash has left."""
+"""The kind of a line that stands for the partial line left by a crash."""
 MAX_LINE_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedAudit:
-    """What a whole audit says of itself."""
+    """The summary of a whole audit."""
 
     num_lines: int
     head: str
-    """The hash of the last line: noted elsewhere, it proves that nothing before it was changed."""
+    """The hash of the last line; a copy elsewhere proves that nothing before it was changed."""
     num_torn: int
-    """Lines that stand for what crashes have left."""
+    """The number of lines that stand for partial ones."""
     is_torn: bool
-    """The file ends in the beginning of a line."""
+    """The file ends in a partial line."""
 
 
 def line_of(record: Mapping[str, JSON], previous: str) -> bytes:
@@ -42,7 +42,7 @@ def line_of(record: Mapping[str, JSON], previous: str) -> bytes:
 
 
 def torn_record(fragment: bytes) -> dict[str, JSON]:
-    """Return the record that is written in place of the beginning of a line."""
+    """Return the record that replaces a partial line."""
     return {
         "kind": TORN,
         "torn_bytes": len(fragment),
@@ -51,8 +51,7 @@ def torn_record(fragment: bytes) -> dict[str, JSON]:
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """Return the record of one line, without its line end. Raises IntegrityError where it is not as
-    it was written."""
+    """Return the record of a line without its line end. Raises IntegrityError if it has changed."""
     try:
         record = json.loads(line)
         is_whole = isinstance(record, dict) and dump_json(record).encode() == line
@@ -68,8 +67,8 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 def check_lines(lines: Iterable[bytes]) -> CheckedAudit:
-    """Check an audit, whose lines come with their line ends. Raises IntegrityError that names the
-    first line that was changed."""
+    """Check an audit, whose lines come with their line ends. Raises IntegrityError, which names the
+    first changed line."""
     head, number, num_torn = GENESIS, 0, 0
     for raw in lines:
         if not raw.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Prove who makes a call, and let the call in or refuse it by one table of all calls.
+"""Authenticate the caller of each call, and admit or refuse the call by one table of all calls.
 
 A caller proves its identity by the certificate of its connection, or by a token where the
 connection has none. Without TLS nobody proves anything and everybody may do everything: such a
@@ -43,7 +43,7 @@ from stratagem.common.identity.tls import CertId, Role
 HEADER: Final = "authorization"
 _SCHEME: Final = "Bearer "
 _PREFIX: Final = "stratagem_"
-"""Lets a scanner of repositories and logs find a token that went astray."""
+"""A fixed beginning, by which scanners of repositories and logs find leaked tokens."""
 _TOKEN_BYTES: Final = 32
 _ID_BYTES: Final = 8
 
@@ -63,7 +63,7 @@ ALL_SCOPES: Final = frozenset(Scope)
 
 
 def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
-    """The scopes and those that they include."""
+    """Return the scopes and the scopes that they include."""
     order = list(Scope)
     highest = max((order.index(scope) for scope in scopes), default=-1)
     return frozenset(order[: highest + 1])
@@ -75,18 +75,18 @@ class KnownToken:
 
     name: str
     sha256: str
-    """Lower-case hex."""
+    """Hex digits in lower case."""
     scopes: tuple[Scope, ...]
     expires_s: float | None
     """Unix time; None: never."""
     token_id: str = ""
-    """Differs between tokens of one name, earlier and later; empty in files of earlier versions."""
+    """Distinguishes earlier and later tokens of one name; empty in files of earlier versions."""
 
 
 def new_token(
     name: str, scopes: Iterable[Scope], expires_s: float | None = None
 ) -> tuple[str, KnownToken]:
-    """A fresh token, and what is kept of it."""
+    """Return a fresh token, and its record."""
     token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
     kept = tuple(scope for scope in Scope if scope in set(scopes))
     if not kept:
@@ -96,7 +96,7 @@ def new_token(
 
 
 def add_token(path: Path, known: KnownToken) -> None:
-    """Write a tokens file with one more; it is replaced whole, and only its owner can read it."""
+    """Add a token to a tokens file, which is replaced whole and only its owner can read."""
     tokens = read_tokens(path) if path.exists() else ()
     if known.name in {token.name for token in tokens}:
         raise AlreadyExistsError(f"{path} has a token {known.name!r} already; revoke it first")
@@ -104,7 +104,7 @@ def add_token(path: Path, known: KnownToken) -> None:
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Write the tokens file without one; InvalidInputError when there is none of this name."""
+    """Remove a token from a tokens file. Raises InvalidInputError when it is not there."""
     tokens = read_tokens(path)
     left = tuple(token for token in tokens if token.name != name)
     if left == tokens:
@@ -114,10 +114,10 @@ def remove_token(path: Path, name: str) -> None:
 
 
 def read_tokens(path: Path) -> tuple[KnownToken, ...]:
-    """Read the tokens of a tokens file; InvalidInputError says what is wrong with it."""
+    """Read the tokens of a tokens file. Raises InvalidInputError, which names its fault."""
     try:
         document = json.loads(path.read_text())
-        return tuple(map(_known, document["tokens"]))
+        return tuple(map(_parse_token, document["tokens"]))
     except OSError as error:
         raise InvalidInputError.at("tokens_file", f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -130,8 +130,8 @@ class TokenBook:
     """The tokens of a file, read again when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """InvalidInputError when the file cannot be used now. A file that is not there yet has no
-        tokens."""
+        """Read the file; one that does not exist yet has no tokens. Raises InvalidInputError when
+        it cannot be used."""
         self._file = WatchedFiles(
             [path],
             lambda: read_tokens(path) if path.exists() else (),
@@ -140,9 +140,9 @@ class TokenBook:
         )
 
     def find(self, token: str, now_s: float) -> KnownToken:
-        """The entry of a token; UnauthenticatedError when it is unknown or has expired."""
+        """Return the entry of a token. Raises UnauthenticatedError if unknown or expired."""
         digest, known = _digest(token), None
-        for entry in self._file.newest():  # all of them: how long it takes says nothing
+        for entry in self._file.newest():  # all are compared, so the time taken reveals nothing
             if hmac.compare_digest(entry.sha256, digest):
                 known = entry
         if known is None:
@@ -162,8 +162,7 @@ class TokenFile:
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata that a call carries. InvalidInputError when the file cannot be
-        used."""
+        """Return the metadata of a call. Raises InvalidInputError for an unusable file."""
         try:
             stamp = stamp_of(self._path)
             if stamp != self._seen:
@@ -179,7 +178,7 @@ class TokenFile:
 
 
 def token_in(metadata: Iterable[tuple[str, Any]]) -> str:
-    """The token that a call carries; empty when it carries none."""
+    """Return the token that a call carries, or ""."""
     given = [str(value) for key, value in metadata if key == HEADER]
     return given[0].removeprefix(_SCHEME) if len(given) == 1 else ""
 
@@ -188,7 +187,7 @@ def _digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _known(entry: Any) -> KnownToken:
+def _parse_token(entry: Any) -> KnownToken:
     sha256, expires_s = str(entry["sha256"]), entry["expires_s"]
     if len(bytes.fromhex(sha256)) != hashlib.sha256().digest_size:
         raise ValueError("sha256 is not 64 hex digits")
@@ -208,9 +207,8 @@ def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:
 
 # ---- Authorization ----
 #
-# The table defines for all calls who may make which call, and about which resources. A call that
-# is not in it is refused. The services know what belongs to whom; rpc/server.py has them check
-# it.
+# The table defines for all calls who may make which call, and about which resources. A call that is
+# not in it is refused. The services, called by rpc/server.py, check what belongs to whom.
 
 
 class Anyone(StrEnum):
@@ -223,8 +221,7 @@ Who = Role | Scope | Anyone
 
 
 class Names(StrEnum):
-    """The kind of thing that a request names, and to whom that must belong; the value is for
-    people."""
+    """The kind of thing that a request names, and its required owner; the value is for people."""
 
     NOTHING = "nothing that has an owner"
     SHARED_RUN = "a run: with `read` all runs are visible, and their states"
@@ -240,12 +237,12 @@ class Names(StrEnum):
 
 
 UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DATA, Names.ORDERED})
-"""A caller that may make the call may name any such thing."""
+"""The kinds of things that every permitted caller may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """The roles or scopes, any of which may make a call, and what the call may be about."""
+    """The roles or scopes of which a caller needs one, and what the call may be about."""
 
     who: tuple[Who, ...]
     names: Names
@@ -279,7 +276,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}TailLogs": _READ,
     f"{_COORDINATOR}ListWorkers": AccessRule((Scope.READ,), Names.NOTHING),
     f"{_COORDINATOR}Diagnose": AccessRule((Scope.READ, Role.WORKER), Names.COORDINATOR),
-    # Workers, each for itself.
+    # Workers, about themselves.
     f"{_COORDINATOR}RegisterWorker": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Heartbeat": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}HeartbeatStream": AccessRule((Role.WORKER,), Names.ITSELF),
@@ -300,7 +297,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_WORKER}Describe": _ORDER,
     f"{_WORKER}GetState": AccessRule((Role.COORDINATOR, Role.WORKER), Names.OWN_STATE),
     "/stratagem.v1.PeerService/Send": AccessRule((Role.WORKER,), Names.OWN_RANK),
-    # Says SERVING or not, to probes, on a port of its own.
+    # Answers probes with SERVING or not, on a separate port.
     "/grpc.health.v1.Health/Check": _PROBE,
     "/grpc.health.v1.Health/Watch": _PROBE,
     "/grpc.health.v1.Health/List": _PROBE,
@@ -318,7 +315,7 @@ def is_open(method: str) -> bool:
 
 
 def say_needed(needed: Iterable[Who]) -> str:
-    """The scopes and roles of which one is enough, for a refusal."""
+    """Return the scopes and roles of which one is enough, for a refusal."""
     words = [
         f"the scope {need}" if isinstance(need, Scope) else f"the role {need}" for need in needed
     ]
@@ -327,8 +324,8 @@ def say_needed(needed: Iterable[Who]) -> str:
 
 # ---- Revocation ----
 #
-# Revoked certificates are invalid although they have not expired. They stand in a file, which is
-# read again when it changes:
+# Revoked certificates are invalid although they have not expired. A file, which is read again when
+# it changes, lists them:
 #
 #     worker w3                 # any holder of a certificate of worker w3, also a renewed one
 #     worker *.gpu              # the certificate that the workers of the pool gpu share
@@ -348,7 +345,7 @@ def fingerprint(pem: bytes) -> str:
 
 
 def check_entry(entry: str) -> str:
-    """An entry of the file; InvalidInputError when it names no holder."""
+    """Return an entry of the file, checked. Raises InvalidInputError when it names no holder."""
     if not (_FINGERPRINT.fullmatch(entry) or _HOLDER.fullmatch(entry)):
         roles = ", ".join(f"`{role} NAME`" for role in Role)
         raise InvalidInputError.at("revoked", f"{entry!r} is neither {roles} nor `sha256:HEX`")
@@ -356,7 +353,7 @@ def check_entry(entry: str) -> str:
 
 
 def read_revoked(path: Path) -> frozenset[str]:
-    """The entries of a file. InvalidInputError names the line that cannot be read."""
+    """Return the entries of a file. Raises InvalidInputError, which names an unreadable line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -373,7 +370,7 @@ def read_revoked(path: Path) -> frozenset[str]:
 
 
 def add_revoked(path: Path, entries: Iterable[str]) -> None:
-    """Add to a file, in one rename; it is made where it is not there."""
+    """Add entries to a file, or create it, by one rename."""
     known = read_revoked(path) if path.exists() else frozenset()
     new = [entry for entry in entries if check_entry(entry) not in known]
     before = path.read_text() if path.exists() else ""
@@ -386,7 +383,7 @@ class RevokedFile:
     """The revocation list of a process, read from a file."""
 
     def __init__(self, path: Path) -> None:
-        """InvalidInputError when the file cannot be used now."""
+        """Read the file. Raises InvalidInputError when it cannot be used."""
         self._file = WatchedFiles(
             [path],
             lambda: read_revoked(path),
@@ -395,7 +392,7 @@ class RevokedFile:
         )
 
     def check(self, cert_id: CertId, pem: bytes) -> None:
-        """UnauthenticatedError for a caller whose certificate counts no more."""
+        """Raise UnauthenticatedError for a caller whose certificate is revoked."""
         entries = self._file.newest()
         if entries and (str(cert_id) in entries or fingerprint(pem) in entries):
             raise UnauthenticatedError(f"the certificate of {cert_id} has been revoked")
@@ -404,7 +401,7 @@ class RevokedFile:
 # ---- Authentication ----
 
 _NUMBERED: Final = "#"
-"""Between the name of a token and its id; no name has it."""
+"""The separator between the name of a token and its id, which no name contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,21 +409,20 @@ class Caller:
     """The identity of a caller, as far as it has been proved."""
 
     name: str
-    """"client alice", "worker w0", "token ci"; empty: callers are not authenticated."""
+    """The name, such as "client alice", "worker w0" or "token ci"; empty without authentication."""
     cert_id: CertId | None = None
     scopes: frozenset[Scope] = frozenset()
     token_id: str = ""
 
     @property
     def owner(self) -> str:
-        """Return the owner of what the caller makes: a new token inherits nothing of a revoked one
-        of its name. The renewed certificate of a holder is that holder's."""
+        """Return the owner of what the caller makes. A new token inherits nothing from a revoked
+        one of its name; a renewed certificate has the same owner."""
         return f"{self.name}{_NUMBERED}{self.token_id}" if self.token_id else self.name
 
     @property
     def is_admin(self) -> bool:
-        """Return whether the caller may act on what belongs to others; without TLS every caller
-        may."""
+        """Return whether the caller may act for other owners; without TLS every caller may."""
         return not self.is_known or Scope.ADMIN in self.scopes
 
     @property
@@ -443,12 +439,11 @@ class Caller:
         return self.cert_id is not None and self.cert_id.role is Role.WORKER
 
     def is_one_of(self, worker_ids: Iterable[str]) -> bool:
-        """Return whether the caller's certificate is that of one of these workers; true without
-        TLS."""
+        """Return whether the caller is one of these workers, by certificate; true without TLS."""
         return self.cert_id is None or any(map(self.cert_id.covers, worker_ids))
 
     def must_be_worker(self, worker_id: str) -> None:
-        """Refuse a worker that speaks for another one."""
+        """Refuse a worker that acts for another one."""
         if self.cert_id is not None and not self.cert_id.covers(worker_id):
             raise PermissionDeniedError(
                 f"{self.name} speaks for worker {worker_id!r}: a worker's name must be the one in "
@@ -456,7 +451,7 @@ class Caller:
             )
 
     def must_own(self, run_id: str, owner: str) -> None:
-        """Refuse to let a caller change another one's run without the scope admin."""
+        """Refuse a caller without the scope admin that would change another one's run."""
         if self.owner != owner and not self.is_admin:
             name = owner.partition(_NUMBERED)[0]
             other = "an earlier " if name == self.name else ""
@@ -467,7 +462,7 @@ class Caller:
 
 
 NOBODY: Final = Caller("")
-"""Where nobody has to say who they are."""
+"""The caller where there is no authentication."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 _check_again: ContextVar[Callable[[], None] | None] = ContextVar("check_again", default=None)
@@ -479,8 +474,7 @@ def current_caller() -> Caller:
 
 
 def check_caller_again() -> None:
-    """Refuse the caller of the call that is being served if its certificate has been revoked since
-    the call began; for calls that last."""
+    """Refuse the caller of a long call if its certificate has been revoked since the call began."""
     check = _check_again.get()
     if check is not None:
         check()
@@ -488,10 +482,10 @@ def check_caller_again() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Authorizer:
-    """Authenticates and authorizes the callers of a server; made once per server."""
+    """The authentication and authorization of a server's callers; made once per server."""
 
     trust_domain: str = ""
-    """Of the certificates that count; empty: the server has no TLS."""
+    """The trust domain of accepted certificates; empty: the server has no TLS."""
     tokens: TokenBook | None = None
     revoked: RevokedFile | None = None
 
@@ -501,10 +495,10 @@ class Authorizer:
         auth_context: Mapping[str, Iterable[bytes]],
         metadata: Iterable[tuple[str, Any]],
     ) -> None:
-        """Let a call in and note its caller; raises what it is refused with.
+        """Admit a call and note its caller.
 
-        Errors: UnauthenticatedError when it is not proved who calls, PermissionDeniedError when
-        that one may not.
+        Raises UnauthenticatedError when the caller's identity is not proved, PermissionDeniedError
+        when the caller may not make the call.
         """
         rule = TABLE.get(method)
         if rule is None:

@@ -53,13 +53,13 @@ from stratagem.common.identity.tls import (
 CA_FILE: Final = "ca.crt"
 CA_KEY_FILE: Final = "ca.key"
 DAYS: Final = 3650
-"""How long an authority is valid, which is not renewed every month."""
+"""The days for which an authority is valid."""
 SKEW: Final = timedelta(minutes=5)
-"""For clocks that are behind: what is new is valid from before now on."""
+"""Certificates are valid from this long before now, for clocks that are behind."""
 
 
 def create(folder: Path, trust_domain: str, valid: timedelta) -> None:
-    """The files of a first authority; AlreadyExistsError where there is one."""
+    """Create the files of a first authority. Raises AlreadyExistsError where there is one."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     name = subject(f"{trust_domain} development authority")
     key, certificate = _new(name, valid)
@@ -68,12 +68,12 @@ def create(folder: Path, trust_domain: str, valid: timedelta) -> None:
 
 
 def trusted(folder: Path) -> list[x509.Certificate]:
-    """The authorities in a folder that `certs init` has made."""
+    """Return the authorities in a folder that `certs init` has made."""
     return certificates_in("folder", folder / CA_FILE)
 
 
 def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """The authority that signs now: of those that are trusted the one whose key is there."""
+    """Return the authority that signs now: the trusted one whose key is in the folder."""
     path = folder / CA_KEY_FILE
     try:
         key = load_pem_private_key(path.read_bytes(), None)
@@ -91,10 +91,10 @@ def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
 
 
 def renew(folder: Path, valid: timedelta) -> None:
-    """A new authority next to the old one, which stays trusted; from now on the new one signs.
+    """Create an authority that signs from now on, beside the old one, which stays trusted.
 
-    WrongStateError while two are trusted already. A crash between the two files leaves an authority
-    that is trusted and has signed nothing; `retire` drops it.
+    Raises WrongStateError while two are trusted already. A crash between the two files leaves an
+    authority that is trusted and has signed nothing; `retire` drops it.
     """
     old, _ = signer(folder)
     if len(trusted(folder)) > 1:
@@ -109,8 +109,8 @@ def renew(folder: Path, valid: timedelta) -> None:
 
 
 def retire(folder: Path, signed: Sequence[Path]) -> None:
-    """Trust the authority that signs now alone. WrongStateError when there is no other, and while
-    one of the certificates in these files is of another."""
+    """Trust only the authority that signs now. Raises WrongStateError when there is no other, and
+    while the other has signed one of the certificates in these files."""
     current, _ = signer(folder)
     if len(trusted(folder)) == 1:
         raise WrongStateError(f"{folder / CA_FILE} holds one authority; there is none to retire")
@@ -139,8 +139,7 @@ def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
 
 
 def issued_by(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """Return an authority's identifier by its key: an authority and its successor have the same
-    name."""
+    """Return an authority's identifier by its key, as its successor has the same name."""
     key_id = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
 
@@ -150,7 +149,7 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> None:
-    """All of it or nothing, never with more rights than `mode`."""
+    """Write all of the file or nothing, never with more permissions than `mode`."""
     if path.exists() and not replace:
         raise AlreadyExistsError(f"{path} is there already")
     with whole_file(path, mode=mode) as file:
@@ -202,12 +201,12 @@ _CA_USAGE: Final = x509.KeyUsage(
 
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS: Final = 90
-"""How long a certificate is valid, unless its authority ends before."""
+"""The days for which a certificate is valid, unless its authority ends before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A certificate authority in a folder with what it has signed."""
+    """A certificate authority in a folder with the certificates that it has signed."""
 
     folder: Path
     trust_domain: str = DEFAULT_TRUST_DOMAIN
@@ -221,7 +220,7 @@ class Authority:
         *,
         renew: bool = False,
     ) -> TlsFiles:
-        """Sign a certificate; the files of its holder. `renew` replaces it and its key.
+        """Sign a certificate and return the files of its holder. `renew` replaces it and its key.
 
         name: `of_pool(...)` makes one that the workers of a pool share.
         hosts: names and addresses at which a coordinator is reached.
@@ -262,8 +261,7 @@ class Authority:
         return now + valid
 
     def files(self, name: str) -> TlsFiles:
-        """Return the files of a certificate of this authority: `coordinator`, `worker-w0`,
-        `pool-a`."""
+        """Return the files of a certificate of this authority, such as `worker-w0` or `pool-a`."""
         folder = self.folder
         return TlsFiles(folder / CA_FILE, folder / f"{name}.crt", folder / f"{name}.key")
 
@@ -296,7 +294,7 @@ def make_authority(
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
     valid: timedelta = timedelta(days=DAYS),
 ) -> Authority:
-    """A new authority; AlreadyExistsError where there is one."""
+    """Create an authority. Raises AlreadyExistsError where there is one."""
     create(folder, trust_domain, valid)
     return Authority(folder, trust_domain)
 
@@ -311,10 +309,11 @@ def init(
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
     days: int | None = None,
 ) -> list[Path]:
-    """The files of a new authority, a coordinator, workers, pools and clients; the certificates.
+    """Create an authority and sign certificates of a coordinator, workers, pools and clients;
+    return their paths.
 
-    AlreadyExistsError where one of the files is there, InvalidInputError where `days` are more than
-    an authority has; then nothing is written.
+    Raises AlreadyExistsError where one of the files exists, InvalidInputError where `days` exceed
+    the validity of an authority; then nothing is written.
     """
     if days is not None and days > DAYS:
         message = f"{days} is more than the {DAYS} for which an authority is valid"
@@ -341,39 +340,43 @@ def issue(
     renew: bool = False,
     days: int | None = None,
 ) -> list[Path]:
-    """Sign for more processes with an authority that is there; the certificates.
+    """Sign certificates for more processes with an existing authority; return their paths.
 
-    renew: replace those that are there, and without names all of them.
+    renew: replace existing certificates, without names all of them.
     """
     named = _signed(folder)
     authority = Authority(folder, named[0].trust_domain)
     wanted: list[tuple[Role, str, Sequence[str]]]
     wanted = [(*name, ()) for name in _named(workers, pools, clients)]
     if renew and not wanted:
-        wanted = [(Role(cert.role), cert.name, _own_hosts(cert)) for cert in named]
+        # The hosts that were asked for: a worker's names follow from its identity.
+        wanted = [
+            (Role(cert.role), cert.name, cert.hosts if cert.role == Role.COORDINATOR else ())
+            for cert in named
+        ]
     if not wanted:
         raise InvalidInputError.at("worker", "name a worker or a client, or renew all")
     valid = _valid(days)
-    authority.end_of(valid)  # refused before the first one is replaced
+    authority.end_of(valid)  # refuse before the first one is replaced
     made = [authority.issue(role, name, hosts, valid, renew=renew) for role, name, hosts in wanted]
     return [Path(cert.cert or "") for cert in made]
 
 
 def renew_authority(folder: Path) -> Path:
-    """A new authority in a folder of `init`, next to the old one; the file with both."""
+    """Add an authority to a folder of `init`, next to the old one; return the file with both."""
     _signed(folder)
     renew(folder, timedelta(days=DAYS))
     return folder / CA_FILE
 
 
 def retire_authority(folder: Path) -> Path:
-    """Drop the authority that signs no more; the file with the one that is left."""
+    """Drop the authority that no longer signs; return the file with the remaining one."""
     retire(folder, [Path(cert.file) for cert in _signed(folder)])
     return folder / CA_FILE
 
 
 def _signed(folder: Path) -> "list[Shown]":
-    """The certificates of holders in a folder of `init`."""
+    """Return the certificates of holders in a folder of `init`."""
     known = [cert for path in sorted(folder.glob("*.crt")) for cert in show(path)]
     named = [cert for cert in known if cert.name]
     if not (folder / CA_KEY_FILE).exists() or not named:
@@ -388,7 +391,8 @@ def _valid(days: int | None) -> timedelta | None:
 def _named(
     workers: Sequence[str], pools: Sequence[str], clients: Sequence[str]
 ) -> list[tuple[Role, str]]:
-    """Whom certificates are wanted for. Raises InvalidInputError for what is no name."""
+    """Return the roles and names that certificates are wanted for. Raises InvalidInputError for an
+    invalid name."""
     return [
         *((Role.WORKER, check_worker_id(worker)) for worker in workers),
         *((Role.WORKER, of_pool(check_worker_id(pool))) for pool in pools),
@@ -402,25 +406,20 @@ def _file_name(cert_id: CertId) -> str:
     return cert_id.name if cert_id.role is Role.COORDINATOR else f"{cert_id.role}-{cert_id.name}"
 
 
-def _own_hosts(shown: "Shown") -> Sequence[str]:
-    """The hosts that were asked for; a worker's names follow from its identity."""
-    return shown.hosts if shown.role == Role.COORDINATOR else ()
-
-
 @dataclass(frozen=True, slots=True)
 class Shown:
     """The contents of a certificate, for people."""
 
     file: str
     role: str
-    """Or `authority`; empty where it names no role."""
+    """The role, or `authority`; empty where the certificate names no role."""
     name: str
     trust_domain: str
     hosts: tuple[str, ...]
     uris: tuple[str, ...]
     expires: datetime
     fingerprint: str
-    """As the file of the revoked names it: it distinguishes authorities of one name."""
+    """The fingerprint, as in the file of revoked ones; it distinguishes authorities of one name."""
 
     @property
     def has_expired(self) -> bool:
@@ -428,11 +427,11 @@ class Shown:
 
 
 def show(path: Path) -> list[Shown]:
-    """Return the contents of the certificates in a file; InvalidInputError when it holds none."""
-    return [_shown(path, certificate) for certificate in certificates_in("file", path)]
+    """Return the contents of a file's certificates. Raises InvalidInputError when it has none."""
+    return [_contents_of(path, certificate) for certificate in certificates_in("file", path)]
 
 
-def _shown(path: Path, certificate: x509.Certificate) -> Shown:
+def _contents_of(path: Path, certificate: x509.Certificate) -> Shown:
     uris = uris_of(certificate)
     role = name = trust_domain = ""
     try:

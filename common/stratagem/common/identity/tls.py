@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _MAX_LINKS: Final = 8
 AUTHORITY: Final = "authority"
-"""What stands for the role of a certificate that signs others."""
+"""Stands for the role of a certificate that signs others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ChainCertificate:
     """A certificate of a chain, and the file that it was read from."""
 
     file: str
-    """Where it stands."""
+    """The path of the file."""
     subject: str
     is_authority: bool
     starts: datetime
@@ -65,7 +65,7 @@ class ChainCertificate:
 
 
 Chain = tuple[ChainCertificate, ...]
-"""From the holder's own certificate up, as far as it is known."""
+"""The known certificates from the holder's one up."""
 
 
 def chain_of(
@@ -74,7 +74,8 @@ def chain_of(
     ca_file: str,
     authorities: Sequence[x509.Certificate],
 ) -> Chain:
-    """whose: the file of the first certificate, and of those between it and the authorities."""
+    """Return the chain of a certificate. whose: the file of the first certificate, and of those
+    between it and the authorities."""
     current = certificates[0]
     links = [_link(whose, current, is_authority=False)]
     known = [(whose, certificate) for certificate in certificates[1:]]
@@ -83,26 +84,26 @@ def chain_of(
         signers = [(file, signer) for file, signer in known if has_signed(signer, current)]
         if not signers:
             break
-        # Of two for the same key the later end counts, as it does for a verifier.
+        # The later end of two certificates for the same key counts, as for a verifier.
         file, current = max(signers, key=lambda signer: signer[1].not_valid_after_utc)
         links.append(_link(file, current, is_authority=True))
     return tuple(links)
 
 
 def ended(chain: Chain) -> ChainCertificate | None:
-    """The certificate that keeps the chain from counting; None while all of it counts.
+    """Return the expired certificate of a chain; None while all are valid.
 
-    The highest: what is newly signed below it would not count either.
+    The highest one is returned: certificates newly signed below it would not be valid either.
     """
     return next((link for link in reversed(chain) if link.has_ended), None)
 
 
 def first_to_end(chain: Chain) -> ChainCertificate | None:
-    """Return the certificate whose end ends the chain; the highest of several."""
+    """Return the certificate that expires first; the highest of several."""
     return min(reversed(chain), key=lambda link: link.ends, default=None)
 
 
-def said(link: ChainCertificate, signed: str) -> str:
+def expiry_text(link: ChainCertificate, signed: str) -> str:
     """Say that a certificate has expired, and the remedy; `signed` names what it has signed."""
     when = f"has expired at {link.ends:%Y-%m-%d %H:%M} UTC"
     if not link.is_authority:
@@ -157,19 +158,19 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CertId:
-    """The identity of its holder that a certificate states."""
+    """The identity that a certificate states."""
 
     trust_domain: str
     role: Role
     name: str
-    """`*.` and a pool where it is a certificate that the workers of this pool share."""
+    """The name of the holder; `*.` and the pool in a certificate shared by a pool."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.name}"
 
     @property
     def pool(self) -> str:
-        """Empty where the certificate is of one holder alone."""
+        """Return the pool; empty where the certificate has a single holder."""
         return self.name.removeprefix(_ANY) if self.name.startswith(_ANY) else ""
 
     @property
@@ -184,7 +185,8 @@ class CertId:
 
     @classmethod
     def from_uris(cls, uris: list[str]) -> Self:
-        """The one identity among a certificate's URIs; InvalidInputError when there is not one."""
+        """Return the one identity among a certificate's URIs. Raises InvalidInputError when there
+        are none or several."""
         matches = [match_ for match_ in map(_SPIFFE.fullmatch, uris) if match_ is not None]
         if len(matches) != 1:
             named = ", ".join(uris) or "no URI at all"
@@ -202,28 +204,28 @@ class CertId:
 
 
 def of_pool(pool: str) -> str:
-    """The name in the certificate that all workers `<label>.<pool>` share."""
+    """Return the name in the certificate that all workers `<label>.<pool>` share."""
     return f"{_ANY}{pool}"
 
 
 def worker_name(trust_domain: str, worker_id: str = "") -> str:
-    """The DNS name that the certificate of a worker has; of any worker unless one is named.
+    """Return the DNS name in the certificate of a worker, or of any worker if none is named.
 
-    A pool's is a wildcard, which stands for one label: `*.<pool>.worker.<trust domain>`.
+    The name for a pool has a wildcard for one label: `*.<pool>.worker.<trust domain>`.
     """
     return ".".join(label for label in (worker_id, Role.WORKER, trust_domain) if label)
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """The content of a process's files, which fit together."""
+    """The content of a process's files, which match one another."""
 
     ca: bytes
     cert: bytes | None
     key: bytes | None
     cert_id: CertId | None
     chain: Chain = ()
-    """The certificate and the authorities above it that are known; empty without one."""
+    """The certificate and the known authorities above it; empty without a certificate."""
 
     @property
     def expires(self) -> datetime | None:
@@ -233,15 +235,14 @@ class Material:
 
     @property
     def problem(self) -> str:
-        """Return a sentence that names the expired certificate of the chain; empty while all
-        count."""
+        """Return a sentence that names the chain's expired certificate; empty without one."""
         link = ended(self.chain)
-        return "" if link is None else said(link, str(self.chain[0]))
+        return "" if link is None else expiry_text(link, str(self.chain[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files by which a process knows others (`ca`) and is known (`cert` and `key`)."""
+    """The PEM files by which a process verifies others (`ca`) and proves itself (`cert`, `key`)."""
 
     ca: File
     cert: File | None = None
@@ -258,7 +259,7 @@ class TlsFiles:
         return [path for path in (self.ca, self.cert, self.key) if path is not None]
 
     def read(self) -> Material:
-        """InvalidInputError names the file that cannot be used, and why."""
+        """Read the files. Raises InvalidInputError, which names an unusable file and the reason."""
         ca = _read("tls_ca", self.ca)
         authorities = certificates_in("tls_ca", self.ca, ca)
         if self.cert is None or self.key is None:
@@ -277,7 +278,7 @@ class TlsFiles:
         return Material(ca, cert, key, cert_id, chain)
 
     def identity(self) -> CertId:
-        """Return the identity of this process. InvalidInputError where it has no certificate."""
+        """Return this process's identity. Raises InvalidInputError where it has no certificate."""
         cert_id = self.read().cert_id
         if cert_id is None:
             raise InvalidInputError.at("tls_cert", "is needed: this process must prove who it is")
@@ -305,9 +306,10 @@ class TlsFiles:
 def tls_files(
     ca: Path | None, cert: Path | None, key: Path | None, *, needs_cert: bool
 ) -> TlsFiles | None:
-    """The files of three settings; None when none is set. InvalidInputError names what is missing.
+    """Return the files of three settings; None when none is set. Raises InvalidInputError, which
+    names a missing one.
 
-    needs_cert: the process must be able to prove who it is, as every server must.
+    needs_cert: the process must prove its identity, as every server must.
     """
     given = {"tls_ca": ca, "tls_cert": cert, "tls_key": key}
     if not any(given.values()):
@@ -322,20 +324,20 @@ def tls_files(
 
 
 def links_of(field: str, file: Path) -> Chain:
-    """The chain in one file, as far as it goes. InvalidInputError names the setting."""
+    """Return the chain in one file. Raises InvalidInputError, which names the setting."""
     own = certificates_in(field, file)
     return chain_of(str(file), own, "", ())
 
 
 def uris_of(certificate: x509.Certificate) -> list[str]:
-    """The URIs among the alternative names of a certificate."""
+    """Return the URIs among the alternative names of a certificate."""
     from cryptography import x509
 
     return names_of(certificate, x509.UniformResourceIdentifier)
 
 
 def names_of(certificate: x509.Certificate, kind: type[x509.GeneralName]) -> list[str]:
-    """The alternative names of one kind."""
+    """Return the alternative names of one kind."""
     from cryptography import x509
 
     try:
@@ -353,8 +355,8 @@ def _read(field: str, path: File) -> bytes:
 
 
 def certificates_in(field: str, path: File, pem: bytes | None = None) -> list[x509.Certificate]:
-    """The certificates of a file, whose content may be given. InvalidInputError names the field and
-    the file that cannot be read or holds none."""
+    """Return the certificates of a file, whose content may be given. Raises InvalidInputError,
+    which names the field and the file that cannot be read or holds none."""
     from cryptography import x509
 
     try:
@@ -377,10 +379,10 @@ log = structlog.get_logger()
 
 
 class FreshFiles:
-    """The newest content of the files that could be used; safe to ask from any thread."""
+    """The newest usable content of the files; any thread may ask."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """InvalidInputError when the files cannot be used now."""
+        """Read the files. Raises InvalidInputError when they cannot be used."""
         self._files = files
         self._lock = threading.Lock()
         self._watched = WatchedFiles(
@@ -394,10 +396,10 @@ class FreshFiles:
         return self._watched.content
 
     def changed(self) -> bool:
-        """Look at the files; whether there is other material than at the last call.
+        """Look at the files; return whether the material has changed since the last call.
 
-        Files that do not fit together, such as a new certificate with its old key, are looked at
-        again when they change again; until then the old content is used.
+        Files that do not match, such as a new certificate with its old key, are read again at their
+        next change; until then the old content is used.
         """
         with self._lock:
             self._warn_if_expired()
@@ -428,7 +430,7 @@ def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.S
     """Return the credentials of a listener; each handshake sees the newest files.
 
     asks_for_certificate: callers must have a certificate of the same CA. Otherwise they are not
-    asked for one, and what they may do depends on their token.
+    asked for one, and their token decides.
     """
     fresh = FreshFiles(files)
 
@@ -447,8 +449,7 @@ def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.S
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Return the credentials of a connection; gRPC reads them once, so a new channel is made when
-    files change."""
+    """Return the credentials of a connection. They are read once: changed files need a new one."""
     return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
 
 

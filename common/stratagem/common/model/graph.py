@@ -1,9 +1,9 @@
 """A model as data: named nodes of torch modules, edges between them, nested subgraphs.
 
-Owns the form of the document, its checks (unique ids, known ends, no cycle) and the look-up of
-the strategy that holds for a subgraph. Builds nothing and knows no torch module: which names are
-allowed is for the worker that builds the model. Parameters are called `<node id>.<name>`, those
-of a subgraph `<subgraph id>.<node id>.<name>`.
+The module has the form of the document, its checks (unique ids, known ends, no cycle) and the
+look-up of the strategy of a subgraph. It knows no torch module: the worker that builds the model
+decides which names are allowed. Parameters are called `<node id>.<name>`, those of a subgraph
+`<subgraph id>.<node id>.<name>`.
 """
 
 import re
@@ -81,18 +81,18 @@ class GraphSpec(Section):
         return graph_violations(self)
 
     def node_ids(self) -> list[str]:
-        """The ids of the nodes, then of the subgraphs, as declared."""
+        """Return the ids of the nodes, then of the subgraphs, as declared."""
         return [node.id for node in self.nodes] + [subgraph.id for subgraph in self.subgraphs]
 
     def input_ids(self) -> list[str]:
-        """The nodes that receive the input of the graph."""
+        """Return the nodes that receive the input of the graph."""
         targets = {edge.target for edge in self.edges}
         return list(self.inputs) or [
             node_id for node_id in self.node_ids() if node_id not in targets
         ]
 
     def output_ids(self) -> list[str]:
-        """The nodes whose outputs are the output of the graph."""
+        """Return the nodes whose outputs are the output of the graph."""
         sources = {edge.source for edge in self.edges}
         return list(self.outputs) or [
             node_id for node_id in self.node_ids() if node_id not in sources
@@ -103,12 +103,12 @@ class GraphSpec(Section):
         return len(self.nodes) + sum(1 + subgraph.graph.num_nodes() for subgraph in self.subgraphs)
 
     def topological_order(self) -> list[str]:
-        """All ids so that every edge points forward; ties in the order of declaration."""
+        """Return all ids so that every edge points forward; ties in the order of declaration."""
         return _sorted_ids(self)[0]
 
 
 def graph_violations(graph: GraphSpec) -> list[Violation]:
-    """Return what is wrong with one graph; its subgraphs have been checked when they were made."""
+    """Return the violations of one graph; its subgraphs were checked when they were made."""
     if not graph.nodes and not graph.subgraphs:
         return [Violation("nodes", "must not be empty")]
     violations = [*_duplicate_ids(graph), *_unknown_ends(graph), *_ports_fed_twice(graph)]
@@ -120,10 +120,11 @@ def graph_violations(graph: GraphSpec) -> list[Violation]:
 def effective_strategy(
     graph: GraphSpec, path: str = "", inherited: Strategy | None = None
 ) -> Strategy:
-    """The strategy of the subgraph at a path such as "encoder/block1" ("" = the graph itself).
+    """Return the strategy of the subgraph at a path such as "encoder/block1" ("" = the graph
+    itself).
 
-    A graph without a strategy of its own has that of the graph around it; the outermost one has
-    `inherited`, or Local.
+    A graph without a strategy has that of the graph around it, the outermost one `inherited` or
+    Local.
     """
     strategy = graph.training_strategy or inherited or Local()
     for part in path.split("/") if path else ():
@@ -160,7 +161,7 @@ def _unknown_ends(graph: GraphSpec) -> list[Violation]:
         named += [(f"{group}[{i}]", node) for i, node in enumerate(ids)]
     known = set(graph.node_ids())
     unknown = [(field, name) for field, name in named if name not in known]
-    # To look for a similar name among thousands takes a while.
+    # The search for a similar name among thousands would take a while.
     similar = sorted(known) if len(known) * len(unknown) < MAX_COMPARED else []
     return [
         Violation(field, f"{name!r} is not a node of this graph{suggest(name, similar)}")
@@ -179,7 +180,7 @@ def _ports_fed_twice(graph: GraphSpec) -> list[Violation]:
 
 
 def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
-    """(order, sources of what could not be ordered); Kahn's algorithm with a stable heap."""
+    """Return (order, sources of what could not be ordered); Kahn's algorithm with a stable heap."""
     position = {node: i for i, node in enumerate(graph.node_ids())}
     sources: dict[str, list[str]] = {node: [] for node in position}
     targets: dict[str, list[str]] = {node: [] for node in position}
@@ -210,7 +211,7 @@ def _cycle(graph: GraphSpec) -> Sequence[str]:
     left = _sorted_ids(graph)[1]
     if not left:
         return ()
-    # each node that is left has a source that is left: going backwards must come round
+    # each remaining node has a remaining source, so going backwards must come round
     path = [next(iter(left))]
     while (source := left[path[-1]][0]) not in path:
         path.append(source)

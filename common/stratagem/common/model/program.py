@@ -1,9 +1,9 @@
-"""A model as a flat list of calls: which node gets whose outputs, in which order.
+"""A model as a flat list of calls, each a node and the sources of its inputs, in order.
 
-The list is what a stage is cut from. Nested graphs are flattened into it, so that a cut may go
-through a subgraph; a chain of modules is the simplest list. Every use of a node's output has a
-number: the gradients of the uses are added in falling order of it, wherever the uses are computed,
-so a cut changes no sum. Pure values; must not know torch.
+Stages are cut from the list. Nested graphs are flattened into it, so that a cut may go through a
+subgraph; a chain of modules is the simplest list. Every use of a node's output has a number: the
+gradients of the uses are added in falling order of it, wherever the uses are computed, so a cut
+changes no sum. The module must not import torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +48,7 @@ Source: TypeAlias = ModelInput | FromNode | NodeInput | Bundle
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The call of one node's module with its arguments. `node` is its id, or a path such as
-    enc/fc."""
+    """The call of one node's module with its arguments. node: an id, or a path as enc/fc."""
 
     node: str
     args: tuple[Source, ...]
@@ -62,11 +61,11 @@ class ModelProgram:
     calls: tuple[Call, ...]
     output: Source
     num_uses: Mapping[str, int]
-    """By node; the model's output counts as a use, the last one."""
+    """The number of uses by node; the model's output counts as the last use."""
 
 
 def make_program(calls: Sequence[Call], output: Source) -> ModelProgram:
-    """Numbers the uses of every node."""
+    """Number the uses of every node."""
     num_uses = {call.node: 0 for call in calls}
 
     def number(source: Source) -> Source:
@@ -86,21 +85,21 @@ def make_program(calls: Sequence[Call], output: Source) -> ModelProgram:
 
 
 def chain(nodes: Sequence[str]) -> ModelProgram:
-    """Nodes in a row, each fed by the one before it."""
+    """Return the program of nodes in a row, each fed by the one before it."""
     sources: list[Source] = [ModelInput(), *(FromNode(node) for node in nodes)]
     calls = [Call(node, (source,)) for node, source in zip(nodes, sources, strict=False)]
     return make_program(calls, sources[-1])
 
 
 def flatten(graph: GraphSpec) -> ModelProgram:
-    """The calls of a graph and of all graphs inside it. Raises InvalidInputError."""
+    """Return the calls of a graph and of all graphs inside it. Raises InvalidInputError."""
     calls: list[Call] = []
     output = _inline(graph, "", (ModelInput(),), calls)
     return make_program(calls, output)
 
 
 def leaves(source: Source) -> Iterator[FromNode | ModelInput]:
-    """The values that a source is made of, in order."""
+    """Yield the values that a source is made of, in order."""
     match source:
         case FromNode() | ModelInput():
             yield source

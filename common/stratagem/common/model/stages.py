@@ -1,9 +1,9 @@
-"""Assigns nodes to stages: partitions of node ids checked against the model's program.
+"""Assign nodes to stages: partitions of node ids, checked against the model's program.
 
-Partitions must tile the nodes. Stages are ordered by what they need of each other, whatever the
-order of declaration, so the graph of stages must be free of cycles: that is what "contiguous" means
-for a model with skips and branches. The loss belongs to the last stage; outputs that are made
-elsewhere are sent to it. Pure values; knows no worker.
+Partitions must tile the nodes. Stages are ordered by their dependencies, whatever the order of
+declaration, so the graph of stages must be free of cycles: that is the meaning of "contiguous" for
+a model with skips and branches. The loss belongs to the last stage; outputs that are made elsewhere
+are sent to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,19 @@ class Stage:
     """Nodes that are computed together."""
 
     partition: int
-    """Which of the declared partitions this is."""
+    """The number of the declared partition."""
     nodes: tuple[str, ...]
-    """In order of the program."""
+    """The nodes, in order of the program."""
     reads_input: bool
-    """Some node gets what the model is called with."""
+    """True if some node receives the input of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The activations that one stage sends to another: of each node all uses that the target makes
-    of it.
+    """The activations that one stage sends to another, by node with all its uses in the target.
 
-    Number l is the boundary between the stages l and l + 1; the S − 1 and more are those that skip
-    stages, ordered by (source, target).
+    Number l is the boundary between the stages l and l + 1; numbers from S − 1 on are boundaries
+    that skip stages, ordered by (source, target).
     """
 
     number: int
@@ -44,24 +43,24 @@ class Boundary:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages in the order in which a micro-batch passes them; boundaries that carry something."""
+    """Stages in the order of a micro-batch's passage, and the boundaries that carry something."""
 
     program: ModelProgram
     stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     num_boundaries: int
-    """Numbers given to boundaries, those between neighbours that carry nothing included."""
+    """The count of boundary numbers, including those between neighbours that carry nothing."""
 
     @cached_property
     def stage_of(self) -> Mapping[str, int]:
         return {node: i for i, stage in enumerate(self.stages) for node in stage.nodes}
 
     def before(self, stage: int) -> tuple[Boundary, ...]:
-        """The boundaries that a stage receives activations over."""
+        """Return the boundaries over which a stage receives activations."""
         return tuple(boundary for boundary in self.boundaries if boundary.target == stage)
 
     def after(self, stage: int) -> tuple[Boundary, ...]:
-        """The boundaries that a stage sends activations over."""
+        """Return the boundaries over which a stage sends activations."""
         return tuple(boundary for boundary in self.boundaries if boundary.source == stage)
 
     def dependencies(self) -> tuple[tuple[int, ...], ...]:
@@ -71,9 +70,10 @@ class StagePlan:
 
 
 def plan_stages(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> StagePlan:
-    """partitions: node ids, or ids and paths of subgraphs, which stand for all nodes inside them.
+    """Plan the stages. partitions: node ids, or ids and paths of subgraphs, which stand for all
+    nodes inside them.
 
-    Raises InvalidInputError that names every id that is unknown, claimed twice or unclaimed, or
+    Raises InvalidInputError, which names every id that is unknown, claimed twice or unclaimed, or
     the partitions that need each other in a ring.
     """
     owner = _owners(program, partitions)
@@ -87,7 +87,7 @@ def plan_stages(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> S
 
 
 def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[str, int]:
-    """node → number of its partition."""
+    """Return the number of each node's partition."""
     if not partitions:
         raise InvalidInputError.at("partitions", "must not be empty")
     names = [call.node for call in program.calls]
@@ -102,7 +102,7 @@ def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[
             if not claimed:
                 violations.append(
                     Violation(
-                        field, f"{node_id!r} is no node of the model; {_known(names, node_id)}"
+                        field, f"{node_id!r} is no node of the model; {_suggestion(names, node_id)}"
                     )
                 )
             for name in claimed:
@@ -118,7 +118,7 @@ def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[
     return owner
 
 
-def _known(names: Sequence[str], wrong: str) -> str:
+def _suggestion(names: Sequence[str], wrong: str) -> str:
     known = list(dict.fromkeys(name.partition("/")[0] for name in names))
     return f"known are: {', '.join(known)}{suggest(wrong, known)}"
 
@@ -137,7 +137,8 @@ def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[
 def _ordered(
     needs: Sequence[set[int]], owner: Mapping[str, int], program: ModelProgram
 ) -> list[int]:
-    """Partitions so that needs point backwards; ties in the order of the program."""
+    """Return the partitions ordered so that each needs only earlier ones; ties in the order of the
+    program."""
     first: dict[int, int] = {}
     for position, call in enumerate(program.calls):
         first.setdefault(owner[call.node], position)

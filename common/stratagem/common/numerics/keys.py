@@ -21,7 +21,7 @@ _WORD: Final = 0xFFFFFFFF
 
 
 def lowbias32(x: Words) -> Words:
-    """x: uint32, not modified."""
+    """Return the mixed words. x: uint32, not modified."""
     x = x ^ (x >> np.uint32(16))
     x *= np.uint32(0x7FEB352D)
     x ^= x >> np.uint32(15)
@@ -36,13 +36,13 @@ def hash32(seed: int, places: Words) -> Words:
 
 
 def uniform(seed: int, places: Words) -> NDArray[np.float32]:
-    """float32 in [0, 1), multiples of 2^-24."""
+    """Return float32 in [0, 1), multiples of 2^-24."""
     bits = (hash32(seed, places) >> np.uint32(8)).astype(np.float32)
     return bits * np.float32(2.0**-24)
 
 
 def derive(seed: int, *parts: int) -> int:
-    """A 32-bit seed for something that is named by whole numbers >= 0 of any size."""
+    """Return a 32-bit seed for something named by whole numbers >= 0 of any size."""
     words = [seed & _WORD]
     for part in (seed >> 32, *parts):
         while part > _WORD:
@@ -56,12 +56,12 @@ def derive(seed: int, *parts: int) -> int:
 
 
 def name_seed(name: str) -> int:
-    """A 32-bit seed that a name has in every process."""
+    """Return the 32-bit seed of a name, the same in every process."""
     return zlib.crc32(name.encode())
 
 
 def places(num: int) -> Words:
-    """0, 1, ... num - 1, modulo 2^32."""
+    """Return 0, 1, ... num - 1, modulo 2^32."""
     if num > _WORD:
         return np.arange(num, dtype=np.uint64).astype(np.uint32)
     return np.arange(num, dtype=np.uint32)
@@ -74,19 +74,18 @@ def places(num: int) -> Words:
 Key: TypeAlias = tuple[int | str, ...]
 
 POSITIVE: Final = (1 << 63) - 1
-"""Mask of what torch takes for a seed."""
+"""A mask of the seeds that torch accepts."""
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 
 def mix(*values: int | str) -> int:
-    """Hashes the values and their order to 64 well-mixed bits (splitmix64 steps)."""
+    """Hash the values and their order to 64 well-mixed bits (splitmix64 steps)."""
     return mix_on(0, *values)
 
 
 def mix_on(state: int, *values: int | str) -> int:
-    """Hashes more values to what `mix` has made of those before: `mix(a, b)` is
-    `mix_on(mix(a), b)`."""
+    """Continue a hash of `mix` with more values: `mix(a, b)` is `mix_on(mix(a), b)`."""
     for value in values:
         number = text_number(value) if isinstance(value, str) else value
         state = (state + (number & _MASK) + _GOLDEN) & _MASK
@@ -98,5 +97,5 @@ def mix_on(state: int, *values: int | str) -> int:
 
 @lru_cache(maxsize=1024)
 def text_number(text: str) -> int:
-    """Hashes a text to 64 bits."""
+    """Hash a text to 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Numbers the rules that decide the bits of a run: a run keeps the number that it began with.
+"""Number the rules that decide the bits of a run: a run keeps the number that it began with.
 
     1   as before there were numbers: only finishes runs that began under it
     2   gradient norms are added up in blocks; one contributor is returned as it is; codecs get the
@@ -10,8 +10,8 @@
         made wrong updates of those that were not. A run fails at the end of a segment whose
         parameters are not finite; before, it went on
 
-A rule that has changed is one function, which takes the number; its caller passes on the
-run's. A number goes once no run of it can be left.
+A rule that has changed is one function, which takes the number; its caller passes on the run's. A
+number is removed once no run can have it.
 """
 
 from typing import Final
@@ -19,32 +19,33 @@ from typing import Final
 from stratagem.common.base.errors import InvalidInputError
 
 FIRST: Final = 1
-"""Of runs and plans that name no number."""
+"""The number of runs and plans that name none."""
 
 CURRENT: Final = 4
-"""Of every run that is submitted now."""
+"""The number of every run that is submitted now."""
 
 KEEPS_DTYPES: Final = 4
-"""The first by which a job without `execution.precision` keeps the dtypes of its model."""
+"""The first number by which a job without `execution.precision` keeps the dtypes of its model."""
 
 LAYS_OUT_PARAMETERS: Final = 4
-"""The first by which parameters that are not contiguous are made so."""
+"""The first number by which parameters are made contiguous."""
 
 REFUSES_INFINITE: Final = 4
-"""The first by which a run ends where parameters are no longer finite."""
+"""The first number by which a run ends when parameters are no longer finite."""
 
 OF_SILENT_WORKERS: Final = 2
-"""The newest that workers know which do not say: those of the versions before they did."""
+"""The newest number known to workers of the early versions, which do not report it."""
 
 
 def knows(newest: int, number: int) -> bool:
-    """Return True when a worker that says this of the newest version it knows, 0 for nothing, knows
-    version `number`."""
+    """Return whether a worker knows the version `number`. newest: the newest version that it
+    reports; 0 where it reports none."""
     return (newest or OF_SILENT_WORKERS) >= number
 
 
 def check_numerics(number: int) -> int:
-    """The number, 0 for none. Raises InvalidInputError for one that this process does not know."""
+    """Return the number, 0 for none. Raises InvalidInputError for a number that this process does
+    not know."""
     if not 0 <= number <= CURRENT:
         raise InvalidInputError.at(
             "numerics",

@@ -25,7 +25,7 @@ class Node(NamedTuple):
     stop: int
 
 
-@lru_cache(maxsize=64)  # asked for in each step
+@lru_cache(maxsize=64)  # called in each step
 def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
     """Cut rows 0..num_rows into contiguous pieces whose sizes differ by at most one.
 
@@ -41,15 +41,15 @@ def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
 
 
 def assign_shards(num_shards: int, num_members: int) -> tuple[range, ...]:
-    """The shards of each member, by rank: contiguous, as even as it goes."""
+    """Return the shards of each member, by rank: contiguous, and as even as possible."""
     return split_rows(num_shards, num_members)
 
 
 def split_node(node: Node) -> tuple[Node, Node]:
-    """The children of an inner node.
+    """Return the children of an inner node.
 
-    The left child holds the largest power of two of shards that leaves something for the right.
-    So the tree over n leaves is the tree over any larger number with the absent leaves pruned.
+    The left child holds the largest power of two of shards that leaves something for the right. So
+    the tree over n leaves is the tree over any larger number with the absent leaves pruned.
     """
     size = node.stop - node.first
     if size < 2:
@@ -59,7 +59,7 @@ def split_node(node: Node) -> tuple[Node, Node]:
 
 
 def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
-    """The fewest nodes of the tree over [0, n) that together are exactly owned, in order.
+    """Return the fewest nodes of the tree over [0, n) that together are exactly owned, in order.
 
     Shards of owned at or beyond n are absent and left out.
     """
@@ -81,7 +81,7 @@ def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
 
 
 def parent(left: Node, right: Node, n: int) -> Node | None:
-    """The node of the tree over [0, n) whose children are left and right, if there is one."""
+    """Return the node of the tree over [0, n) whose children are left and right, or None."""
     candidate = Node(left.first, right.stop)
     if left.stop != right.first or tree_nodes(range(*candidate), n) != (candidate,):
         return None
@@ -89,7 +89,7 @@ def parent(left: Node, right: Node, n: int) -> Node | None:
 
 
 def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """The sum over [0, n), from partial sums that are nodes of the tree and cover it.
+    """Return the sum over [0, n), from partial sums that are nodes of the tree and cover it.
 
     add(left, right) may overwrite left and return it.
     """
@@ -115,7 +115,7 @@ def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
 
 
 def pairwise_sum(values: NDArray[np.floating[Any]]) -> float:
-    """values: (n,), widened to float64 before they are added; 0 for none, never -0."""
+    """Return the sum of values, (n,), widened to float64 before; 0 for none, never -0."""
     total = values.astype(np.float64)
     while total.size > 1:
         pairs = total[: total.size - total.size % 2]

@@ -1,8 +1,7 @@
-"""Readings as the text that Prometheus scrapes.
+"""Format readings as the text that Prometheus scrapes.
 
-Owns the one registry of the endpoint; imported only where metrics are served, since nothing else
-needs Prometheus' library. Runs in a thread of its own: it must touch nothing that belongs to the
-event loop.
+The module is imported only where metrics are served, since nothing else needs Prometheus' library.
+It runs in a separate thread and must touch nothing that belongs to the event loop.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,12 +23,12 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 DEPLOYMENT: Final = "deployment"
-"""Label of every metric of ours: rules add up over the processes of one deployment, and over no
-more, whatever the jobs and targets of who scrapes are called."""
+"""A label of each of our metrics: rules add up over the processes of exactly one deployment,
+whatever names the scraper gives to jobs and targets."""
 
 
 def render(read: Callable[[], Readings], deployment: str) -> bytes:
-    """The text of all readings, and of the process itself."""
+    """Return the text of all readings, and of the standard metrics of the process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
@@ -42,7 +41,7 @@ class _Source(Collector):
         self._read, self._deployment = read, deployment
 
     def describe(self) -> list[Family]:
-        return []  # so that registering reads nothing
+        return []  # registering must read nothing
 
     def collect(self) -> Iterator[Family]:
         for metric, values in self._read():

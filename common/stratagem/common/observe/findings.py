@@ -33,7 +33,7 @@ from stratagem.v1 import types_pb2
 # to the disk takes a while, so it must not run on an event loop. It judges nothing.
 
 PACKAGES: Final = ("stratagem", "grpcio", "protobuf", "numpy", "pydantic")
-"""Of every process; torch only where there is one."""
+"""The packages of every process; torch is measured only where it is installed."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 NUM_SYNCS: Final = 5
 SYNC_BYTES: Final = 4096
@@ -42,8 +42,7 @@ SYNC_BYTES: Final = 4096
 def environment_of(
     data_dir: Path | None, packages: Iterable[str] = (), tls: TlsFiles | None = None
 ) -> types_pb2.Environment:
-    """Measure the environment of this process; data_dir is where it keeps what must last, if
-    anything."""
+    """Measure the environment of this process. data_dir: the folder of its durable data, if any."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     environment = types_pb2.Environment(
         packages={
@@ -51,7 +50,7 @@ def environment_of(
             **installed_versions((*PACKAGES, *packages)),
         },
         open_files_limit=soft if soft != resource.RLIM_INFINITY else 2**63,
-        malloc=process.said(),
+        malloc=process.malloc_note(),
         shared_memory_bytes=_free(SHARED_MEMORY)[0] if SHARED_MEMORY.exists() else 0,
     )
     if data_dir is not None and data_dir.is_dir():
@@ -75,7 +74,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def fsync_s(folder: Path) -> float:
-    """Median seconds to write a small block and have it on the disk; 0 where one cannot write."""
+    """Return the median seconds to write a small block durably; 0 where that is impossible."""
     times = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -91,7 +90,7 @@ def fsync_s(folder: Path) -> float:
 
 
 def _free(path: Path) -> tuple[int, int]:
-    """(free, total) bytes of its file system."""
+    """Return (free, total) bytes of the file system of a path."""
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
 
@@ -112,8 +111,8 @@ def _add_certificate(environment: types_pb2.Environment, tls: TlsFiles) -> None:
 
 # ---- Findings ----
 #
-# The findings are pure functions of the measurement; they own the thresholds and the wording that
-# apply to any process.
+# The findings are pure functions of the measurement, with the thresholds and the wording that apply
+# to any process.
 
 SLOW_ROUND_TRIP_S: Final = 0.25
 SKEW_S: Final = 1.0
@@ -135,7 +134,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check of one process, with advice where that is not well."""
+    """The result of one check of one process, with advice where it is bad."""
 
     check: str
     about: str
@@ -169,7 +168,7 @@ def certificate(about: str, environment: types_pb2.Environment, now_s: float) ->
 
 
 def limits(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
-    """Open files, and the allocator of those that serve."""
+    """Yield the limit on open files, and the allocator of servers."""
     limit = environment.open_files_limit
     if limit >= MIN_OPEN_FILES:
         yield Finding("open files", about, Level.OK, f"at most {limit}")
@@ -189,7 +188,7 @@ def _malloc(about: str, said: str) -> Finding:
 
 
 def disk(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
-    """Room and speed of where it keeps what must last, if anywhere."""
+    """Yield the space and the speed of the disk for durable data, if there is any."""
     if not environment.data_dir:
         return
     free, total = environment.data_free_bytes, environment.data_total_bytes
@@ -241,8 +240,8 @@ def torch(
 def states(
     name: str, environment: types_pb2.Environment, store_id: str, *, may_see: bool = True
 ) -> Iterator[Finding]:
-    """Yield whether a worker sees the coordinator's folder of states, where one of them has such a
-    folder. may_see: whether it could: it is on a trusted network."""
+    """Yield whether a worker sees the coordinator's folder of states, where either has such a
+    folder. may_see: the worker could, because it is on a trusted network."""
     folder = environment.state_folder
     problem = folder_mismatch(
         folder, environment.store_id, store_id, environment.state_folder_problem
@@ -259,7 +258,8 @@ def states(
 
 
 def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:
-    """offset_s: what to add to the clock of `about` to have the coordinator's."""
+    """Return the finding on a clock. offset_s: the time to add to the clock of `about` to get the
+    coordinator's."""
     found = f"{abs(offset_s):.3f} s {'behind' if offset_s > 0 else 'ahead of'} the coordinator's"
     found += f" (± {round_trip_s / 2:.3f} s)"
     if abs(offset_s) <= SKEW_S + round_trip_s:
@@ -272,7 +272,7 @@ def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:
 
 
 def connection(address: str, round_trip_s: float, term: int) -> Finding:
-    """Return the finding that a coordinator has answered."""
+    """Return the finding on a coordinator that has answered."""
     found = f"answers in {1e3 * round_trip_s:.1f} ms, term {term}, protocol {PROTOCOL_VERSION}"
     if round_trip_s <= SLOW_ROUND_TRIP_S:
         return Finding("connection", address, Level.OK, found)
@@ -281,8 +281,7 @@ def connection(address: str, round_trip_s: float, term: int) -> Finding:
 
 
 def versions(processes: Mapping[str, types_pb2.Environment]) -> Iterator[Finding]:
-    """Yield whether the versions that must agree, and those that should, are the same in all
-    processes."""
+    """Yield whether versions that must agree, or should, are the same in all processes."""
     yield from agreement(processes, _MUST_AGREE, Level.FAIL, "run one version everywhere")
     yield from agreement(
         processes, _SHOULD_AGREE, Level.WARN, "any will do; one version is easier to look after"
@@ -310,7 +309,7 @@ def agreement(
 
 
 def advice_on(error: StratagemError) -> str:
-    """Return advice for when the coordinator cannot be asked."""
+    """Return advice on an error of a call to the coordinator."""
     said = str(error)
     if "the proxy " in said:
         return (

@@ -1,8 +1,7 @@
 """Logging of every process: structlog to stderr, as text for people or JSON for machines.
 
-Owns the format, and the names of what a log line is about (run_id, party, segment or round,
-worker_id, term). Loggers of other libraries (grpc, sqlalchemy) come out in the same form. Knows
-nothing of what is logged.
+The module has the format, and the names of the subjects of a log line (run_id, party, segment or
+round, worker_id, term). Loggers of other libraries (grpc, sqlalchemy) use the same form.
 
     log = structlog.get_logger()
     with about(run_id=run_id, round=3):
@@ -49,13 +48,13 @@ def setup_logging(process: str, level: str = "info", json: bool = False) -> None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("alembic").setLevel(max(root.level, logging.WARNING))  # says each step twice
+    logging.getLogger("alembic").setLevel(max(root.level, logging.WARNING))  # else twice a step
     logging.getLogger(_GRPC).addFilter(_no_alarm_at_callers_who_leave)
 
 
 def _no_alarm_at_callers_who_leave(record: logging.LogRecord) -> bool:
-    """gRPC calls it an error, with a traceback, when a caller goes away while it is written to, as
-    every watcher does that is ended while the coordinator waits for it."""
+    """Leave out an error that gRPC logs, with a traceback, when a caller goes away while it is
+    written to: every watcher does that if it ends while the coordinator waits for it."""
     if _LEFT not in record.getMessage():
         return True
     record.levelno, record.levelname = logging.INFO, "INFO"
@@ -74,8 +73,8 @@ def about(
     term: int | None = None,
     membership: int | None = None,
 ) -> AbstractContextManager[None]:
-    """Name what the log lines inside the `with` are about; holds across awaits of the same task,
-    and for the tasks that it starts."""
+    """Name the subjects of the log lines inside the `with`, also across awaits of the same task and
+    in the tasks that it starts."""
     given = {
         "run_id": run_id,
         "party": party,
@@ -92,9 +91,9 @@ def about(
 
 
 def identify(*, worker_id: str | None = None, term: int | None = None) -> None:
-    """Name in every later line of this process which worker it is, or under which term it works.
+    """Name the worker or the term of this process in every later log line.
 
-    What a line says of itself comes first.
+    The values of a line take precedence.
     """
     given = {"worker_id": worker_id, "term": term}
     _process_ids.update({key: value for key, value in given.items() if value is not None})
@@ -130,7 +129,7 @@ def _form(json: bool) -> list[Processor]:
 
 
 def _without_root(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """People need not read that a line is about the root party, whose name is empty."""
+    """Leave out the root party, whose name is empty."""
     if event.get("party") == "":
         del event["party"]
     return event

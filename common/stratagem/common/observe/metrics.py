@@ -1,6 +1,4 @@
-"""This module defines metrics as data, by name and meaning, and measures the lag of the event
-loop.
-"""
+"""Define metrics as data, by name and meaning, and measure the lag of the event loop."""
 
 import asyncio
 from bisect import bisect_left
@@ -11,15 +9,15 @@ from typing import Final, Literal
 # ---- Definitions ----
 #
 # The scrape, the documentation and the tests use the same definitions. Values are plain numbers
-# that the process keeps anyway or adds up as it goes; they are independent of the text format of
-# Prometheus.
+# that the process keeps anyway or adds up as it goes; they do not depend on Prometheus' text
+# format.
 
 Kind = Literal["counter", "gauge", "histogram"]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The definition of a metric. `labels` have few values each: no run, no path, nothing that a
+    """The definition of a metric. Each of `labels` has few values: no run, no path, nothing that a
     caller chooses."""
 
     name: str
@@ -29,7 +27,7 @@ class Metric:
 
 
 class Durations:
-    """A histogram with fixed bounds of how long something took, in seconds.
+    """A histogram of durations in seconds, with fixed bounds.
 
     One thread at a time adds; any may read, at worst one observation behind.
     """
@@ -37,18 +35,19 @@ class Durations:
     __slots__ = ("bounds_s", "counts", "sum_s")
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        """bounds_s: upper bounds in ascending order; what is longer than the last counts apart."""
+        """Begin without observations. bounds_s: ascending upper bounds; longer durations are
+        counted separately."""
         self.bounds_s = bounds_s
         self.counts = [0] * (len(bounds_s) + 1)
         self.sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """Add one observation. A clock that went backwards counts as no time at all."""
+        """Add one observation. A negative one, of a clock that went backwards, counts as 0."""
         self.counts[bisect_left(self.bounds_s, seconds)] += 1
         self.sum_s += max(seconds, 0.0)
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper bound, how many took at most as long), the last one +Inf."""
+        """Return (upper bound, number of durations up to it), the last one +Inf."""
         total, rows = 0, []
         for bound, count in zip([*map(str, self.bounds_s), "+Inf"], self.counts, strict=True):
             total += count
@@ -58,27 +57,26 @@ class Durations:
 
 Value = float | Durations
 Values = Mapping[tuple[str, ...], Value]
-"""By the values of the labels, in the order of the definition."""
+"""The value by the values of the labels, in the order of the definition."""
 Readings = Iterable[tuple[Metric, Values]]
 
 
 def one(value: Value) -> Values:
-    """The only value of a metric without labels."""
+    """Return the values of a metric without labels, which has only this one."""
     return {(): value}
 
 
 # ---- Event loop lag ----
 #
-# Everything that must answer soon waits for the event loop. A task sleeps a fixed time and
-# measures how much longer it took. A blocked loop and a frozen process both show as one long lag
-# afterwards.
+# Everything that must answer soon waits for the event loop. A task sleeps a fixed time and measures
+# how much longer it took. A blocked loop and a frozen process show as one long lag.
 
 INTERVAL_S: Final = 0.25
 BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class LoopLag:
-    """Measures the lag of the event loop that `run` is a task of."""
+    """A measurement of the lag of the event loop on which `run` is a task."""
 
     def __init__(self) -> None:
         self.seconds = Durations(BOUNDS_S)

@@ -1,9 +1,7 @@
-"""Serve the metrics of a process over HTTP: `GET /metrics` on a port of their own, and nothing
-else.
+"""Serve the metrics of a process over HTTP: only `GET /metrics`, on a separate port.
 
 Values of the event loop are read on it, which takes microseconds; the text is made in a thread.
-Requests are bounded in size, time and number, so a peer that reaches the port cannot hold up the
-process.
+Requests are bounded in size, time and number, so no peer can hold up the process.
 """
 
 import asyncio
@@ -42,8 +40,7 @@ from stratagem.common.tensors import stream
 # The scrape is protected by TLS, a scraper's certificate, and a token.
 #
 # The files are checked again at each handshake and each request, so they can be renewed while the
-# process runs. A file that cannot be used is logged, and its old content is used until it is
-# repaired.
+# process runs. A file that cannot be used is logged, and its old content is used meanwhile.
 
 MIN_TOKEN_CHARS: Final = 16
 _SCHEME: Final = b"bearer "
@@ -73,8 +70,7 @@ class MetricsSettings(Protocol):
 
 
 def deployment_of(settings: MetricsSettings) -> str:
-    """Return the deployment that the metrics are of: as it is set, else the certificate's trust
-    domain."""
+    """Return the name of the deployment: the setting, else the certificate's trust domain."""
     if settings.metrics_deployment:
         return settings.metrics_deployment
     if settings.tls_ca is None or settings.tls_cert is None:
@@ -85,18 +81,19 @@ def deployment_of(settings: MetricsSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The files of one endpoint; without any it is plaintext, and open to all who reach it."""
+    """The files of one endpoint; without any it is plaintext, and open to everyone."""
 
     cert: Path | None = None
     key: Path | None = None
     client_ca: Path | None = None
     """Scrapers must have a certificate that one of these authorities has signed."""
     token_file: Path | None = None
-    """Scrapers must send what stands in it, as `Authorization: Bearer`."""
+    """Scrapers must send its content, as `Authorization: Bearer`."""
 
     @classmethod
     def of(cls, settings: MetricsSettings) -> Self:
-        """The endpoint has its own certificate, else the process's, unless TLS is switched off.
+        """Return the endpoint's guard, with its own certificate or else that of the process, unless
+        TLS is switched off.
 
         Raises InvalidInputError where the settings do not fit together.
         """
@@ -118,8 +115,8 @@ class Guard:
         return self.cert is not None
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context of a listener; None for plaintext. InvalidInputError names an
-        unusable file."""
+        """Return the TLS context of a listener; None for plaintext. Raises InvalidInputError, which
+        names an unusable file."""
         if self.cert is None:
             return None
         files = [path for path in (self.cert, self.key, self.client_ca) if path is not None]
@@ -128,7 +125,7 @@ class Guard:
         )
 
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            """Called in each handshake, before a certificate is shown."""
+            """Use the newest files; called in each handshake, before a certificate is shown."""
             connection.context = watched.newest()
 
         watched.content.sni_callback = renew
@@ -146,8 +143,8 @@ class Guard:
         )
 
     def token(self) -> bytes:
-        """Return the token that scrapers must send. InvalidInputError where the file cannot be
-        used."""
+        """Return the token that scrapers must send. Raises InvalidInputError where the file cannot
+        be used."""
         assert self.token_file is not None
         try:
             token = self.token_file.read_bytes().strip()
@@ -199,8 +196,8 @@ REQUEST_TIMEOUT_S: Final = 10.0
 CHALLENGE: Final = "WWW-Authenticate: Bearer\r\n"
 
 Sample = Callable[[], Callable[[], Readings]]
-"""Called on the event loop: takes hold of what is there, and answers with what, in any thread,
-makes readings of it."""
+"""A function that is called on the event loop and copies the values; it returns a function that
+makes readings of them in any thread."""
 
 log = structlog.get_logger()
 
@@ -216,11 +213,12 @@ async def metrics_served(
     deployment: str = DEFAULT_TRUST_DOMAIN,
     allow_insecure_network: bool,
 ) -> AsyncIterator[str]:
-    """Serve inside the `with`; host:port, empty where port is None, which is off. Port 0 is any
-    free one. Plaintext is for loopback, unless the operator allows more.
+    """Serve inside the `with`; yield host:port, or "" where port is None, which switches it off.
+    Port 0 is any free port. Plaintext is for loopback, unless the operator allows more.
 
-    deployment: the label of all metrics that this process has in common with its coordinators and
-    workers, and with no other server."""
+    deployment: the label of all metrics of this process that it shares with its coordinators and
+    workers, and with no other server.
+    """
     if port is None:
         yield ""
         return
@@ -233,7 +231,7 @@ async def metrics_served(
         )
     context = guard.ssl_context()
     if guard.token_file is not None:
-        guard.token()  # what is wrong with it is said at the start
+        guard.token()  # report its faults at the start
     try:
         server = await asyncio.start_server(
             _Handler(sample, guard, deployment).serve,
@@ -263,7 +261,7 @@ class _Handler:
         self._num_open = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request of one connection."""
+        """Answer one request of one connection."""
         self._num_open += 1
         try:
             if self._num_open <= MAX_CONNECTIONS:
@@ -320,8 +318,8 @@ def _response(
 # These metrics count the calls that a server answers: their duration, the open ones, and the
 # causes of refusals.
 #
-# They are plain numbers on the event loop, two additions per call. A method is one that the
-# server has, an error one of common/base/errors.py: a caller can make up neither.
+# They are plain numbers on the event loop, two additions per call. Methods are those of the server,
+# errors those of common/base/errors.py: a caller can invent neither.
 
 BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
 DEFECT: Final = ("INTERNAL", "internal")
@@ -330,17 +328,18 @@ _PACKAGE: Final = "/stratagem.v1."
 
 
 class CallStats:
-    """Counts and times the calls of one server. `refused` counts by (method, gRPC code, error)."""
+    """The numbers and durations of the calls of one server. `refused` counts by (method, gRPC code,
+    error)."""
 
     def __init__(self, methods: Iterable[str] = ()) -> None:
-        """methods: those that the server has. They are told as never called, and their defects as
-        none, because a count that appears as 1 has not risen for its reader."""
+        """Begin with all counts at 0. methods: those of the server, which are exported before their
+        first call, because a count that first appears as 1 has not risen for its reader."""
         self.seconds = {method: Durations(BOUNDS_S) for method in methods}
         self.num_open = Counter[str](dict.fromkeys(self.seconds, 0))
         self.refused = Counter[tuple[str, str, str]]({(m, *DEFECT): 0 for m in self.seconds})
 
     def begin(self, method: str) -> float:
-        """A call comes in; what `end` wants to know."""
+        """Note that a call has begun; return the time that `end` needs."""
         self.num_open[method] += 1
         return time.perf_counter()
 
@@ -358,12 +357,12 @@ class CallStats:
 
 
 def methods_of(*services: ServiceDescriptor) -> list[str]:
-    """All methods of these services, as they are counted."""
+    """Return the names under which the methods of these services are counted."""
     return [f"{service.name}/{method.name}" for service in services for method in service.methods]
 
 
 def name_of(path: str) -> str:
-    """Service/Method, of the path that gRPC calls a method by."""
+    """Return "Service/Method" for the path by which gRPC calls a method."""
     return path.removeprefix(_PACKAGE).lstrip("/")
 
 
@@ -371,8 +370,8 @@ def name_of(path: str) -> str:
 #
 # The expiry of the certificates of a process is exposed, for alerts that come before it.
 #
-# The values are points in time, with the beginning of the validity: how near an end is too near
-# depends on how long a certificate is valid. Files are read during a scrape, in its thread; an
+# The values are points in time, with the beginning of the validity: an alert's distance from the
+# end depends on the length of the validity. Files are read during a scrape, in its thread; an
 # unreadable file gives no values here, and its user reports it.
 
 EXPIRY: Final = Metric(
@@ -468,14 +467,14 @@ SHARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """Holds the metrics that every process counts, whether coordinator or worker."""
+    """The metrics that every process counts, whether coordinator or worker."""
 
     settings: MetricsSettings
     calls: CallStats = field(default_factory=CallStats)
     lag: LoopLag = field(default_factory=LoopLag)
 
     def readings(self) -> Iterator[tuple[Metric, Values]]:
-        """The present values of `SHARED`."""
+        """Yield the present values of `SHARED`."""
         yield BUILD_INFO, {(version("stratagem"), PROTOCOL_VERSION): 1.0}
         yield (
             RPC_SECONDS,

@@ -1,6 +1,6 @@
-"""The exporter of spans: OTLP over gRPC, as the standard OTEL_* variables say.
+"""Export spans by OTLP over gRPC, as the standard OTEL_* variables say.
 
-The only module that needs OpenTelemetry's SDK, and so imported by `tracing.start` alone.
+No other module needs OpenTelemetry's SDK, so only `tracing.start` imports this one.
 """
 
 import os

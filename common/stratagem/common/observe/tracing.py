@@ -2,8 +2,7 @@
 
 Tracing is off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or its form for traces) is
 set; then nothing of OpenTelemetry is imported, and a span costs the look-up of one variable. A
-context travels as W3C `traceparent`, in the metadata of calls, and as text for code that must
-remember it.
+context travels as W3C `traceparent`, in the metadata of calls, and as text for later.
 """
 
 import os
@@ -31,7 +30,7 @@ PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PR
 KEY: Final = "traceparent"
 STOP_TIMEOUT_S: Final = 2.0
 _PREFIX: Final = "stratagem."
-# Called per step or beat: a trace has no use for thousands of them.
+# These are called per step or beat, too often for a trace.
 _UNTRACED: Final = (
     *("/GetGradients", "/ApplyGradients"),
     *("/Heartbeat", "/HeartbeatStream", "/Describe", "/Send"),
@@ -42,16 +41,16 @@ _UNTRACED: Final = (
 class _Tracing:
     tracer: "Tracer"
     provider: "TracerProvider | None"
-    """None where it is the caller's own program that owns it."""
+    """None where the caller's program owns it."""
 
 
 _tracing: _Tracing | None = None
 
 
 def start(process: str, name: str = "") -> bool:
-    """Export the spans of this process, if the environment asks for it; whether it does.
+    """Export the spans of this process if the environment asks for it; return whether it does.
 
-    Raises InvalidInputError when it asks for what is not there.
+    Raises InvalidInputError when it asks for something missing.
     """
     global _tracing
     if not _is_wanted(os.environ):
@@ -82,7 +81,7 @@ def adopt() -> None:
 
 
 def stop() -> None:
-    """Send what is left, for a bounded time: a collector may be gone."""
+    """Send the remaining spans, for a bounded time: a collector may be gone."""
     global _tracing
     tracing, _tracing = _tracing, None
     if tracing is not None and tracing.provider is not None:
@@ -103,10 +102,10 @@ def _is_wanted(environment: Mapping[str, str]) -> bool:
 def span(
     name: str, parent: str = "", *, marks_errors: bool = True, **attributes: str | int | None
 ) -> Iterator[None]:
-    """A span around the `with`, below `parent` (a traceparent) or else the present one.
+    """Open a span around the `with`, below `parent` (a traceparent) or else the present one.
 
-    attributes get the prefix `stratagem.`; those that are None or "" are left out. marks_errors:
-    an exception that leaves the `with` is a failure.
+    Attributes get the prefix `stratagem.`; None and "" are left out. marks_errors: an exception
+    that leaves the `with` marks a failure.
     """
     if _tracing is None:
         yield
@@ -128,7 +127,7 @@ def note(**attributes: str | int | None) -> None:
 
 
 def fail(reason: str) -> None:
-    """The present span has failed, with this sentence."""
+    """Mark the present span as failed, with this sentence."""
     if _tracing is not None:
         from opentelemetry.trace import Status, StatusCode
 
@@ -136,7 +135,7 @@ def fail(reason: str) -> None:
 
 
 def traceparent() -> str:
-    """The present span for code that remembers it; "" without one."""
+    """Return the present span as text, for code that remembers it; "" without one."""
     if _tracing is None:
         return ""
     carrier: dict[str, str] = {}
@@ -151,9 +150,9 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 class Served:
-    """The span of one call that a server answers; a call that names no parent has none.
+    """The span of one call that a server answers; a call without a parent has none.
 
-    It is the present one in the task of the call, which ends with it: so nothing is taken back.
+    It is the present span in the task of the call, which ends with it, so nothing is restored.
     """
 
     __slots__ = ("_span",)
@@ -226,7 +225,7 @@ _MAX_CHARS: Final = 256
 
 
 def bind_ids(message: Any) -> None:
-    """Name in every later log line of this call what its request, or header, is about."""
+    """Name the subjects of a call's request, or header, in its later log lines."""
     descriptor = getattr(message, "DESCRIPTOR", None)
     if descriptor is None:
         return

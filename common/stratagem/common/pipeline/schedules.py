@@ -1,9 +1,9 @@
-"""This module defines pipeline schedules as data: for each rank the list of its actions, in order.
+"""Pipeline schedules as data: for each rank the list of its actions, in order.
 
 Sends and receives are not in the lists: a rank sends an activation as soon as it is computed and
 waits for the inputs of an action before the action. Forward and backward numbers rise in every
-list, so gradients are added in the same order under each of them. A list is checked by
-`simulation` before it runs. Times in this file are in units of one forward.
+list, so gradients are added in the same order under each of them. A list is checked by `simulation`
+before it runs. Times in this file are in units of one forward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,14 +42,14 @@ Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """All forwards, then all backwards: Huang et al., arXiv:1811.06965. Keeps M activations."""
+    """Return all forwards, then all backwards (GPipe, arXiv:1811.06965). Keeps M activations."""
     _check(num_stages, num_micro_batches)
     return tuple(_pairs(stage, num_micro_batches, num_micro_batches) for stage in range(num_stages))
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """PipeDream-Flush, arXiv:2006.09503: min(S − k − 1, M) forwards of warm-up on stage k, then
-    forward and backward in turn. Keeps min(S − k, M) activations."""
+    """Return PipeDream-Flush, arXiv:2006.09503: min(S − k − 1, M) forwards of warm-up on stage k,
+    then forward and backward in turn. Keeps min(S − k, M) activations."""
     _check(num_stages, num_micro_batches)
     return tuple(
         _pairs(stage, num_micro_batches, num_stages - stage - 1) for stage in range(num_stages)
@@ -57,7 +57,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """1F1B with twice the warm-up: a hop between stages then delays no steady pair.
+    """Return 1F1B with twice the warm-up: a hop between stages then delays no steady pair.
 
     Keeps min(2 (S − k − 1) + 1, M) activations.
     """
@@ -69,7 +69,7 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, chunks: int, num_micro_batches: int) -> Schedule:
-    """Interleaved 1F1B, Narayanan et al., arXiv:2104.04473; rank k owns the stages k + v·S.
+    """Return interleaved 1F1B, Narayanan et al., arXiv:2104.04473; rank k owns the stages k + v·S.
 
     M must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up.
     """
@@ -109,8 +109,8 @@ def _interleaved_rank(
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Backward split in two (Qi et al., arXiv:2401.10241, like ZB-H1): weight gradients fill the
-    bubbles. Keeps at most S activations on every rank."""
+    """Return a schedule with each backward split in two (Qi et al., arXiv:2401.10241, like ZB-H1):
+    weight gradients fill the bubbles. Keeps at most S activations on every rank."""
     _check(num_stages, num_micro_batches)
     return list_schedule(
         range(num_stages), num_micro_batches, max_live=num_stages, split_backward=True
@@ -124,11 +124,11 @@ def list_schedule(
     max_live: int | None = None,
     split_backward: bool = False,
 ) -> Schedule:
-    """A schedule for any placement of stages on ranks, in any number and order.
+    """Return a schedule for any placement of stages on ranks, in any number and order.
 
-    Plays the step with actions of equal length: a free rank does a backward if one is ready, else
-    a forward if it keeps fewer than `max_live` activations, else a weight gradient. The default
-    limit is what 1F1B keeps, per stage of the rank.
+    The step is played with actions of equal length: a free rank does a backward if one is ready,
+    else a forward if it keeps fewer than `max_live` activations, else a weight gradient. The
+    default limit is that of 1F1B, per stage of the rank.
     """
     _check(len(rank_of), num_micro_batches)
     board = _Board(tuple(rank_of), num_micro_batches, max_live, split_backward)
@@ -138,7 +138,7 @@ def list_schedule(
 
 
 class _Board:
-    """The state of `list_schedule`: how far each stage is."""
+    """The state of `list_schedule`: the progress of each stage."""
 
     def __init__(
         self, rank_of: tuple[int, ...], num_micro_batches: int, max_live: int | None, split: bool
@@ -186,7 +186,7 @@ class _Board:
 
 
 def choose(name: str, rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
-    """The named schedule (`SCHEDULES`) for stages placed on ranks.
+    """Return the named schedule (`SCHEDULES`) for stages placed on ranks.
 
     Where it does not fit the placement, or the number of micro-batches of a last short batch, the
     answer is a list schedule: the order of work changes, the result does not.
@@ -215,20 +215,21 @@ SCHEDULES: Final[Mapping[str, Callable[[int, int], Schedule]]] = {
     "gpipe": gpipe,
     "zero_bubble": zero_bubble,
 }
-"""By name, for one stage per rank; (num_stages, num_micro_batches) -> Schedule. With several stages
-per rank, all but zero_bubble mean the interleaved one."""
+"""The schedules by name for one stage per rank: (num_stages, num_micro_batches) -> Schedule. With
+several stages per rank, all but zero_bubble stand for the interleaved one."""
 
 
 EAGER_FROM: Final = 0.005
-"""Hop, as a share of what a stage computes for a micro-batch, from which on `suited` says eager.
+"""The duration of a hop, as a share of a stage's computation for a micro-batch, from which `suited`
+returns eager.
 
-A hop between idle ranks, as it is measured, is the least that one can cost: next to computation one
-takes two to three times as long, and it may wait for its turn: where two ranks measured 0.9 %,
-1F1B took 5 % longer than eager."""
+A hop is measured between idle ranks, which is its least cost: beside computation it takes two to
+three times as long, and may wait. Where two ranks measured 0.9 %, 1F1B took 5 % longer than eager.
+"""
 
 
 def suited(hop_s: float, compute_s: float) -> str:
-    """The schedule that "auto" stands for.
+    """Return the schedule that "auto" stands for.
 
     hop_s: one way between two stages. compute_s: forward and backward of one micro-batch on one
     stage, mean over stages. Under 1F1B with equal stages each pair of forward and backward waits
@@ -244,7 +245,8 @@ def has_eager(rank_of: Sequence[int]) -> bool:
 
 
 def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
-    """Evaluation: every rank passes the micro-batches through its stages, in order."""
+    """Return the schedule of an evaluation: every rank passes the micro-batches through its stages,
+    in order."""
     num_ranks = max(rank_of) + 1
     return tuple(
         tuple(
@@ -258,7 +260,7 @@ def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
 
 
 def _pairs(stage: int, count: int, warmup: int) -> tuple[Action, ...]:
-    """`warmup` forwards, then pairs of forward and backward, then what is left of the backwards."""
+    """Return `warmup` forwards, then pairs of forward and backward, then the other backwards."""
     warmup = min(warmup, count)
     actions = [Action(TaskKind.FORWARD, stage, m) for m in range(warmup)]
     for m in range(count - warmup):
@@ -281,24 +283,24 @@ def _check(num_stages: int, num_micro_batches: int) -> None:
 # The tag of an activation transfer is base + 2·micro-batch (+ 1 for a gradient), a uint32.
 #
 # The base is a function of the boundary between two stages and is computed alike by both ends.
-# Every (boundary, micro-batch, direction) therefore has a tag of its own, also when two
-# boundaries join the same pair of workers. Numbers above those of all boundaries are for messages
-# that are sent once per step.
+# Every (boundary, micro-batch, direction) therefore has a different tag, also when two boundaries
+# join the same pair of workers. Numbers above those of all boundaries are for messages that are
+# sent once per step.
 
 MAX_TAG: Final = 2**32 - 1
 _MAX_WORD: Final = 2**64 - 1
 
 
 def base_of(boundary: int, num_micro_batches: int) -> int:
-    """The first tag of a boundary: boundary · 2 · M. Raises InvalidInputError below 0."""
+    """Return the first tag of a boundary: boundary · 2 · M. Raises InvalidInputError below 0."""
     _not_negative("boundary", boundary)
     _not_negative("num_micro_batches", num_micro_batches)
     return boundary * 2 * num_micro_batches
 
 
 def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
-    """The tag of one transfer. Raises LimitError where a number does not fit, InvalidInputError for
-    one below 0, whose tag would be another's."""
+    """Return the tag of one transfer. Raises LimitError where a number does not fit,
+    InvalidInputError for one below 0, whose tag would be that of another transfer."""
     _not_negative("base", base)
     _not_negative("micro_batch", micro_batch)
     direction = "backward" if backward else "forward"
@@ -317,7 +319,7 @@ def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
 
 
 def control_tag(num_boundaries: int, num_micro_batches: int, number: int) -> int:
-    """The tag of message `number` among those that are sent once per step."""
+    """Return the tag of message `number` among those that are sent once per step."""
     _not_negative("number", number)
     tag = base_of(num_boundaries, num_micro_batches) + number
     if tag > MAX_TAG:

@@ -1,7 +1,8 @@
-"""Plays a schedule without computing, to prove that it ends and to count what it keeps.
+"""Play a schedule without computing, to prove that it ends and to count the activations that it
+keeps.
 
-A set of action lists is free of deadlock if, with sends that never block, each rank can always
-come to the end of its list. That is decided here, before anything runs.
+A set of action lists is free of deadlock if, with sends that never block, each rank can always come
+to the end of its list. The check is made before anything runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,10 @@ def check(
     *,
     backward: bool = True,
 ) -> None:
-    """Proves that a schedule does everything once, on the right rank, in rising order, and ends.
+    """Check that a schedule does everything once, on the right rank, in rising order, and ends.
 
-    rank_of: the rank of each stage. needs: for each stage those whose activations it needs; by
-    default the one before it. Raises InvalidInputError that shows the schedule as a grid.
+    rank_of: the rank of each stage. needs: for each stage the stages whose activations it needs; by
+    default the one before it. Raises InvalidInputError, which shows the schedule as a grid.
     """
     _check_complete(schedule, rank_of, num_micro_batches, backward)
     if needs is None:
@@ -59,7 +60,7 @@ def consumers(needs: Sequence[Sequence[int]]) -> list[list[int]]:
 def required(
     action: Action, needs: Sequence[Sequence[int]], needed_by: Sequence[Sequence[int]]
 ) -> list[tuple[Action, ...]]:
-    """Return what must be done before an action: one action of each group."""
+    """Return the requirements of an action: one action of each group must be done before it."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is TaskKind.FORWARD:
         return [(Action(TaskKind.FORWARD, source, micro_batch),) for source in needs[stage]]
@@ -85,7 +86,7 @@ def peak_live(schedule: Schedule) -> dict[int, int]:
 
 
 def format_lists(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Ranks downwards, their actions in order; the marked one of a rank stands in brackets."""
+    """Format a schedule: a line for each rank, its actions in order, the marked one in brackets."""
     marks = marks or {}
     rows = [
         (

@@ -26,10 +26,10 @@ MAX_NOISE_MULTIPLIER: Final = 1000.0
 _STEPS_PER_UNIT: Final = 1000
 """A calibrated noise multiplier is a multiple of 1/1000."""
 _LEAST_STEPS: Final = _STEPS_PER_UNIT // 10
-"""Noise below 1/10 spends hundreds, which takes the accountant minutes to say."""
+"""Noise below 1/10 spends an epsilon of hundreds, which the accountant needs minutes to compute."""
 _MAX_STEPS: Final = int(MAX_NOISE_MULTIPLIER * _STEPS_PER_UNIT)
 _MAX_GUESSES: Final = 12
-"""Then halves: a curve on which guesses do not converge."""
+"""The number of guesses before bisection, for a curve on which they do not converge."""
 
 
 def is_installed() -> bool:
@@ -38,7 +38,7 @@ def is_installed() -> bool:
 
 
 def accountant_version() -> str:
-    """Return which accountant computes epsilon, for the journal."""
+    """Return the name and version of the accountant, for the journal."""
     return f"{PACKAGE} {metadata.version(PACKAGE)} PLD"
 
 
@@ -46,10 +46,10 @@ def accountant_version() -> str:
 def epsilon_after(
     num_rounds: int, noise_multiplier: float, sampling_rate: float, delta: float
 ) -> float:
-    """Return epsilon at `delta` after so many rounds; 0 after none. Takes up to some seconds.
+    """Return epsilon at `delta` after this many rounds; 0 after none. May take seconds.
 
     noise_multiplier: the noise's standard deviation over the clipping norm. sampling_rate: the
-    probability with which each client takes part in a round; 1 where they are not drawn secretly.
+    probability with which each client takes part in a round; 1 unless clients are drawn secretly.
     Raises ModuleNotFoundError without the library.
     """
     if num_rounds == 0:
@@ -64,8 +64,8 @@ def epsilon_after(
 
 
 def calibrated_noise(epsilon: float, delta: float, num_rounds: int, sampling_rate: float) -> float:
-    """Return the least noise multiplier, in steps of 1/1000, with which so many rounds spend at
-    most epsilon. Takes up to some tens of seconds.
+    """Return the least noise multiplier, in steps of 1/1000, with which this many rounds spend at
+    most epsilon. May take tens of seconds.
 
     Raises InvalidInputError where the largest one, 1000, spends more.
     """
@@ -100,14 +100,14 @@ def calibrated_noise(epsilon: float, delta: float, num_rounds: int, sampling_rat
 
 
 class _Tried(NamedTuple):
-    """A noise multiplier, in steps, and the logarithm of what it spends over epsilon."""
+    """A noise multiplier, in steps, and the logarithm of its spent epsilon over the allowed one."""
 
     steps: int
     excess: float
 
 
 def _crossing(before: _Tried, latest: _Tried) -> int | None:
-    """Return where a line through both, on logarithmic scales, crosses 0: epsilon is nearly a power
+    """Return the zero of a line through both on logarithmic scales, since epsilon is nearly a power
     of the noise. None where there is no such line."""
     if not (math.isfinite(before.excess) and math.isfinite(latest.excess)):
         return None
@@ -115,17 +115,17 @@ def _crossing(before: _Tried, latest: _Tried) -> int | None:
     if before.steps != latest.steps:
         slope = (latest.excess - before.excess) / math.log(latest.steps / before.steps)
     if slope >= 0 or abs(latest.excess / slope) > math.log(2):
-        return None  # no line of this curve, or one that leads far
+        return None  # the line does not cross 0, or far away
     return math.ceil(latest.steps * math.exp(-latest.excess / slope))
 
 
 @lru_cache(maxsize=16)
 def _of_one_round(noise_multiplier: float, sampling_rate: float) -> "PrivacyLossDistribution":
-    """Return the privacy losses of one round: to compute them takes longer than to compose any
+    """Return the privacy losses of one round. To compute them takes longer than to compose any
     number of them."""
     from dp_accounting.pld import privacy_loss_distribution  # takes a second, and is an extra
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of orders that it leaves out
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it would warn of skipped orders
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sampling_rate
     )

@@ -1,10 +1,10 @@
 """Adaptive clipping: the norm to which updates are clipped follows a quantile of their norms.
 
-Each client says with its update whether its norm was within the clipping norm C. From the noised
-share b of those that were, the next C is C · exp(-rate · (b - quantile)). The share costs privacy
+Each client reports with its update whether its norm was within the clipping norm C. With the noised
+share b of clients within it, the next C is C · exp(-rate · (b - quantile)). The share costs privacy
 too: with noise z_Δ on the sum of the updates and σ_b on the sum of the answers, both together cost
-what one sum with noise z costs, where z^-2 = z_Δ^-2 + (2 σ_b)^-2.
-Source: Andrew et al. 2021, https://arxiv.org/abs/1905.03871, Algorithm 1 and Theorem 1.
+what one sum with noise z costs, where z^-2 = z_Δ^-2 + (2 σ_b)^-2. Source: Andrew et al. 2021,
+https://arxiv.org/abs/1905.03871, Algorithm 1 and Theorem 1.
 """
 
 import math
@@ -30,6 +30,6 @@ def sum_noise_multiplier(noise_multiplier: float, num_expected: float) -> float 
 def next_norm(norm: float, share_within: float, quantile: float, rate: float) -> float:
     """Return the clipping norm of the next round. share_within: noised, so perhaps not in [0, 1].
 
-    A factor beyond e^±8 in one round is cut off: the share is an accident of the noise then.
+    The factor of one round is limited to e^±8, beyond which the share is only noise.
     """
     return norm * math.exp(max(-8.0, min(8.0, -rate * (share_within - quantile))))

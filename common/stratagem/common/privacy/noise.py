@@ -40,11 +40,11 @@ GRID_BITS: Final = 20
 
 _BLOCK_BYTES: Final = 16
 _PIECE: Final = 1 << 16
-"""Elements drawn at once: what they take stays in the cache."""
+"""The number of elements drawn at once, which fit in the cache."""
 
 
 def derived_key(secret: bytes, names: Sequence[str]) -> bytes:
-    """Return the key of what is named so; other names have independent keys."""
+    """Return the key of these names; other names have independent keys."""
     info = b"".join(len(name.encode()).to_bytes(8, "big") + name.encode() for name in names)
     return HKDF(SHA256(), length=32, salt=b"stratagem noise", info=info).derive(secret)
 
@@ -62,7 +62,8 @@ def standard_normal(key: bytes, start: int, num: int) -> Floats:
 
 
 def uniform(key: bytes, start: int, num: int) -> Floats:
-    """Return elements of the sequence of a key, each uniform in [0, 1); no noise has that key."""
+    """Return elements of the sequence of a key, each uniform in [0, 1); the key must not be that of
+    noise."""
     return _uniforms(key, start, num)[0]
 
 
@@ -98,7 +99,7 @@ _OF_ALL: Final = (
 
 
 class SecretLostError(StratagemError):
-    """The secret of a run is not here; the sentence says what to do."""
+    """The secret of a run is missing; the sentence says what to do."""
 
 
 class PrivacySecret:
@@ -107,7 +108,8 @@ class PrivacySecret:
     def __init__(
         self, path: Path | None, *, may_make: bool = False, missing: str = _OF_ALL
     ) -> None:
-        """path: None where none is named and none may be made, with what is to be done then."""
+        """Take the path of the secret; None where none is named and none may be made. missing: the
+        advice then."""
         self._path = path
         self._may_make, self._missing = may_make, missing
         self._making = threading.Lock()
@@ -120,14 +122,14 @@ class PrivacySecret:
             self._read()
 
     def get(self, fingerprint: str) -> bytes:
-        """Return the secret; made now where there is none and no run has used one.
+        """Return the secret; it is made now where there is none and no run has used one.
 
-        fingerprint: of the secret that the run has used; empty before its first round. Raises
-        SecretLostError where that is another one.
+        fingerprint: that of the secret that the run has used; empty before its first round. Raises
+        SecretLostError where the secret differs.
         """
         self.check_usable()
         assert self._path is not None
-        with self._making:  # of two runs that begin together one would have another secret
+        with self._making:  # two runs that begin together must have the same secret
             if not self._path.exists() and not fingerprint:
                 self._make()
         if not self._path.exists():
@@ -159,10 +161,10 @@ _CURE: Final = "put that file back, then resume the run, which would else spend 
 
 
 def fingerprint_of(secret: bytes) -> str:
-    """Return what tells secrets apart and says nothing of them."""
+    """Return a text that distinguishes secrets and reveals nothing about them."""
     return derived_key(secret, ["fingerprint"]).hex()[:16]
 
 
 def seeded_secret(seed: int) -> bytes:
-    """Return the secret of a run with noise: seeded, which everybody can compute."""
+    """Return the secret of a run with `noise: seeded`, which everybody can compute."""
     return sha256(f"not private/{seed}".encode()).digest()

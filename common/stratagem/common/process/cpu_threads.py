@@ -1,7 +1,7 @@
-"""The number of threads that a process computes with, and how those wait for each other.
+"""Choose the number of threads of a process, and the way in which they wait for each other.
 
-Owns the rule: a number that is asked for counts, else that of the environment, else a default. Must
-be asked before torch is imported where waiting is concerned, so it imports nothing that takes time.
+A requested number counts, else that of the environment, else a default. The way of waiting must be
+set before torch is imported, so the module imports nothing that takes time.
 """
 
 import os
@@ -14,16 +14,16 @@ from typing import Final
 from stratagem.common.base.text import counted
 
 VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables by which an operator limits threads, in all of torch and in its matrix products."""
+"""The variables by which an operator limits threads, in all of torch and in its matrix products."""
 WAITING: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-"""Variables by which an operator says how the threads of OpenMP wait for each other."""
+"""The variables by which an operator sets how threads of OpenMP wait for each other."""
 CGROUPS: Final = Path("/sys/fs/cgroup")
 OWN_GROUPS: Final = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """How many threads were chosen, and by what: "" where they were asked for."""
+    """A number of threads and its source; "" for a requested number."""
 
     number: int
     by: str = ""
@@ -34,7 +34,7 @@ class ThreadChoice:
 
     @property
     def each(self) -> str:
-        """The same of several workers: "2 threads each (OMP_NUM_THREADS)"."""
+        """Return the choice for each of several workers: "2 threads each (OMP_NUM_THREADS)"."""
         return f"{counted(self.number, 'thread')} each{self._reason}"
 
     @property
@@ -43,9 +43,8 @@ class ThreadChoice:
 
 
 def threads_told(environ: Mapping[str, str]) -> ThreadChoice | None:
-    """Return the number of threads that an environment names: the smaller one where two variables
-    do, since torch knows one number for both. None: it names none, or no number, as OpenMP reads
-    it."""
+    """Return the number of threads that an environment names, the smaller one of two variables,
+    since torch knows one number for both. None where it names none that OpenMP accepts."""
     told = [
         ThreadChoice(number, name)
         for name in VARIABLES
@@ -55,24 +54,24 @@ def threads_told(environ: Mapping[str, str]) -> ThreadChoice | None:
 
 
 def default_threads(environ: Mapping[str, str]) -> int:
-    """Return the threads of a process that nobody has given a number: those that its environment
-    names, else as many as it may use cores."""
+    """Return the number of threads of a process that nobody has set: that of its environment, else
+    the number of cores that it may use."""
     told = threads_told(environ)
     return available_cores() if told is None else told.number
 
 
 def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which threads of OpenMP sleep while they wait, for a process that has
-    not loaded torch; none where the operator has an opinion.
+    not loaded torch; none where the operator has set one.
 
-    By default they spin, for milliseconds: on a machine that is not idle a step of a small model
-    then takes ten times as long, since those that wait keep the others from the cores.
+    By default they spin for milliseconds. On a busy machine a step of a small model then takes ten
+    times as long, since waiting threads occupy the cores.
     """
     return {} if any(name in environ for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
 
 
 def wait_passively() -> str:
-    """Set those variables in this process; return as a sentence for the log how OpenMP waits."""
+    """Set those variables in this process; return a sentence about it for the log."""
     added = passive_waiting(os.environ)
     own = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
     os.environ.update(added)
@@ -80,37 +79,37 @@ def wait_passively() -> str:
 
 
 def bound_cores() -> int:
-    """Return the cores that this process is bound to, whatever its control groups pay for."""
+    """Return the number of cores that this process is bound to, despite its control groups."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def available_cores() -> int:
-    """Return the cores that this process may use: those it is bound to, but no more than its
-    control groups pay for, and at least one."""
+    """Return the number of cores that this process may use: those it is bound to, at most as many
+    as its control groups allow, and at least one."""
     if sys.platform != "linux":
         return bound_cores()
     return cores_within(bound_cores(), OWN_GROUPS, CGROUPS)
 
 
 def cores_within(num_bound: int, own_groups: Path, root: Path) -> int:
-    """Return the whole cores of a process that is bound to so many, and in the control groups that
-    a file like /proc/self/cgroup names below a folder like /sys/fs/cgroup.
+    """Return the whole cores of a process that is bound to num_bound, in the control groups that a
+    file like /proc/self/cgroup names below a folder like /sys/fs/cgroup.
 
-    A part of a core does not count: a thread that is held back holds up all others.
+    A fraction of a core does not count: a throttled thread would hold up all others.
     """
     quotas = [quota for folder in _folders(own_groups, root) for quota in _quotas(folder)]
     return max(1, int(min([num_bound, *quotas])))
 
 
 def _first_number(text: str) -> int:
-    """Return the number of the outermost threads: "4,2" is 4 of them; 0 for what is no number."""
+    """Return the number of the outermost threads, 4 for "4,2"; 0 for other text."""
     first = text.split(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() else 0
 
 
 def _folders(own_groups: Path, root: Path) -> Iterator[Path]:
-    """Yield the folders of the groups and of all above them: each may have a limit. In a container
-    they may be named as they are outside of it, and only the topmost one is seen."""
+    """Yield the folders of the groups and of all groups above them, each of which may have a limit.
+    In a container their names may be those outside of it, and only the topmost folder exists."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
@@ -125,7 +124,7 @@ def _folders(own_groups: Path, root: Path) -> Iterator[Path]:
 
 
 def _quotas(folder: Path) -> Iterator[float]:
-    """Yield the limit of one group in cores, as its version of the interface tells it."""
+    """Yield the limit of one group in cores, from either version of the interface."""
     told = _numbers(folder / "cpu.max") or [
         *_numbers(folder / "cpu.cfs_quota_us"),
         *_numbers(folder / "cpu.cfs_period_us"),
@@ -135,7 +134,7 @@ def _quotas(folder: Path) -> Iterator[float]:
 
 
 def _numbers(file: Path) -> list[float]:
-    """Return the numbers in a file; none of one that is not there or says "max"."""
+    """Return the numbers in a file; none if it is missing or says "max"."""
     try:
         return [float(word) for word in file.read_text().split()]
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
 """Named places where a test can kill this process.
 
-Owns the list of names and the kill. A failpoint is armed by a file `<directory>/<name>`, the
-directory being named by STRATAGEM_FAILPOINTS. The file holds how many hits to let pass (empty: 0),
-counted over all processes that share the directory; the next hit removes the file and ends the
-process like `kill -9` would. Without the variable a failpoint does nothing. A process reads the
-variable once, because a training step passes several failpoints.
+A failpoint is armed by a file `<directory>/<name>`; STRATAGEM_FAILPOINTS names the directory. The
+file holds the number of hits to let pass (empty: 0), counted over all processes that share the
+directory; the next hit removes the file and ends the process as `kill -9` would. Without the
+variable a failpoint does nothing. A process reads the variable once, because a training step passes
+several failpoints.
 """
 
 import fcntl
@@ -110,12 +110,12 @@ FAILPOINTS: Final = (
     "worker.audit.within_line",
     "worker.audit.after_line",
 )
-"""Every name that is placed somewhere in the source; a test compares the two."""
+"""Every name that occurs in the source; a test compares the two."""
 
 
 @functools.cache
 def directory_of_this_process() -> str | None:
-    """Return the value of the variable, as it was at the first call in this process."""
+    """Return the value of the variable at the first call in this process."""
     return os.environ.get(DIRECTORY_VARIABLE)
 
 
@@ -138,7 +138,7 @@ def failpoint(name: str) -> None:
 
 
 def _is_due(descriptor: int, path: Path) -> bool:
-    """Count one hit; True when it is the one to die at."""
+    """Count one hit; return whether the process must die at it."""
     with os.fdopen(descriptor, "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink == 0:  # another process died at it meanwhile

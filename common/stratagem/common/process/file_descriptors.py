@@ -1,23 +1,22 @@
-"""Raises the limit on how many files and connections this process may have open at once."""
+"""Raise the limit on the files and connections that this process may have open at once."""
 
 from typing import Final
 
 import structlog
 
 ENOUGH: Final = 256
-"""A process that has not even this many gets a warning: each connection takes one, and so does each
-file that is read or written."""
+"""A process with a lower limit gets a warning: each connection and each open file takes one."""
 _WANTED: Final = 65_536
 
 log = structlog.get_logger()
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit as far as the hard one allows, and answer it; 0 where there is none.
+    """Raise the soft limit to the hard one, and return it; 0 where there is none.
 
-    The usual soft limit of 1,024 is there for programs that call select(), and is too few for a
-    coordinator of 1,000 workers. A process that runs out refuses connections, and tries again later
-    what it could not write.
+    The usual soft limit of 1,024 is meant for programs that call select(), and is too low for a
+    coordinator of 1,000 workers. A process at its limit refuses connections, and retries writes
+    later.
     """
     try:
         import resource

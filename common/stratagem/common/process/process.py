@@ -1,4 +1,4 @@
-"""Tune the allocator, own temporary folders, and check settings at the start of a process."""
+"""Tune the allocator, manage temporary folders, and check settings at the start of a process."""
 
 import ctypes
 import fcntl
@@ -28,29 +28,30 @@ _VALUES: Final = (
     ("M_MMAP_THRESHOLD", -3, 32 * 2**20),
     ("M_TRIM_THRESHOLD", -1, 256 * 2**20),
     ("M_TOP_PAD", -2, 64 * 2**20),
-    ("M_ARENA_MAX", -8, 1),  # what one thread has freed, another can use: each arena keeps its own
+    ("M_ARENA_MAX", -8, 1),  # else a thread could not use what another one has freed
 )
 
 
 _said = "malloc: never tuned in this process"
 
 
-def said() -> str:
-    """Return the sentence that says what `tune_malloc` has done in this process."""
+def malloc_note() -> str:
+    """Return a sentence on what `tune_malloc` has done in this process."""
     return _said
 
 
 def tune_malloc() -> str:
-    """Set the four values, unless the operator has an opinion; says for the log what was done."""
+    """Set the four values, unless the operator has set some; return a sentence for the log."""
     global _said
     _said = _tuned()
     return _said
 
 
 def give_back() -> None:
-    """Give the system what is free, in holes too; it takes milliseconds, and later page faults.
+    """Give free memory back to the system, in holes too; this takes milliseconds, and later page
+    faults.
 
-    Nothing where this C library cannot.
+    Does nothing where the C library cannot do it.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -75,35 +76,34 @@ def _tuned() -> str:
 
 # ---- Folders of a process ----
 #
-# One process alone uses such a folder, and folders that killed processes have left are removed.
+# Each of these folders belongs to one process; folders of killed processes are removed.
 #
-# A folder is locked as long as its process lives: the kernel drops the lock of a killed process,
-# in whatever container it ran. A lock that can be taken therefore shows that nobody uses the
-# folder any more.
+# A folder is locked while its process lives: the kernel drops the lock of a killed process,
+# whatever container it ran in. A free lock therefore shows that nobody uses the folder any more.
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class OwnFolder:
-    """A folder that its owner alone may enter, and that goes with its process."""
+    """A folder that only its owner may enter, and that is removed with its process."""
 
     def __init__(self, place: Path, prefix: str) -> None:
-        """Make the folder: in `place`, with a name that begins with the prefix."""
+        """Make the folder in `place`, with a name that begins with the prefix."""
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # its mode is 0700
             try:
                 self._lock: int | None = os.open(self.path, _FLAGS)
             except FileNotFoundError:  # a cleaner came between the two calls
                 continue
-            with suppress(OSError):  # no locks here: so no cleaner gets one either
+            with suppress(OSError):  # there are no locks here, so no cleaner gets one either
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.exists():  # else a cleaner held the lock
                 return
             os.close(self._lock)
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it. Idempotent."""
+        """Remove the folder and its content. Idempotent."""
         if self._lock is not None:
             with suppress(OSError):
                 remove_tree(self.path)
@@ -120,11 +120,11 @@ class OwnFolder:
 def remove_abandoned(place: Path, prefix: str) -> None:
     """Remove the folders of this user with such names whose processes are gone.
 
-    In a place that machines share, a prefix must be of one of them: they may not see each other's
-    locks.
+    In a place that machines share, a prefix must belong to one of them: they may not see each
+    other's locks.
     """
     for folder in place.glob(f"{prefix}*"):
-        with suppress(OSError):  # gone already, in use, another user's, or no folder
+        with suppress(OSError):  # removed already, in use, another user's, or no folder
             descriptor = os.open(folder, _FLAGS)
             try:
                 if os.fstat(descriptor).st_uid == os.geteuid():
@@ -135,8 +135,8 @@ def remove_abandoned(place: Path, prefix: str) -> None:
 
 
 def machine_prefix() -> str:
-    """Return how names of temporary folders begin: they name this machine, and when it was booted,
-    so that others that have the place too, and may not see its locks, remove none of them."""
+    """Return the prefix of temporary folders, which names this machine and its boot, so that other
+    machines, which share the place but may not see the locks, remove none of them."""
     try:
         booted = _BOOT.read_text()
     except OSError:  # not Linux
@@ -154,9 +154,9 @@ def temporary_folder(kind: str, place: Path | None = None) -> OwnFolder:
 
 
 def remove_temporary(place: Path | None = None) -> None:
-    """Remove the temporary folders that killed processes of this machine and user have left.
+    """Remove the temporary folders of killed processes of this machine and user.
 
-    place: the temporary directory unless given, and /tmp, where sockets are if the name of that one
+    place: the temporary directory unless given, and /tmp, which holds sockets if the former's name
     is too long for them.
     """
     for each in {Path(tempfile.gettempdir()), Path("/tmp")} if place is None else {place}:
@@ -164,7 +164,7 @@ def remove_temporary(place: Path | None = None) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with all that is in it, also from folders that nobody may write into."""
+    """Remove a folder with its content, including folders that nobody may write to."""
     with suppress(FileNotFoundError):
         for where, _, _ in os.walk(path):
             os.chmod(where, 0o700)
@@ -177,11 +177,11 @@ def remove_tree(path: Path) -> None:
 # show hours later. Wrong settings are described for an operator.
 
 HEARTBEATS_PER_TTL: Final = 2.4
-"""A worker whose lease runs out after fewer is lost with the first heartbeat that is late."""
+"""A worker whose lease ends after fewer heartbeats is lost with the first late one."""
 
 
 def at_least(settings: Any, large: str, small: str, times: float, why: str) -> None:
-    """Raise ValueError unless one setting is so many times another one; the message names both."""
+    """Raise ValueError, which names both, unless one setting is at least `times` another one."""
     value, other = getattr(settings, large), getattr(settings, small)
     if value < times * other:
         factor = "" if times == 1 else f"{times:g} times "
@@ -192,7 +192,7 @@ def at_least(settings: Any, large: str, small: str, times: float, why: str) -> N
 
 
 def flag(name: str) -> str:
-    """A setting as it stands on the command line."""
+    """Return the name of a setting on the command line."""
     return f"--{name.replace('_', '-')}"
 
 

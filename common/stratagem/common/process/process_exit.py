@@ -1,12 +1,12 @@
-"""Ends a process: at once while it has nothing to put in order yet; later all is put in order, and
-the interpreter is not taken apart.
+"""End a process: at once before it has anything to clean up; later after the clean-up, but without
+the destruction of the interpreter.
 
 Linux ignores a SIGTERM to the first process of a container unless the process has a handler, and
-ours install theirs only once they serve: after the import of torch, or when they have the lead.
+ours install their handlers only once they serve: after the import of torch, or when they lead.
 
-To take an interpreter with torch in it apart costs 0.3 s of a processor, and in a fork 1.3 s if
-what was kept from collections (`gc.freeze`) is given back before. If it is not, libraries that
-count what is left (nanobind's do, under torch 2.15) take it for leaks.
+The destruction of an interpreter with torch costs 0.3 s of CPU time, and in a fork 1.3 s if objects
+frozen by `gc.freeze` are unfrozen before. If they are not, libraries that count the remaining
+objects (nanobind does, under torch 2.15) report leaks.
 """
 
 import atexit
@@ -22,34 +22,33 @@ from types import FrameType
 from typing import Final, NoReturn
 
 PREEMPTED: Final = 75
-"""The exit status of a worker that a launcher started and a signal ended while it was wanted
-(EX_TEMPFAIL of sysexits.h): its launcher starts it again."""
+"""The exit status of a worker that a launcher started and a signal ended while it was needed
+(EX_TEMPFAIL of sysexits.h); the launcher starts it again."""
 
 MISTAKEN: Final = 2
-"""The exit status of a program that was started with a value that cannot be right."""
+"""The exit status of a program that was started with an invalid value."""
 
 _libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
 
 
 def leave_on(*numbers: signal.Signals, status: int = 0) -> None:
-    """Make each of these signals end the process with this status, until it has a handler of its
-    own."""
+    """Let each of these signals end the process with this status, until it gets a handler."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:
-        os._exit(status)  # an orderly exit would wait for the thread that waits for the lead
+        os._exit(status)  # an orderly exit would wait for the thread that is waiting for the lead
 
     for number in numbers:
         signal.signal(number, leave)
 
 
 def end(status: int) -> NoReturn:
-    """End this process as Python does, but for the deletion of objects: threads end, functions that
-    are registered with `atexit` are called, and what files still hold in memory is written."""
+    """End this process as Python does, but without the deletion of objects: threads end, `atexit`
+    functions are called, and buffered output is written."""
     threading._shutdown()  # type: ignore[attr-defined]  # as forks of multiprocessing end
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr, *gc.get_objects()):
         if issubclass(type(file), io.IOBase):
-            with suppress(Exception):  # it is closed, or what it writes to is
+            with suppress(Exception):  # it, or the file below it, is closed
                 file.flush()
     _libc.fflush(None)
     os._exit(status)

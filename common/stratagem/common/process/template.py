@@ -1,10 +1,9 @@
 """Start programs as forks of one process that has imported them, in a tenth of the time.
 
-This process starts the fork server when it is first wanted, or earlier on request, and again when
-it has died; the server ends with this process. The module imports nothing that takes time.
-Programs that the server cannot run the same way are started as usual: on systems other than Linux,
-with other interpreters, and with an environment whose difference a library would have read while
-it was loaded.
+This process starts the fork server at the first use, or earlier on request, and again when it has
+died; the server ends with this process. The module imports nothing that takes time. Programs that
+the server cannot run the same way are started as usual: on systems other than Linux, with other
+interpreters, and with an environment whose difference a library reads while it is loaded.
 """
 
 import atexit
@@ -38,13 +37,13 @@ PRELOADED: Final = (
     "torch",
     "stratagem.worker.process.main",
 )
-"""In this order: a coordinator needs no torch, and starts while that is imported."""
+"""The order matters: a coordinator needs no torch, and starts while torch is imported."""
 READ_WHILE_LOADED: Final = (
     *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
     "PROTOCOL_BUFFERS_",
 )
-"""Names of variables that libraries read once, when they are loaded, begin like this."""
+"""The prefixes of variables that libraries read once, when they are loaded."""
 UNLESS: Final = ("PYTHONUNBUFFERED",)
 Early: TypeAlias = frozenset[tuple[str, str]]
 MAX_REQUEST_BYTES: Final = 1 << 20
@@ -52,7 +51,7 @@ MAX_STATUS_BYTES: Final = 4096
 
 
 class Process(Protocol):
-    """The interface that subprocess.Popen and a fork have in common."""
+    """The interface common to subprocess.Popen and Fork."""
 
     @property
     def pid(self) -> int: ...
@@ -70,15 +69,15 @@ class Process(Protocol):
 def start(
     argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, with_input: bool
 ) -> Process:
-    """Run a command in a session of its own, output and errors going to the log.
+    """Run a command in a new session, with output and errors in the log.
 
-    It ends when the thread that calls this ends, or this process. with_input: `stdin` is a pipe.
+    The command ends with the calling thread, or with this process. with_input: `stdin` is a pipe.
     """
     server = _server_for(environment) if sys.platform == "linux" and _is_program(argv) else None
     if server is not None:
         try:
             return server.fork(argv[1:], environment, log, with_input)
-        except ConnectionError:  # it has died, with all its forks; the next one starts afresh
+        except ConnectionError:  # it has died, with all its forks; the next call starts a new one
             return server.fork(argv[1:], environment, log, with_input)
     return subprocess.Popen(
         guarded(list(argv)),
@@ -86,18 +85,18 @@ def start(
         stdout=log,
         stderr=subprocess.STDOUT,
         env=dict(environment),
-        start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+        start_new_session=True,  # only this process handles Ctrl-C
     )
 
 
 def prepare() -> None:
-    """Begin to import what programs in this process's environment will need, in the background."""
+    """Begin to import, in the background, the modules of programs in this process's environment."""
     if sys.platform == "linux" and (server := _server_for(os.environ)) is not None:
         server.start()
 
 
 def end_descriptor(process: Process) -> int:
-    """A new descriptor that becomes readable at the end of the process; Linux only."""
+    """Return a new descriptor that becomes readable at the end of the process; Linux only."""
     if isinstance(process, Fork):
         return os.dup(process.status.fileno())
     return os.pidfd_open(process.pid)
@@ -117,11 +116,12 @@ class Fork:
         (self._pidfd,) = descriptors
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
+        """Return the exit status, or None while it runs."""
         return self._look(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, once it has ended; subprocess.TimeoutExpired after timeout seconds."""
+        """Return the exit status at the end of the process. Raises subprocess.TimeoutExpired after
+        timeout seconds."""
         status = self._look(None if timeout is None else timeout * 1000)
         if status is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
@@ -144,7 +144,7 @@ class Fork:
             poller.register(self.status, select.POLLIN)
             if poller.poll(timeout_ms):
                 message = self.status.recv(MAX_STATUS_BYTES)
-                # Without a word: the server was killed, and its forks with it.
+                # Without a message, the server was killed, and its forks with it.
                 self.returncode = json.loads(message)["exit"] if message else -signal.SIGKILL
                 self.status.close()
                 os.close(self._pidfd)
@@ -152,7 +152,7 @@ class Fork:
 
 
 class _ForkServer:
-    """The fork server of this process; a fork of this process makes its own."""
+    """The fork server of this process; a fork of this process makes another one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,17 +160,17 @@ class _ForkServer:
         self._requests: socket.socket | None = None
         self._owner = 0
         self._is_used = False
-        """It was asked for a program."""
+        """True once it has been asked for a program."""
 
     def start(self) -> None:
-        """Begin to import; nothing is wanted yet."""
+        """Begin to import, before any program is requested."""
         with self._lock:
             self._ensure()
 
     def fork(
         self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], with_input: bool
     ) -> Fork:
-        """`python words...`. Raises ConnectionError when the server has died."""
+        """Run `python words...` in a fork. Raises ConnectionError when the server has died."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pipe: IO[bytes] | None = None
         if with_input:
@@ -207,7 +207,7 @@ class _ForkServer:
     def _fork_of(
         self, requests: socket.socket, status: socket.socket, stdin: IO[bytes] | None
     ) -> Fork:
-        """The fork that was asked for; a server that died with the request is forgotten."""
+        """Return the requested fork; a server that died with the request is forgotten."""
         try:
             return Fork(status, stdin)
         except ConnectionError:
@@ -217,7 +217,7 @@ class _ForkServer:
             raise
 
     def close(self) -> None:
-        """End the server, and with it what it runs."""
+        """End the server and its forks."""
         with self._lock:
             if self._is_mine():
                 self._forget()
@@ -254,13 +254,14 @@ class _ForkServer:
         assert self._process is not None
         self._requests.close()
         if not self._is_used:
-            self._process.kill()  # it may be importing for seconds, for nobody
+            self._process.kill()  # it may be importing for seconds
         self._process.wait()
         self._requests = None
 
 
 def _is_program(argv: Sequence[str]) -> bool:
-    """`python -m MODULE ...` or `python FILE.py ...`, with this interpreter and no other flag."""
+    """Return whether this is `python -m MODULE ...` or `python FILE.py ...`, with this interpreter
+    and no other flag."""
     return argv[0] == sys.executable and (argv[1] == "-m" or argv[1].endswith(".py"))
 
 
@@ -273,12 +274,12 @@ def _read_early(environment: Mapping[str, str]) -> Early:
 
 
 _servers: Final[dict[Early, _ForkServer]] = {}
-"""By what libraries have read while they were loaded there: nearly always one."""
+"""The fork servers by the values that libraries read when they were loaded; nearly always one."""
 
 
 def _server_for(environment: Mapping[str, str]) -> _ForkServer | None:
-    """Return the fork server whose libraries were loaded as they would be in the environment; None
-    if the environment would load them differently."""
+    """Return the fork server whose libraries were loaded as in the environment; None where they
+    would be loaded differently."""
     early = _read_early(environment)
     if early not in _servers and early == _read_early(os.environ):
         _servers[early] = _ForkServer()
@@ -319,32 +320,32 @@ class ForkProgram:
     """The program that a fork runs, with its arguments, environment and working folder."""
 
     argv: list[str]
-    """As after `python`: -m MODULE ARGUMENT..., or FILE.py ARGUMENT..."""
+    """The words after `python`: -m MODULE ARGUMENT..., or FILE.py ARGUMENT..."""
     environment: dict[str, str]
     folder: str
 
 
 def main() -> None:
-    gc.disable()  # a sixth of the time of these imports, and finds nothing
-    wait_passively()  # which OpenMP reads as it is loaded, so for all forks
+    gc.disable()  # it takes a sixth of the time of these imports, and finds nothing
+    wait_passively()  # OpenMP reads this when it is loaded, so it holds for all forks
     template = _Template(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     program = template.serve()
     end(0 if program is None else _become(program))
 
 
 class _Template:
-    """What has been imported, and the forks that have not ended."""
+    """The imported modules, and the running forks."""
 
     def __init__(self, requests: socket.socket, modules: list[str]) -> None:
         self._requests = requests
         self._modules, self._missing = modules, list(modules)
         self._waiting: dict[int, tuple[int, socket.socket]] = {}
-        """By pidfd: process id, where to report its end."""
+        """The process id, and the socket that reports its end, by pidfd."""
         self._poller = select.poll()
         self._poller.register(requests, select.POLLIN)
 
     def serve(self) -> ForkProgram | None:
-        """Answer requests until their socket is closed. Returns in every fork with its program."""
+        """Answer requests until their socket is closed. Return the program in every fork."""
         while True:
             can_wait = not self._missing
             for descriptor, _ in self._poller.poll(None if can_wait else 0):
@@ -360,8 +361,8 @@ class _Template:
                 del self._missing[0]
 
     def _can_serve_next(self) -> bool:
-        """Whether all is imported that the next program needs: what is named of its own package,
-        or everything if nothing is."""
+        """Return whether the modules of the next program are imported: those of its package, or all
+        if none is of its package."""
         message = self._requests.recv(MAX_REQUEST_BYTES, socket.MSG_PEEK)
         if not message:
             return True
@@ -372,15 +373,15 @@ class _Template:
         return bool(own) and own.isdisjoint(self._missing)
 
     def _serve_one(self) -> tuple[bool, ForkProgram | None]:
-        """Fork the next program. Returns whether this process goes on as something else, and as
-        what; None: nobody will ask any more."""
+        """Fork the next program. Return (whether `serve` returns, the program in a fork or None at
+        the end of requests)."""
         message, descriptors, _, _ = socket.recv_fds(
             self._requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS
         )
         if not message:
             return True, None
         gc.collect()
-        gc.freeze()  # a fork's collections would copy every page of what was imported
+        gc.freeze()  # else a fork's collections copy every imported page
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -394,7 +395,7 @@ class _Template:
 
 
 def _answer(pid: int, descriptors: list[int]) -> tuple[int, socket.socket]:
-    """Report the new fork, and keep what is needed to report its end."""
+    """Report the new fork; return the values that are needed to report its end."""
     *streams, status = descriptors
     for stream in streams:
         os.close(stream)
@@ -425,10 +426,10 @@ def _detach(
     waiting: dict[int, tuple[int, socket.socket]],
     descriptors: list[int],
 ) -> None:
-    """Keep nothing of the server, the process of this number, but what it has imported."""
-    os.setsid()  # Ctrl-C in the terminal is for who has started us
+    """Drop everything of the server, whose process id is given, but the imported modules."""
+    os.setsid()  # only the starting process handles Ctrl-C
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:  # it died before the wish was made
+    if os.getppid() != server:  # it died before the request
         os._exit(1)
     for number, stream in enumerate(descriptors[:3]):
         os.dup2(stream, number)
@@ -441,10 +442,10 @@ def _detach(
 
 
 def _become(program: ForkProgram) -> int:
-    """Go on as `python argv...` in the folder and environment asked for; the exit status."""
+    """Run `python argv...` in the requested folder and environment; return the exit status."""
     os.environ.clear()
     os.environ.update(program.environment)
-    tempfile.tempdir = None  # an import has asked for it already: TMPDIR is read again
+    tempfile.tempdir = None  # an import has set it already: TMPDIR must be read again
     os.chdir(program.folder)
     for stream in (sys.stdout, sys.stderr):
         if "PYTHONUNBUFFERED" in program.environment and hasattr(stream, "reconfigure"):

@@ -1,8 +1,8 @@
-"""Admits requests to a server: each within its time, and not more calls at once than a limit.
+"""Admit requests to a server: each within its time, and at most a limited number of calls at once.
 
-A caller that is silent inside a request, or sends it a byte at a time, would otherwise hold its
-call without end: gRPC itself sets no deadline. So calls with one request are received like streams
-(on the wire they are the same), which also shows the calls that bring none. Knows no service.
+A caller that is silent inside a request, or sends it a byte at a time, would otherwise keep its
+call open forever: gRPC itself sets no deadline. So calls with one request are received like streams
+(on the wire they are the same), which also detects calls without a request.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ MALFORMED: Final = object()
 """Stands for a request that does not parse."""
 
 RETRY_AFTER_S: Final = 1.0
-"""The wait that a caller is asked for after a limit that passes by itself."""
+"""The wait before the next attempt that a caller is told after a transient limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """The limits of what one server accepts.
+    """The limits of one server.
 
-    idle_timeout_s: how long a request may take to arrive, and how long a caller may take none of
-    its answers, but for those of the methods in `unhurried`. max_calls: open calls, but for those
-    of the methods in `unlimited`, by name: what keeps workers alive must not wait for clients.
+    idle_timeout_s: the time within which a request must arrive, and a caller must take an answer,
+    except for the methods in `unhurried`. max_calls: the number of open calls, except for the
+    methods in `unlimited`, which keep workers alive and must not wait for clients.
     """
 
     idle_timeout_s: float = 30.0
@@ -39,7 +39,7 @@ DEFAULT_LIMITS: Final = CallLimits()
 
 
 class Admission:
-    """Counts the open calls of a server. Lives on the event loop."""
+    """The number of open calls of a server. Used on the event loop."""
 
     def __init__(self, limits: CallLimits) -> None:
         self.limits = limits
@@ -47,7 +47,8 @@ class Admission:
 
     @contextmanager
     def entered(self, method: str) -> Iterator[None]:
-        """Raises LimitError when there are too many; `method` is its full path."""
+        """Count a call inside the `with`. Raises LimitError when there are too many. method: its
+        full path."""
         if method.rpartition("/")[2] in self.limits.unlimited:
             yield
             return
@@ -64,7 +65,7 @@ class Admission:
 
 
 async def only_request(requests: AsyncIterator[Any], idle_timeout_s: float) -> Any:
-    """The one request of a call that is no stream."""
+    """Return the one request of a call without a request stream."""
     try:
         async with asyncio.timeout(idle_timeout_s):
             request = await anext(requests, None)
@@ -76,7 +77,7 @@ async def only_request(requests: AsyncIterator[Any], idle_timeout_s: float) -> A
 
 
 def parsed(request: Any) -> Any:
-    """The request, or the error that it does not parse."""
+    """Return the request. Raises InvalidInputError where it does not parse."""
     if request is MALFORMED:
         raise InvalidInputError.at("request", "does not parse as the message of this call")
     return request

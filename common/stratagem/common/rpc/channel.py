@@ -66,20 +66,20 @@ _COMMON: Final[Options] = (
 
 CLIENT_OPTIONS: Final[Options] = (
     *_COMMON,
-    # A restarted coordinator or worker should be found again within its first second or two.
+    # A restarted coordinator or worker should be reached within its first second or two.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # It may have come back under another IP address; gRPC asks the name again only every 30 s.
+    # Its IP address may have changed; by default gRPC resolves the name only every 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
 )
 
-# For who reads streams more slowly than they come, such as onto a disk. gRPC else measures what
-# the network could carry and buffers as much: tens of megabytes a stream on a loopback.
+# For readers that are slower than their streams, such as those that write to a disk. gRPC otherwise
+# buffers as much as the network could carry: tens of megabytes a stream on a loopback.
 SHALLOW_OPTIONS: Final[Options] = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 * 2**20),
 )
-# The same on this machine, where the next bytes are there as soon as they are asked for.
+# The same within a machine, where the next bytes arrive at once.
 NEAR_OPTIONS: Final[Options] = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 2**20),
@@ -99,13 +99,13 @@ SERVER_OPTIONS: Final[Options] = (
 
 _PROTOCOL: Final = ((PROTOCOL_KEY, PROTOCOL_VERSION),)
 _LOOK_EVERY_S: Final = 1.0
-"""How often at most the files of a channel are looked at; only when a call begins."""
+"""The shortest time between two checks of a channel's files, which happen when a call begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The files by which a process proves its identity to servers and verifies theirs. Without
-    files: no proof, plaintext."""
+    """The files by which a process proves its identity to servers and verifies theirs; without
+    files it uses plaintext."""
 
     tls: TlsFiles | None = None
     token_file: str | PathLike[str] | None = None
@@ -123,15 +123,16 @@ def open_channel(
     to_worker: str | None = None,
     proxy: str = "",
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`, or to `unix:PATH`; it connects at the first call.
+    """Return a channel to `host:port`, or to `unix:PATH`; it connects at the first call.
 
-    own_connection: share no TCP connection with other channels of this process to the same
-    address, so that small calls (heartbeats) do not queue behind tensors.
+    own_connection: share no TCP connection with other channels of this process to the address, so
+    that small calls (heartbeats) do not queue behind tensors.
     is_shallow: receive at most 4 MiB of a stream ahead of its reader, 1 MiB of one that does not
-    leave this machine. It costs 6 % more CPU per GB, and a stream from far away is slower: 4 MiB
-    per round trip.
-    to_worker: whose certificate the server must have, "" meaning any worker's: workers are known
-    by name, wherever they live. Unless given, the certificate must be one of the address's host.
+    leave this machine. It costs 6 % more CPU per GB, and slows distant streams to 4 MiB per round
+    trip.
+    to_worker: the worker whose certificate the server must have, "" for any worker's, since workers
+    are identified by name, not by address. Unless given, the certificate must name the address's
+    host.
     proxy: URL of the HTTP proxy to connect through; unless given the one of the environment, if any
     (https_proxy, no_proxy).
     Raises InvalidInputError when a file cannot be used.
@@ -163,30 +164,30 @@ def open_channel(
 
 
 def _shallow_options(address: str) -> Options:
-    """Return how far a stream may come ahead of its reader; behind a socket may be a tunnel."""
+    """Return the limits of bytes ahead of a reader; a unix socket may lead into a tunnel."""
     is_near = not address.startswith("unix:") and is_loopback(address.rpartition(":")[0])
     return NEAR_OPTIONS if is_near else SHALLOW_OPTIONS
 
 
 async def write_message(call: Any, message: Message | bytes) -> None:
-    """Write to a connected stream, without losing the reason when the other side refuses.
+    """Write to a connected stream and keep the reason when the other side refuses.
 
-    `call.write` replaces the status that was sent by INTERNAL when it arrives during a write, which
-    is when it does arrive in a stream of tensors. So this goes one step below it, where a message
+    `call.write` replaces the status of the other side by INTERNAL if it arrives during a write, as
+    it does in a stream of tensors. This function therefore writes one level below, where a message
     may be serialized already. Raises the status as AioRpcError.
     """
     raw = message if isinstance(message, bytes) else message.SerializeToString()
     try:
         await call._cython_call.send_serialized_message(raw)
     except grpc.aio.InternalError:
-        await call.code()  # comes right behind
-        await call.read()  # raises it, unless it is OK
+        await call.code()  # it follows at once
+        await call.read()  # raises the status, unless it is OK
         raise ConflictError("the other side ended the stream early") from None
 
 
 class DelegatingChannel(grpc.aio.Channel):
-    """Base of our channels: each call, and each question about the state, goes to another channel;
-    leaving the context closes it."""
+    """The base of our channels: each call, and each question about the state, goes to another
+    channel; leaving the context closes it."""
 
     @abstractmethod
     def _present(self) -> grpc.aio.Channel:
@@ -194,8 +195,8 @@ class DelegatingChannel(grpc.aio.Channel):
 
     @abstractmethod
     def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what makes the calls of one method. kind: the method of a channel that makes it of
-        these arguments, such as "unary_unary"."""
+        """Return the callable of one method. kind: the method of a channel that makes it from these
+        arguments, such as "unary_unary"."""
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         return self._calls("unary_unary", args, kwargs)
@@ -249,17 +250,17 @@ class _ProtocolChannel(DelegatingChannel):
             told = (*(metadata or ()), *_PROTOCOL, *token, *tracing.outgoing())
             try:
                 return inner(*args, metadata=told, **kwargs)
-            except grpc.aio.UsageError:  # closed by whoever has found that the other side is gone
+            except grpc.aio.UsageError:  # closed: the other side is gone
                 raise UnavailableError(f"the channel to {self._shown} is closed") from None
 
         return call
 
 
 class _RenewedChannel(DelegatingChannel):
-    """A channel whose calls go over one that knows the newest certificates.
+    """A channel whose calls go over a channel with the newest certificates.
 
-    Calls that run when files change end on the channel on which they began. Such a channel is
-    closed once none of its calls is left, when the next call looks after the files.
+    Calls that run when files change end on the channel on which they began. It is closed without
+    any open call at the next check of the files.
     """
 
     def __init__(
@@ -267,8 +268,8 @@ class _RenewedChannel(DelegatingChannel):
     ) -> None:
         self._address, self._files, self._options = address, files, options
         self._calls_of: dict[grpc.aio.Channel, WeakSet[Any]] = {}
-        """The channels that are open, with their calls. The references are weak, so that a call
-        that has ended is not kept until somebody looks."""
+        """The open channels with their calls. The references are weak, so that a call that has
+        ended is not kept until the next check."""
         self._closing: set[asyncio.Task[None]] = set()
         self._newest = self._open()
         self._look_again_s = 0.0
@@ -305,7 +306,7 @@ class _RenewedChannel(DelegatingChannel):
                 task.add_done_callback(self._closing.discard)
 
     async def close(self, grace: float | None = None) -> None:
-        self._look_again_s = math.inf  # a call that comes too late is to open no further one
+        self._look_again_s = math.inf  # a late call must not open another channel
         for channel in [*self._calls_of]:
             await channel.close(grace)
         await asyncio.gather(*self._closing)
@@ -315,15 +316,14 @@ class _RenewedChannel(DelegatingChannel):
 #
 # A cluster may have several coordinators, of which one leads.
 #
-# When a call fails because no server answers at an address, or because that coordinator only
-# stands by, the channel switches to the next address. Repeating the call is the caller's
-# responsibility: all of ours are repeated with pauses, so the next attempt meets the next
-# address.
+# When a call fails because no server answers at an address, or because that coordinator only stands
+# by, the channel switches to the next address. Repeating the call is the caller's responsibility:
+# all of ours are repeated with pauses, and then use the next address.
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """ "host1:7070,host2:7070" as its parts. Raises ValueError when there is none, or one of them
-    is no address."""
+    """Return the addresses in a text such as "host1:7070,host2:7070". Raises ValueError when there
+    is none, or one is no address."""
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
     if not addresses:
         raise ValueError(f"{text!r} is not HOST:PORT[,HOST:PORT...]")
@@ -334,9 +334,9 @@ def split_addresses(text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Coordinators:
-    """The addresses of the coordinators of one cluster, and which of them is asked now.
+    """The addresses of the coordinators of one cluster, and the present one.
 
-    Several channels of one process may share it: then they move on together.
+    Several channels of one process may share it, and move on together.
     """
 
     addresses: tuple[str, ...]
@@ -350,14 +350,14 @@ class Coordinators:
         return len(self.addresses) > 1
 
     def move_on(self, failed: str) -> None:
-        """Ask the next one from now on, unless another call has moved on already."""
+        """Use the next address from now on, unless another call has moved on already."""
         if failed == self.present:
             index = self.addresses.index(failed)
             self.present = self.addresses[(index + 1) % len(self.addresses)]
 
 
 class CoordinatorChannel(DelegatingChannel):
-    """A channel whose calls each go to the coordinator that is asked at that time."""
+    """A channel whose calls go to the present coordinator."""
 
     def __init__(
         self,
@@ -368,7 +368,7 @@ class CoordinatorChannel(DelegatingChannel):
         self._open_one = open_one
         self._channels: Final[dict[str, grpc.aio.Channel]] = {}
         self._looks: Final[set[asyncio.Task[None]]] = set()
-        self._present()  # raises now what is wrong with the caller's files
+        self._present()  # raises for faults of the caller's files now
 
     async def close(self, grace: float | None = None) -> None:
         for channel in self._channels.values():
@@ -407,6 +407,6 @@ class CoordinatorChannel(DelegatingChannel):
         details, trailing = await call.details(), await call.trailing_metadata()
         initial = await call.initial_metadata()
         error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, initial, trailing, details)
-        # A leader that refuses for reasons of its own (a full disk) is still the one to ask.
+        # A leader that refuses for another reason (a full disk) is still the one to call.
         if name_of(error) in ("", StandbyError.__name__):
             self._coordinators.move_on(address)

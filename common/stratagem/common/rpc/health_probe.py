@@ -1,7 +1,7 @@
-"""Asks a grpc.health.v1 service how it is: one question, one answer, no retries.
+"""Ask a grpc.health.v1 service for its status: one question, one answer, no retries.
 
-For health checks of containers, which run it every few seconds in each of them: so it imports gRPC
-and nothing else that costs time.
+Health checks run it every few seconds in each container, so it imports gRPC and nothing else that
+costs time.
 """
 
 from typing import Final
@@ -13,9 +13,10 @@ TIMEOUT_S: Final = 3.0
 
 
 def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> str:
-    """SERVING or NOT_SERVING as the service at host:port says, else why there is no answer.
+    """Return SERVING or NOT_SERVING as the service at host:port says, else the reason for no
+    answer.
 
-    service: "live" asks a coordinator only whether it is well.
+    service: "live" asks a coordinator only whether it works, not whether it leads.
     """
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -31,7 +32,7 @@ def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> 
 
 
 def _why(error: grpc.RpcError, address: str, timeout_s: float) -> str:
-    """Return why there is no answer; of gRPC's own words only those that a service has said."""
+    """Return the reason for no answer; of gRPC's message only the words of the service itself."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return f"nobody answers at {address}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -1,9 +1,9 @@
-"""grpc.health.v1 as our servers answer it, on a port that everybody may reach.
+"""Answer grpc.health.v1 on a port that everybody may reach.
 
-Whoever watches takes one of a few places, so that those who ask once are answered however many
-watch; and one who does not read what is said holds up neither the others nor who sets the status.
-(The servicer of grpcio-health-checking holds a lock while it writes to a watcher, which whoever
-sets the status waits for, and forgets the other watchers as the first of them leaves.)
+The number of watchers is limited, so that single questions are always answered; a watcher that does
+not read holds up neither the others nor a change of the status. (The servicer of
+grpcio-health-checking holds a lock while it writes to a watcher, for which a change of the status
+waits, and forgets the other watchers when the first one leaves.)
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _Answer = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # has no types
-    """SERVING at first. Lives on the event loop."""
+    """The health service; SERVING at first. Used on the event loop."""
 
     def __init__(self) -> None:
         self._status: dict[str, Status] = {"": _Answer.SERVING}
@@ -37,7 +37,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # ha
             self._say({**self._status, service: status})
 
     async def enter_graceful_shutdown(self) -> None:
-        """All services are NOT_SERVING, for good."""
+        """Set all services to NOT_SERVING, for good."""
         self._is_ending = True
         self._say(dict.fromkeys(self._status, _Answer.NOT_SERVING))
 

@@ -28,7 +28,7 @@ from stratagem.common.identity.tls import (
     TlsFiles,
     chain_of,
     ended,
-    said,
+    expiry_text,
     worker_name,
 )
 from stratagem.common.rpc.channel import Proof
@@ -46,12 +46,12 @@ MAX_ANSWER_BYTES: Final = 16 * 2**10
 MAX_STATUS_CHARS: Final = 200
 _PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS: Final = ("no_grpc_proxy", "no_proxy")
-"""Variables of the environment, in the order in which gRPC takes the first that is set."""
+"""Variables of the environment, of which gRPC takes the first that is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpProxy:
-    """A proxy: where it listens, and USER:PASSWORD where it wants one."""
+    """The address of a proxy, and USER:PASSWORD where it requires them."""
 
     host: str
     port: int
@@ -63,7 +63,7 @@ class HttpProxy:
     def connection(self, address: str, timeout_s: float) -> socket.socket:
         """Return a socket that the proxy has connected to HOST:PORT.
 
-        Raises ProxyRefusalError and ProxyAwayError, which say in a sentence what is wrong.
+        Raises ProxyRefusalError and ProxyAwayError, with a sentence on the cause.
         """
         try:
             connection = socket.create_connection((self.host.strip("[]"), self.port), timeout_s)
@@ -85,7 +85,7 @@ class HttpProxy:
         return connection
 
     def _check(self, status: str, address: str) -> None:
-        """Raise what the first line of the proxy's answer means, unless it has connected."""
+        """Raise the error in the first line of the proxy's answer, unless it has connected."""
         code = status.split(" ")[1:2]
         if code == ["200"]:
             return
@@ -108,22 +108,22 @@ class HttpProxy:
 
 
 class ProxyRefusalError(OSError):
-    """A proxy does not connect to where it should, and will not the next time."""
+    """A proxy refuses to connect to the address, and will do so again."""
 
 
 class ProxyAwayError(OSError):
-    """A proxy is not there, or does not reach where it should connect to: that may pass."""
+    """A proxy cannot be reached, or cannot reach the address: that may pass."""
 
 
 def check_proxy(url: str) -> str:
-    """Return the URL of a proxy as it is, "" included; ValueError where gRPC could not use it."""
+    """Return the URL of a proxy, or "". Raises ValueError where gRPC could not use it."""
     if url:
         _parsed(url)
     return url
 
 
 def proxy_for(address: str, url: str = "") -> HttpProxy | None:
-    """Return the proxy by which gRPC goes to HOST:PORT, None when it goes there directly. url: as
+    """Return the proxy by which gRPC connects to HOST:PORT; None for a direct connection. url: as
     given to open_channel."""
     host, _ = split_address(address)
     if _is_excepted(host.strip("[]")):
@@ -132,7 +132,7 @@ def proxy_for(address: str, url: str = "") -> HttpProxy | None:
         url = url or _first_set(_PROXIES)
         return _parsed(url) if url else None
     except ValueError:
-        return None  # gRPC takes no notice of it either
+        return None  # gRPC ignores it, too
 
 
 def _parsed(url: str) -> HttpProxy:
@@ -164,7 +164,7 @@ def _first_set(names: tuple[str, ...]) -> str:
 
 
 def _answer(connection: socket.socket) -> bytes:
-    """Return the head of the proxy's answer, and leave what follows it in the socket."""
+    """Return the head of the proxy's answer, and leave the rest in the socket."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         byte = connection.recv(1)
@@ -178,9 +178,9 @@ def _answer(connection: socket.socket) -> bytes:
 
 TIMEOUT_S: Final = 3.0
 _HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
-"""How an HTTP/2 client begins: the preface and empty settings."""
+"""The first bytes of an HTTP/2 client: the preface and empty settings."""
 
-# Of OpenSSL, as in SSLCertVerificationError.verify_code.
+# These are OpenSSL's codes, as in SSLCertVerificationError.verify_code.
 _NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
 _OTHER_HOST, _OTHER_ADDRESS = 62, 64
 
@@ -194,10 +194,11 @@ async def identity_problem(
     *,
     lasting: bool = False,
 ) -> str:
-    """The sentence for a failed call; empty where neither identity nor a proxy is the reason.
+    """Return the sentence for a failed call; empty where neither identity nor a proxy is the
+    reason.
 
-    to_worker, proxy: as given to open_channel. lasting: leave out what may pass by itself, which is
-    a proxy that is away or does not reach the address.
+    to_worker, proxy: as given to open_channel. lasting: leave out a transient cause, which is a
+    proxy that cannot be reached or does not reach the address.
     """
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return ""
@@ -214,8 +215,8 @@ def explain(
     proxy: str = "",
     lasting: bool = False,
 ) -> str:
-    """Describe what keeps a caller from the server at host:port; empty if a handshake works, and
-    where no server can be reached at all. lasting: as in identity_problem."""
+    """Describe the obstacle between a caller and the server at host:port; empty if a handshake
+    works, or if no server can be reached at all. lasting: as in identity_problem."""
     probe = _Probe(address, timeout_s, proxy_for(address, proxy))
     try:
         if proof.tls is None:
@@ -234,9 +235,9 @@ def explain(
 
 
 class _Connection(ssl.SSLSocket):
-    """A TLS connection that closes itself where its peer has gone before the handshake.
+    """A TLS connection that closes itself if its peer is gone before the handshake.
 
-    wrap_socket() has taken the descriptor over by then, and leaves it open.
+    wrap_socket() has taken over the descriptor by then, and leaves it open.
     """
 
     def getpeername(self) -> object:
@@ -254,7 +255,7 @@ class _Probe:
     proxy: HttpProxy | None
 
     def handshake(self, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
-        """A connected socket; raises OSError, of which SSLError is one."""
+        """Return a connected socket. Raises OSError, of which SSLError is one."""
         context.set_alpn_protocols(["h2"])
         context.sslsocket_class = _Connection
         plain = self._connection()
@@ -270,7 +271,7 @@ class _Probe:
         host, _, port = self.address.rpartition(":")
         return socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
 
-    def shown(self) -> "x509.Certificate":
+    def peer_certificate(self) -> "x509.Certificate":
         """Return the server's certificate without verifying it."""
         from cryptography import x509
 
@@ -297,7 +298,7 @@ def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -
         connection = probe.handshake(context, expected)
     except ssl.SSLCertVerificationError as error:
         return _of_server(error.verify_code, error.verify_message, probe, files, expected)
-    except ssl.SSLEOFError:  # before it has seen anything of us: nothing serves there, or not yet
+    except ssl.SSLEOFError:  # before it has read anything: nothing serves there, or not yet
         return ""
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
@@ -315,12 +316,12 @@ def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -
 
 
 def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: str) -> str:
-    """Describe what is wrong with the server's certificate."""
+    """Describe the fault of the server's certificate."""
     from cryptography import x509
 
     from stratagem.common.identity.tls import names_of
 
-    theirs = probe.shown()
+    theirs = probe.peer_certificate()
     whose = f"the certificate of {probe.address}"
     if code == _EXPIRED:
         return _of_ended(theirs, whose, files)
@@ -346,19 +347,19 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
 
 
 def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
-    """Say which of the server's certificate and the authorities that we trust has expired."""
+    """Name the expired one of the server's certificate and the authorities that we trust."""
     from cryptography import x509
 
     authorities = x509.load_pem_x509_certificates(Path(files.ca).read_bytes())
     chain = chain_of(whose, [theirs], str(files.ca), authorities)
     link = ended(chain)
     if link is not None and link.is_authority:
-        return said(link, whose)
+        return expiry_text(link, whose)
     return f"{whose} has expired at {theirs.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; renew it"
 
 
 def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
-    """Describe what is wrong with our certificate, which the server rejected."""
+    """Describe the fault of our certificate, which the server rejected."""
     if material.cert is None:
         return (
             f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "

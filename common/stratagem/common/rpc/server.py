@@ -3,7 +3,7 @@
 The caller may make the call (identity/callers.py), the protocol version is right, and requests
 arrive in time and within the limits (admission.py). A request that does not parse is the caller's
 fault (INVALID_ARGUMENT). Errors of common/base/errors.py become their status with the reason; any
-other exception becomes INTERNAL with an id that stands in the log, never a traceback. Handlers
+other exception becomes INTERNAL with an id that is also in the log, never a traceback. Handlers
 that stream answers must be async generators, and read requests from their iterator.
 """
 
@@ -79,12 +79,12 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 OnRefusal: TypeAlias = Callable[[Any, StratagemError], None]
-"""Is told the request and the error of a call whose caller was admitted, and which was refused."""
+"""A function of the request and the error of a refused call whose caller was admitted."""
 
 _OUTAGES: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
 )
-"""Of the operating system, which end by themselves or once somebody makes room."""
+"""Errors of the operating system that pass, by themselves or once there is room."""
 PROBE_TIMEOUT_S: Final = 5.0
 PROBES: Final = ("Check", "List")
 
@@ -99,17 +99,18 @@ def make_server(
     calls: CallStats | None = None,
     on_refusal: Mapping[str, OnRefusal] = MappingProxyType({}),
 ) -> grpc.aio.Server:
-    """A server with our options and rules; add services, `bind`, start.
+    """Return a server with our options and rules; add services, `bind`, start.
 
-    gate: who is let in; all callers unless given, which is for servers without TLS. calls: counts.
-    on_refusal: by the name of a call that takes one request, such as "RegisterWorker".
+    gate: the authorizer; without it, as in servers without TLS, all callers are admitted. calls:
+    the counts. on_refusal: functions by the name of a call with one request, such as
+    "RegisterWorker".
     """
     rules = _Rules(gate or Authorizer(), calls or CallStats(), Admission(limits), on_refusal)
     return grpc.aio.server(interceptors=[rules], options=SERVER_OPTIONS)
 
 
 def make_health_server() -> grpc.aio.Server:
-    """A server for probes alone, on a port of its own: who asks once always gets in."""
+    """Return a server for probes only, on a separate port, which always admits single questions."""
     limits = CallLimits(PROBE_TIMEOUT_S, DEFAULT_LIMITS.max_calls, unlimited=PROBES)
     return make_server(limits)
 
@@ -124,9 +125,9 @@ def add_health(server: grpc.aio.Server) -> HealthService:
 def bind(
     server: grpc.aio.Server, host: str, port: int, *, allow_insecure_network: bool = False
 ) -> int:
-    """Listen in plaintext, port 0 meaning any free one; answers the port.
+    """Listen in plaintext, port 0 meaning any free one; return the port.
 
-    Nothing here is encrypted or authenticated, so other hosts are let in only on demand.
+    Nothing here is encrypted or authenticated, so other hosts are admitted only on request.
     """
     if not allow_insecure_network and not is_loopback(host):
         raise InvalidInputError.at(
@@ -146,16 +147,17 @@ def bind_tls(
     *,
     asks_for_certificate: bool = True,
 ) -> int:
-    """Listen with TLS, port 0 meaning any free one; answers the port.
+    """Listen with TLS, port 0 meaning any free one; return the port.
 
-    asks_for_certificate: refuse who has none of our CA; else callers must have a token.
+    asks_for_certificate: refuse callers without a certificate of our CA; otherwise callers need a
+    token.
     """
     credentials = server_credentials(files, asks_for_certificate=asks_for_certificate)
     return _listen(host, port, lambda address: server.add_secure_port(address, credentials))
 
 
 def bind_socket(server: grpc.aio.Server, path: str, files: TlsFiles | None) -> None:
-    """Listen on a unix socket, in a folder that this process's user alone may enter: with TLS as
+    """Listen on a unix socket, in a folder that only this process's user may enter: with TLS as
     `bind_tls` does, or in plaintext."""
     target = f"unix:{path}"
     if files is None:
@@ -236,13 +238,13 @@ class _Call:
 
     @property
     def method(self) -> str:
-        """Its full path."""
+        """Return the full path of the method."""
         method: str = self.details.method
         return method
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the call while it is open; raises LimitError when too many are."""
+        """Count the call while it is open. Raises LimitError when too many are."""
         name = name_of(self.method)
         began_s = self.calls.begin(name)
         try:
@@ -252,7 +254,7 @@ class _Call:
             self.calls.end(name, began_s)
 
     def admit(self, context: Context) -> None:
-        """Check that the caller may make the call; raises what it is refused with."""
+        """Check that the caller may make the call. Raises the error of a refusal."""
         if not is_open(self.method):
             metadata = self.details.invocation_metadata or ()
             self.gate.admit(self.method, context.auth_context(), metadata)
@@ -268,8 +270,8 @@ class _Call:
         return request
 
     async def tell(self, error: StratagemError, request: Any, requests: AsyncIterator[Any]) -> None:
-        """Tell of the refusal of an admitted caller who wants to hear of it; request: None where it
-        was not read yet, because the caller speaks another version."""
+        """Report the refusal of an admitted caller's call to `on_refusal`. request: None where it
+        was not read, because the caller has another protocol version."""
         if self.on_refusal is None:
             return
         with suppress(StratagemError, TimeoutError):
@@ -279,7 +281,7 @@ class _Call:
 
     @property
     def stall_s(self) -> float | None:
-        """Return how many seconds the caller may take none of its answers; None for no limit."""
+        """Return the seconds within which the caller must take an answer; None for no limit."""
         limits = self.admission.limits
         is_hurried = self.method.rpartition("/")[2] not in limits.unhurried
         return limits.idle_timeout_s if is_hurried else None
@@ -306,13 +308,13 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         try:
             return read(data)
         except DecodeError:
-            return MALFORMED  # gRPC would make UNKNOWN of an exception
+            return MALFORMED  # gRPC would turn an exception into UNKNOWN
 
     return decode
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-    """Chunks come serialized already."""
+    """Return a serializer that passes on bytes, since chunks are serialized already."""
     return lambda message: (
         message if isinstance(message, bytes) or serialize is None else serialize(message)
     )
@@ -336,7 +338,7 @@ def _ruled(
         except asyncio.CancelledError:
             _check_not_cancelled()
             await _abort(context, rules.method, _ending(), rules.calls)
-        except grpc.aio.BaseError:  # the handler has aborted by itself
+        except grpc.aio.BaseError:  # the handler has aborted
             raise
         except Exception as error:  # the RPC boundary
             await _abort(context, rules.method, error, rules.calls)
@@ -345,15 +347,15 @@ def _ruled(
         try:
             return await answer(requests, context)
         except (grpc.aio.AbortError, asyncio.CancelledError) as end:
-            # gRPC keeps the error with the call or its task, which the error's frames would keep.
-            # Nobody reads these frames; other errors are logged by gRPC with theirs.
+            # gRPC keeps the error with the call or its task, to which the error's frames refer.
+            # Nobody reads these frames; gRPC logs other errors with theirs.
             end.__context__ = None
             raise without_frames(end) from None
         finally:
             with suppress(RuntimeError):  # a task of the handler is reading
-                # Until it ends, gRPC's reader and this iterator refer to each other.
+                # Until this iterator ends, it and gRPC's reader refer to each other.
                 await aiter(requests).aclose()
-            del requests, context  # an error that is raised from here has this frame
+            del requests, context  # an error raised below has this frame
 
     return call
 
@@ -375,20 +377,20 @@ def _streaming(
 
 
 def _check_not_cancelled() -> None:
-    """Raises CancelledError again when it is for this call, and not of what the call waits for."""
+    """Raise CancelledError again if it is meant for this call, not for something that it awaits."""
     task = asyncio.current_task()
     if task is None or task.cancelling():
         raise asyncio.CancelledError
 
 
 def _ending() -> UnavailableError:
-    """gRPC would answer nothing at all."""
+    """Return the error for an ending server, since gRPC itself would answer nothing."""
     return UnavailableError("this process ends, and what the call waited for with it")
 
 
 def _outage(error: Exception) -> UnavailableError | None:
-    """Return what a process says that has no room, files or memory now, without a path; None where
-    the error is another one."""
+    """Return the error of a process that lacks space, files or memory now, without a path; None for
+    other errors."""
     if isinstance(error, MemoryError):
         return UnavailableError("this process has no memory for it now")
     if isinstance(error, OSError) and error.errno in _OUTAGES:
@@ -419,8 +421,8 @@ async def _abort(context: Context, method: str, raised: Exception, calls: CallSt
 # class is not made. The servicer knows what belongs to whom.
 
 Check = Callable[[Any, Any, Caller], Awaitable[None] | None]
-"""Of the servicer, the request and the caller: raises when what is named is not for that one. Of a
-stream the first request."""
+"""A function of the servicer, the request (the first one of a stream) and the caller, which raises
+when the caller may not name a resource."""
 
 S = TypeVar("S")
 
@@ -428,8 +430,8 @@ S = TypeVar("S")
 def checks_what_is_named(
     service: ServiceDescriptor, checks: Mapping[Names, Check]
 ) -> Callable[[type[S]], type[S]]:
-    """A class decorator for the servicer of a service. KeyError names a call or a check that is
-    missing."""
+    """Return a class decorator for the servicer of a service. Raises KeyError, which names a call
+    or a check that is missing."""
 
     def decorate(servicer: type[S]) -> type[S]:
         for method in service.methods:
@@ -474,7 +476,7 @@ def _checked(handler: Any, method: MethodDescriptor, check: Check) -> Any:
 
 
 class _FirstChecked:
-    """A stream of requests, the first of which is looked at; costs the others nothing."""
+    """A stream of requests whose first one is checked, at no cost for the others."""
 
     __slots__ = ("_look", "_requests")
 
@@ -498,7 +500,7 @@ class _FirstChecked:
 
 
 class _AnswersOnceChecked:
-    """The answers of a handler that begins once its request was looked at; as cheap."""
+    """The answers of a handler that begins once its request was checked, as cheaply."""
 
     __slots__ = ("_answers", "_look")
 
@@ -519,7 +521,7 @@ class _AnswersOnceChecked:
         return await anext(self._answers)
 
     async def aclose(self) -> None:
-        """The handler ends, wherever it is."""
+        """End the handler."""
         if self._look is not None:
             self._look.close()
         await self._answers.aclose()

@@ -1,9 +1,9 @@
-"""Writes and reads objects over HTTP by requests that somebody else has signed.
+"""Write and read objects over HTTP by requests that somebody else has signed.
 
-A URL names one object, one kind of request and the time for which it is valid; it is all the right
-that its holder has. Redirects are not followed, TLS is verified against the authorities of the
-system (SSL_CERT_FILE names others), and no more bytes are read than were agreed. Through the proxy
-that the environment names, as gRPC goes. All blocks on the network, so it is for threads.
+A URL names one object, one kind of request and the time for which it is valid; its holder has no
+other right. Redirects are not followed, TLS is verified against the authorities of the system
+(SSL_CERT_FILE names others), and no more bytes are read than agreed. Requests use the proxy of the
+environment, as gRPC does. All functions block on the network, so they are for threads.
 """
 
 import http.client
@@ -19,7 +19,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError, Unav
 from stratagem.common.rpc.probe import proxy_for
 
 TIMEOUT_S: Final = 30.0
-"""Without any progress."""
+"""The longest time without progress."""
 MAX_URL_CHARS: Final = 8192
 _PIECE_BYTES: Final = 2**20
 _SMALL_BYTES: Final = 2**16
@@ -30,10 +30,10 @@ CancelCheck = Callable[[], bool]
 
 
 class SignedObjects:
-    """What this process does with signed requests. For any thread."""
+    """The signed requests of this process; any thread may make them."""
 
     def __init__(self, *, allows_http: bool) -> None:
-        """allows_http: also objects of a store without TLS, for networks that are trusted."""
+        """Begin. allows_http: allow a store without TLS, on trusted networks."""
         self._allows_http = allows_http
 
     def put(
@@ -44,10 +44,10 @@ class SignedObjects:
         on_half: Callable[[], None] = lambda: None,
         is_cancelled: CancelCheck = lambda: False,
     ) -> None:
-        """Write an object; when this returns, the store has all of it, durably.
+        """Write an object durably before this returns.
 
-        on_half: called when half of it is on its way. Raises UnavailableError: the store refuses,
-        is not reached, or it was cancelled; then the object is not there, or is there as a whole.
+        on_half: called when half of it is sent. Raises UnavailableError when the store refuses or
+        cannot be reached, or the call was cancelled; the object then does not exist, or is whole.
         """
         with self._connection(url) as (connection, target):
             connection.putrequest("PUT", target)
@@ -61,7 +61,7 @@ class SignedObjects:
                     if not was_half and 2 * sent >= num_bytes:
                         was_half = True
                         on_half()
-            except OSError:  # it may have refused before it has read all, which is in its answer
+            except OSError:  # its answer may say that it refused before it had read all
                 _check(connection.getresponse())
                 raise
             _check(connection.getresponse())
@@ -100,8 +100,8 @@ class SignedObjects:
 
 
 def check_signed_url(url: str, *, allows_http: bool) -> SplitResult:
-    """Return the parts of a URL that may be asked. Raises InvalidInputError, which shows nothing of
-    its query: who has that has the right."""
+    """Return the parts of an allowed URL. Raises InvalidInputError, which does not show its query,
+    since that grants the right."""
     try:
         parts = urlsplit(url)
         is_one = len(url) <= MAX_URL_CHARS and url.isascii() and url.isprintable()
@@ -143,7 +143,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _sent(connection: http.client.HTTPConnection, pieces: Iterable[memoryview]) -> Iterator[int]:
-    """Send pieces; yield how many bytes are on their way."""
+    """Send pieces; yield the number of bytes sent."""
     sent = 0
     for piece in _in_large_pieces(pieces):
         view = memoryview(piece).cast("B")
@@ -155,7 +155,7 @@ def _sent(connection: http.client.HTTPConnection, pieces: Iterable[memoryview]) 
 
 
 def _in_large_pieces(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Put small pieces together: thousands of small tensors are no thousands of packets."""
+    """Join small pieces, so that thousands of small tensors do not become thousands of packets."""
     small = bytearray()
     for piece in pieces:
         if len(piece) >= _SMALL_BYTES or len(small) >= _PIECE_BYTES:

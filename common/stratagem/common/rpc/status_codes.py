@@ -1,8 +1,8 @@
-"""Maps our errors to gRPC statuses and back, in one table.
+"""Map our errors to gRPC statuses and back, by one table.
 
-A status also carries an ErrorInfo with the name of the error, so that a caller of ours gets back
-exactly the type that was raised; other callers have the code and the sentence. Fields that are
-wrong come as BadRequest violations. Knows no service.
+A status also carries an ErrorInfo with the name of the error, from which our callers get exactly
+the raised type; others have the code and the sentence. Wrong fields are sent as BadRequest
+violations.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ TABLE: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     (TimeoutError, Code.DEADLINE_EXCEEDED),
 )
 
-# What a code means that carries no name of ours (gRPC itself, a proxy, another implementation).
+# The errors for codes without one of our names (from gRPC itself, a proxy, another implementation).
 _BY_CODE: Final[dict[grpc.StatusCode, type[StratagemError]]] = {
     Code.INVALID_ARGUMENT: InvalidInputError,
     Code.OUT_OF_RANGE: OutOfRangeError,
@@ -91,20 +91,20 @@ _BY_CODE: Final[dict[grpc.StatusCode, type[StratagemError]]] = {
 _BY_NAME: Final = {kind.__name__: kind for kind, _ in TABLE if issubclass(kind, StratagemError)}
 
 _DOMAIN: Final = "stratagem"
-# All of a status must fit into 16 KiB of headers: the message stands there percent-coded, three
-# bytes for one, and once more in the details, which are coded four bytes for three.
+# A status must fit into 16 KiB of headers: they contain the message percent-coded, three bytes for
+# one, and again in the details, which are coded four bytes for three.
 _MAX_MESSAGE_BYTES: Final = 1800
 _MAX_DETAIL_BYTES: Final = 6000
 _MAX_VIOLATION_BYTES: Final = 1000
 
 
 def code_of(error: Exception) -> grpc.StatusCode | None:
-    """The status code of an error; None for one that must not leave the process."""
+    """Return the status code of an error; None for one that must not leave the process."""
     return next((code for kind, code in TABLE if isinstance(error, kind)), None)
 
 
 def to_status(error: Exception) -> grpc.Status | None:
-    """The error as a status with details; None for one that must not leave the process."""
+    """Return the error as a status with details; None for one that must not leave the process."""
     code = code_of(error)
     if code is None:
         return None
@@ -127,7 +127,7 @@ def to_status(error: Exception) -> grpc.Status | None:
 
 
 def shown(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
-    """Text of a caller as others may see it: not too long, and nothing that moves a cursor."""
+    """Return a caller's text for others: not too long, and without control characters."""
     text = printable(text[:max_bytes])
     raw = text.encode(errors="replace")
     if len(raw) <= max_bytes:
@@ -149,7 +149,7 @@ def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None
 
 
 def from_rpc_error(error: grpc.RpcError) -> StratagemError:
-    """Return the error that the other side raised, or one that says what gRPC itself reports."""
+    """Return the error that the other side raised, or one with gRPC's own report."""
     code, message = error.code(), shown(error.details() or "") or error.code().name
     details = _details(error)
     kind = _BY_NAME.get(details.info.reason) if details.info.domain == _DOMAIN else None
@@ -170,8 +170,7 @@ def from_rpc_error(error: grpc.RpcError) -> StratagemError:
 
 
 def name_of(error: grpc.RpcError) -> str:
-    """Return the name of the error that the other side raised; "" when it was gRPC itself, or a
-    proxy."""
+    """Return the name of the error that the other side raised; "" for gRPC itself or a proxy."""
     info = _details(error).info
     return str(info.reason) if info.domain == _DOMAIN else ""
 

@@ -1,6 +1,4 @@
-"""This module provides parts of streaming calls: the stall timeout, the begin message, unix
-sockets, and relays.
-"""
+"""Parts of streaming calls: the stall timeout, the begin message, unix sockets, and relays."""
 
 import asyncio
 import contextlib
@@ -18,21 +16,20 @@ from stratagem.common.process.process import OwnFolder, machine_prefix, temporar
 # ---- Stall timeout ----
 #
 # gRPC waits forever for a peer that has stopped reading or writing: the call, its file and its
-# buffers would never end. The limit is on progress: a peer may take its time over a stream, and
-# only the waits for it count, not the work between them. One timer serves all messages of a
-# stream.
+# buffers would never end. The limit is on progress: a stream may last, and only the waits for the
+# peer count, not the work between them. One timer serves all messages of a stream.
 
 _NUM_LOOKS: Final = 8
-"""How often a wait is looked at within the limit, so that it may take an eighth longer."""
+"""The number of checks of a wait within the limit, so that it may last an eighth longer."""
 
 
 def is_silent(stall_s: float) -> Exception:
-    """Make the error for a peer that sends nothing."""
+    """Return the error for a peer that sends nothing."""
     return TimeoutError(f"the peer was silent for {stall_s:g} s")
 
 
 def takes_nothing(stall_s: float) -> Exception:
-    """Make the error for a caller that takes none of its answers."""
+    """Return the error for a caller that takes none of its answers."""
     return UnavailableError(
         f"the caller has taken nothing for {stall_s:g} s; ask again from there on"
     )
@@ -46,7 +43,7 @@ class StallTimeout:
     def __init__(
         self, stall_s: float | None, error: Callable[[float], Exception] = is_silent
     ) -> None:
-        """stall_s: None waits without end."""
+        """Set the limit. stall_s: None waits forever."""
         self._stall_s, self._error = stall_s, error
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
@@ -69,7 +66,7 @@ class StallTimeout:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block in which it is the peer that is waited for, such as for one message."""
+        """Count the time inside the `with` as a wait for the peer, such as for one message."""
         self._since_s = self._loop.time()
         try:
             yield
@@ -92,15 +89,15 @@ class StallTimeout:
 # ---- Begin of a stream ----
 #
 # A coordinator acknowledges that it follows something before there is any news to send. Without
-# that, a caller cannot tell a quiet stream from one that nobody has taken. Coordinators of 0.2.0
-# send no acknowledgement.
+# that, a caller cannot distinguish a quiet stream from one that nobody serves. Coordinators of
+# 0.2.0 send no acknowledgement.
 
 BEGUN: Final = (("stratagem-stream", "begun"),)
-"""The initial metadata that say so; gRPC itself gives empty ones for a call that has failed."""
+"""The initial metadata of the acknowledgement; those of a failed call are empty."""
 
 
 def has_begun(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Return whether initial metadata say so."""
+    """Return whether initial metadata acknowledge the stream."""
     return set(BEGUN) <= {(key, value) for key, value in metadata or ()}
 
 
@@ -108,12 +105,12 @@ def has_begun(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
 
 KIND: Final = "sockets"
 LONGEST_PATH: Final = 107
-"""Bytes that the path of a unix socket may have."""
+"""The largest number of bytes in the path of a unix socket."""
 
 
 class SocketFolder:
-    """A folder for unix sockets that its owner alone may enter; made when the first is asked for,
-    which is when those of this user that killed processes have left are removed."""
+    """A folder for unix sockets that only its owner may enter; it is made for the first socket,
+    when the folders of this user's killed processes are removed."""
 
     def __init__(self) -> None:
         self._folder: OwnFolder | None = None
@@ -138,20 +135,20 @@ class SocketFolder:
 # ---- Relay ----
 #
 # Both ends of a tunnel copy the bytes of a socket over a stream of frames, and back. A socket is
-# read only once the frame before has been written, so nothing is queued here: a slow reader makes
+# read only once the previous frame has been written, so nothing is queued here: a slow reader makes
 # the other end wait, as over a plain connection.
 
 FRAME_BYTES: Final = 256 * 2**10
-"""Most bytes of a frame: larger ones gained nothing, smaller ones cost a turn of the loop each."""
+"""The largest frame: larger ones gained nothing, smaller ones cost a turn of the loop each."""
 PARKED: Final = (("stratagem-relay", "parked"),)
-"""The initial metadata by which a coordinator says that a stream is parked."""
+"""The initial metadata by which a coordinator announces that a stream is parked."""
 LINGER_S: Final = 5.0
-"""How long the other end may take to read what it was sent last."""
+"""The time within which the other end must read the last frames."""
 
 Receive = Callable[[], Awaitable[bytes | None]]
-"""Of a stream: the bytes of its next frame; None at its end."""
+"""Reads the bytes of the next frame of a stream; None at its end."""
 Send = Callable[[bytes], Awaitable[None]]
-"""Of a stream: writes one frame, and returns once there is room for the next."""
+"""Writes one frame of a stream, and returns once there is room for the next."""
 
 
 async def copy_both_ways(
@@ -162,9 +159,9 @@ async def copy_both_ways(
 ) -> None:
     """Copy until the socket or the stream ends, and close the socket.
 
-    finish: says to the other end of the stream that nothing more comes; its end is then waited for,
-    so that it reads what was sent last. Without it the stream ends where this returns.
-    Raises what the stream raises; a socket that breaks has ended.
+    finish: ends this direction of the stream; the end of the other one is then awaited, so that the
+    last frames are read. Without it the stream ends when this returns. Raises the errors of the
+    stream; a broken socket has ended.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,11 +1,11 @@
 """Transfer tensor streams over gRPC, in both directions and on both sides.
 
-The module owns the order of messages, resuming after a cut, and the idle timeout: a peer that is
-silent for `idle_timeout_s` inside a stream counts as gone. gRPC shows whole messages only, so a
-chunk must arrive within that time, and a slow stream gets small ones: a download begins with them,
-each time it is resumed, and an upload that was too slow continues with them. Bytes pass through a
-piece at a time and are never gathered here. The module must not depend on torch, sessions or the
-place of the bytes.
+The module defines the order of messages, the resumption after a cut, and the idle timeout: a peer
+that is silent for `idle_timeout_s` inside a stream counts as gone. gRPC shows whole messages only,
+so a chunk must arrive within that time, and a slow stream gets small ones: a download begins with
+them, each time it is resumed, and an upload that was too slow continues with them. Bytes pass
+through a piece at a time and are never gathered here. The module must not depend on torch, sessions
+or the place of the bytes.
 
     download  caller: request with offset  server: Manifest, Chunk…               pull, serve_get
     upload    caller: header, Chunk…       server: resume_offset, then committed  push, receive_…
@@ -53,16 +53,15 @@ from stratagem.v1 import tensor_pb2
 
 IDLE_TIMEOUT_S: Final = 30.0
 SMALL_CHUNK_BYTES: Final = 64 * 2**10
-"""Within the idle timeout, it is 2 KB/s; a whole chunk would be 70 KB/s."""
+"""One such chunk per idle timeout is 2 KB/s; a whole chunk would be 70 KB/s."""
 _FIRST_CHUNKS: Final = (SMALL_CHUNK_BYTES, 3 * SMALL_CHUNK_BYTES, 12 * SMALL_CHUNK_BYTES)
-"""Half of the first 2 MiB of a download, so at less than 70 KB/s some of it arrives: three more
-messages are nothing to a fast stream."""
+"""The first chunks of a download: half of its first 2 MiB, so that progress is seen below 70 KB/s.
+Three more messages do not slow a fast stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The policy for a cut stream: how many attempts without any progress, and the pauses between
-    them."""
+    """The policy for a cut stream: the number of attempts without progress, and their pauses."""
 
     max_attempts: int = 5
     first_pause_s: float = 0.1
@@ -82,13 +81,13 @@ R = TypeVar("R")
 KeepUp = Callable[[], Awaitable[None]]
 
 FrameSource = Callable[[int], Iterator[bytes]]
-"""Gives the range from an offset on as serialized messages, see `frames`."""
+"""Yields the content from an offset on as serialized messages; see `frames`."""
 
 SizeOf = Callable[[Any, Manifest], int]
-"""Says how many bytes a stream carries, by its first message and the checked manifest in it."""
+"""Returns the number of bytes of a stream, by its first message and the checked manifest in it."""
 
 Accept = Callable[[Manifest], Sink | memoryview]
-"""Called once with the checked manifest: refuses it by raising, or says where the bytes go."""
+"""Called once with the checked manifest; returns the destination of the bytes, or refuses."""
 
 
 # ---- The side that serves ----
@@ -104,12 +103,11 @@ async def serve_get(
     *,
     is_counted: bool = False,
 ) -> AsyncIterator[M]:
-    """The responses of a download: the manifest, then the content from `offset` on.
+    """Yield the responses of a download: the manifest, then the content from `offset` on.
 
-    check: looks at each frame, with its offset, before it leaves. num_bytes: of the content, where
-    it is not all that the manifest describes. is_counted: they count as sent already.
-
-    The latter come serialized, which servers of `rpc.server` pass on as they are.
+    check: called with each frame and its offset before it is sent. num_bytes: the size of the
+    content, where the manifest describes more. is_counted: the bytes count as sent already. The
+    content is yielded serialized; servers of `rpc.server` pass it on unchanged.
     """
     size_bytes = manifest.total_bytes if num_bytes is None else num_bytes
     check_offset(offset, size_bytes)
@@ -133,7 +131,7 @@ async def serve_get(
 async def receive_header(
     requests: AsyncIterator[Any], idle_timeout_s: float = IDLE_TIMEOUT_S
 ) -> Any:
-    """The first request of an upload; its field `header` is set."""
+    """Return the first request of an upload, whose field `header` is set."""
     request = await _next(requests, idle_timeout_s)
     if request is None or _kind(request) != "header":
         raise InvalidInputError.at("message", "the first one of a stream must be the header")
@@ -148,10 +146,10 @@ async def receive_upload(
     commit: Callable[[], Awaitable[None]],
     idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> AsyncIterator[R]:
-    """The responses of an upload whose header has been read and accepted.
+    """Yield the responses of an upload whose header has been read and accepted.
 
-    `writer` stands where the sender continues; `commit` checks the digest and makes the content
-    visible. Whatever raises here leaves to the caller what becomes of the part that was received.
+    `writer` is at the offset where the sender continues; `commit` checks the digest and makes the
+    content visible. After an error the caller decides about the received part.
     """
     yield make(resume_offset=writer.received)
     await receive_chunks(requests, writer, idle_timeout_s)
@@ -165,9 +163,9 @@ async def receive_chunks(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     keep_up: KeepUp | None = None,
 ) -> None:
-    """Write messages that carry chunks until the writer is complete; serves both directions.
+    """Write messages that carry chunks until the writer is complete, in both directions.
 
-    keep_up is awaited after each chunk: a sink that works behind the stream holds it up there.
+    keep_up is awaited after each chunk, so that a slow sink can hold up the stream.
     """
     read = aiter(messages).__anext__
     async with StallTimeout(idle_timeout_s) as peer:
@@ -199,11 +197,11 @@ def _kind(message: Any) -> str:
 
 
 def all_of_it(_first: Any, manifest: Manifest) -> int:
-    """Return the size of a stream that carries all that its manifest describes."""
+    """Return the size of a stream that carries all data of its manifest."""
     return manifest.total_bytes
 
 
-async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all callers want)
+async def pull(  # noqa: PLR0913  (all but two have the usual defaults)
     open_call: Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]],
     accept: Accept,
     *,
@@ -217,15 +215,14 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all cal
     size_of: SizeOf = all_of_it,
     near: Near | None = None,
 ) -> Manifest:
-    """Download a tensor stream into what `accept` names; resumes where it was cut.
+    """Download a tensor stream to the destination that `accept` returns; resume it after a cut.
 
     `open_call(offset)` starts the call; `offset` > 0 continues a download of an earlier process.
-    `size_of` says how many bytes the stream carries, by the first message of each call. `near` is
-    tried once, before it.
-    Raises an error of our tree; the sink then holds a part that must not be used.
+    `size_of` returns the size of the stream, by the first message of each call. `near` is tried
+    once, before `open_call`. Raises an error of our tree; the sink then has an unusable part.
     """
     download = _Download(accept, limits, purpose, offset, codecs, size_of)
-    if offset:  # what an earlier process has received goes on as a stream
+    if offset:  # a download of an earlier process continues as a stream
         near = None
 
     async def received_by(call: Any, near: Near | None) -> bool:
@@ -247,7 +244,7 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all cal
 
 
 class _Download:
-    """Collects what has been received of one download, over all its calls."""
+    """The received part of one download, over all its calls."""
 
     def __init__(
         self,
@@ -292,7 +289,7 @@ async def _receive(
     keep_up: KeepUp | None,
     near: Near | None,
 ) -> bool:
-    """Receive what a call brings; False where it offers a file that cannot be read."""
+    """Receive the messages of a call; return False where it offers a file that cannot be read."""
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":
@@ -315,10 +312,11 @@ async def push(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     retry: Retry = Retry(),
 ) -> None:
-    """Upload a tensor stream through `method` (such as `stub.SetState`); returns once committed.
+    """Upload a tensor stream through `method` (such as `stub.SetState`); return once it is
+    committed.
 
-    `header` is the first request. The receiver says from where it wants the bytes, so a stream that
-    was cut goes on there. Raises an error of our tree.
+    `header` is the first request. The receiver names the offset from which it needs the bytes, so a
+    cut stream continues there. Raises an error of our tree.
     """
     pieces = piece_bytes(manifest.total_bytes)
     source = content if callable(content) else from_buffers(content, pieces)
@@ -341,9 +339,8 @@ async def push_frames(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     retry: Retry = Retry(),
 ) -> None:
-    """Send chunks that are serialized already, which several receivers may share, as `push`
-    does."""
-    agreed = 0  # the offset from which the receiver has wanted bytes last
+    """Send serialized chunks, which several receivers may share, as `push` does."""
+    agreed = 0  # the offset that the receiver named last
     is_slow = False
 
     async def attempt() -> None:
@@ -412,7 +409,7 @@ async def _persist(
 
 
 def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
-    """Return whether the connection or the peer went away, rather than refused.
+    """Return whether the connection or the peer was lost, rather than refused the call.
 
     gRPC reports a write into a stream that the peer has just ended as INTERNAL, and loses the
     peer's reason; the next attempt will receive it.
@@ -425,8 +422,8 @@ def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
 
 
 def _is_stall(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
-    """Return whether this side or the peer has waited for the idle timeout: no call here has
-    another deadline."""
+    """Return whether this side or the peer has reached the idle timeout, the only deadline of these
+    calls."""
     return isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

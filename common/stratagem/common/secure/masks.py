@@ -29,7 +29,7 @@ from stratagem.common.tensors.manifest import (
 
 _BLOCK_BYTES: Final = 16
 _PIECE_BYTES: Final = 1 << 17
-"""Bytes of a mask made at once: with the words that they are added to, they stay in the cache."""
+"""The number of bytes of a mask made at once, which fit in the cache with the masked words."""
 _ZEROS: Final = bytes(_PIECE_BYTES)
 
 
@@ -61,8 +61,8 @@ def apply_mask(key: bytes, start: int, words: Words, *, subtract: bool = False) 
 # then the weight. It omits integers and bools, and contains tied tensors once.
 
 MASKED: Final = "masked"
-"""Name of the only tensor of a masked update. Its type is that of the words with a sign: the tensor
-stream has no unsigned ones, and the bits are the same."""
+"""The name of the only tensor of a masked update. Its type is the signed one of the words' size,
+since the tensor stream has no unsigned types; the bits are the same."""
 
 
 class MaskedLayout:
@@ -86,6 +86,6 @@ class MaskedLayout:
         return self._firsts[index] + (offset - spec.offset) // dtype_named(spec.dtype).item_bytes
 
     def manifest(self, rule: Quantisation) -> Manifest:
-        """Return the manifest of a masked update: the elements, and the weight behind them."""
+        """Return the manifest of a masked update: the elements, then the weight."""
         dtype = f"int{8 * rule.word.itemsize}"
         return build_manifest([(MASKED, dtype, (self.num_elements + 1,))], Purpose.UPDATE)

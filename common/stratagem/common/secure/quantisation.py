@@ -3,8 +3,8 @@
     q = rint(clip(Δ, -c, c) · s) · weight,     s = (2^(bits-1) - 1) / c,     modulo 2^32 or 2^64
 
 The modulus is 2^32 where the sum of all clients fits, else 2^64: with n clients of weights up to W
-the sum lies within ±n·W·(2^(bits-1) - 1). Negative numbers are two's complements. Behind the
-elements comes one more, the weight itself. Pure functions over numpy arrays.
+the sum lies within ±n·W·(2^(bits-1) - 1). Negative numbers are two's complements. The weight itself
+follows the elements. The functions are pure, over numpy arrays.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stratagem.common.base.errors import InvalidInputError
 
 Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
-"""uint32 or uint64: addition and subtraction are modulo 2^32 or 2^64."""
+"""Arrays of uint32 or uint64: addition and subtraction are modulo 2^32 or 2^64."""
 Floats: TypeAlias = NDArray[np.float64]
 
 _NARROW: Final = 1 << 31
@@ -25,9 +25,9 @@ _WIDE: Final = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """The rule of a round. clip: the largest change of an element, either way. bits: of a
-    quantised change, with its sign. num_clients: that may be in the sum. max_weight: of a
-    client."""
+    """The rule of a round. clip: the largest change of an element, in either direction. bits: the
+    size of a quantised change, with its sign. num_clients: the most clients in a sum. max_weight:
+    the largest weight of a client."""
 
     clip: float
     bits: int
@@ -41,7 +41,7 @@ class Quantisation:
 
     @property
     def largest(self) -> int:
-        """The largest quantised change."""
+        """Return the largest quantised change."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -54,7 +54,7 @@ class Quantisation:
 
     @property
     def word(self) -> np.dtype[Any]:
-        """The type of the elements of an update."""
+        """Return the type of the elements of an update."""
         return np.dtype("<u4" if self.largest_sum < _NARROW else "<u8")
 
     def quantise(self, changes: Floats, weight: int, out: Words) -> None:
@@ -67,8 +67,8 @@ class Quantisation:
         out[:] = whole.view(np.uint64).astype(self.word)
 
     def mean(self, total: Words, sum_of_weights: int) -> Floats:
-        """Return the mean change of an unmasked sum, in float64. Raises ValueError where the sum is
-        beyond what so many clients can give: then it is none of honest clients, or still masked."""
+        """Return the mean change of an unmasked sum, in float64. Raises ValueError where the sum
+        exceeds that of all clients: some are dishonest, or it is still masked."""
         signed = total.view(f"<i{self.word.itemsize}")
         if signed.size:
             largest = max(int(signed.max()), -int(signed.min()))

@@ -32,8 +32,7 @@ from stratagem.common.secure.sharing import COEFFICIENT_BYTES, SHARE_BYTES, shar
 
 # ---- Transcripts ----
 #
-# A transcript is a byte string that is signed, or from which keys are derived. It names its
-# purpose.
+# A transcript is a byte string that is signed, or gives keys. It names its purpose.
 #
 # It is a list of parts, each with its length before it, so no two lists give the same bytes. It
 # begins with the protocol and the purpose, and names the run, the party, the round, the attempt
@@ -46,7 +45,7 @@ PROTOCOL: Final = b"stratagem secure aggregation 1"
 
 @dataclass(frozen=True, slots=True)
 class SecureRound:
-    """One attempt of one round: keys are made for it, and are used in no other."""
+    """One attempt of one round; its keys are used in no other."""
 
     run_id: str
     party: Party
@@ -64,12 +63,12 @@ class SecureRound:
         return self.transcript("keys", client, share_key, mask_key)
 
     def of_survivors(self, client: int, members: bytes, survivors: Iterable[int]) -> bytes:
-        """Return the text with which a client signs whose updates are in the sum. members: what
-        `of_members` gives."""
+        """Return the text with which a client signs the set of clients in the sum. members: the
+        result of `of_members`."""
         return self.transcript("survivors", client, members, clients_bytes(survivors))
 
     def of_members(self, members: Iterable[int], ring_seed: bytes) -> bytes:
-        """Return the digest of who has posted keys, and of the ring in which they are."""
+        """Return the digest of the clients that have posted keys, and of their ring."""
         return hashlib.sha256(
             self.transcript("members", clients_bytes(members), ring_seed)
         ).digest()
@@ -101,13 +100,13 @@ KEY_BYTES: Final = 32
 _TAG_BYTES: Final = 16
 SEALED_BYTES: Final = 2 * SHARE_BYTES + _TAG_BYTES
 _NONCE: Final = bytes(12)
-"""Each key seals one message: that of one client to another in one attempt of a round, with one
-context."""
+"""The constant nonce, since each key seals one message: from one client to another in one attempt
+of a round, with one context."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicKeys:
-    """What a client posts: X25519 public keys, 32 bytes each."""
+    """The public keys that a client posts: X25519, 32 bytes each."""
 
     share_key: bytes
     mask_key: bytes
@@ -115,15 +114,14 @@ class PublicKeys:
 
 @dataclass(frozen=True, slots=True)
 class HeldShare:
-    """What a holder has of one client: a share of its self mask, and one of its private mask key.
-    It tells one of them, and never both."""
+    """A holder's shares of a client's self mask and private mask key; it reveals only one."""
 
     self_mask: bytes
     mask_key: bytes
 
 
 class ClientSecrets:
-    """The secrets of one client. They are in no repr, and are compared with nothing."""
+    """The secrets of one client, without repr and comparison."""
 
     def __init__(self, of_round: SecureRound, client: int, root: bytes) -> None:
         if len(root) != KEY_BYTES:
@@ -139,7 +137,7 @@ class ClientSecrets:
 
     @property
     def self_mask_key(self) -> bytes:
-        """The key of the mask that the client adds for itself alone."""
+        """Return the key of the mask that the client adds for itself alone."""
         return self_mask_key(self._round, self._client, self._derived("self mask"))
 
     def pair_mask_key(self, other: int, mask_key: bytes) -> bytes:
@@ -151,9 +149,9 @@ class ClientSecrets:
     def sealed_shares(
         self, share_keys: Mapping[int, bytes], threshold: int, context: bytes
     ) -> dict[int, bytes]:
-        """Return for each neighbour its shares, which only that one can read. share_keys: public
-        keys of the neighbours. context: what else the shares depend on, such as who the holders
-        are; with another one the shares are independent of these."""
+        """Return for each neighbour its shares, which only it can read. share_keys: public keys of
+        the neighbours. context: other input of the shares, such as the holders; shares of different
+        contexts are independent."""
         shares = self._shares((*share_keys, self._client), threshold, context)
         sealed = {}
         for other, public_key in share_keys.items():
@@ -169,7 +167,7 @@ class ClientSecrets:
 
     def opened(self, sender: int, public_key: bytes, sealed: bytes, context: bytes) -> HeldShare:
         """Return the shares that another client has sealed for this one. Raises InvalidInputError
-        where they are not what that client has sealed in this round."""
+        where that client has not sealed them in this round."""
         text = self._round.transcript("share", sender, self._client, context)
         key = self._common_key(text, public_key, (public_key, self.public.share_key))
         try:
@@ -193,7 +191,7 @@ class ClientSecrets:
         return hkdf(self._root, self._round.transcript(f"client {what}", self._client, *parts))
 
     def _common_key(self, text: bytes, public_key: bytes, keys: tuple[bytes, bytes]) -> bytes:
-        """keys: public keys of the sender and of the receiver."""
+        """Return the key of a sealed message. keys: public keys of sender and receiver."""
         return hkdf(_exchanged(self._share_key, public_key), text + keys[0] + keys[1])
 
     def _shares(
@@ -215,15 +213,15 @@ class ClientSecrets:
 
 
 def self_mask_key(of_round: SecureRound, client: int, self_mask: bytes) -> bytes:
-    """Return the key of a client's self mask from what its holders open."""
+    """Return the key of a client's self mask, which its holders have opened."""
     return hkdf(self_mask, of_round.transcript("self mask", client))
 
 
 def dropped_pair_key(
     of_round: SecureRound, dropped: int, private_key: bytes, other: int, mask_key: bytes
 ) -> bytes:
-    """Return the key of the mask that a client that has dropped out would have had in common with
-    another, from the private mask key that its holders have opened."""
+    """Return the key of the mask of a client that has dropped out and another one, from the private
+    mask key that the holders have opened."""
     own = X25519PrivateKey.from_private_bytes(private_key)
     own_public = own.public_key().public_bytes_raw()
     return pair_mask_key(of_round, (dropped, own), (other, mask_key), own_public)
@@ -252,7 +250,7 @@ def hkdf(secret: bytes, info: bytes) -> bytes:
 
 
 def _exchanged(own: X25519PrivateKey, public_key: bytes) -> bytes:
-    """Return what two keys have in common. Raises InvalidInputError for a key of small order, with
+    """Return the shared secret of two keys. Raises InvalidInputError for a key of small order, with
     which everybody would know it."""
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(public_key))

@@ -16,7 +16,7 @@ from typing import Final
 PRIME: Final = 2**521 - 1
 SHARE_BYTES: Final = 66
 COEFFICIENT_BYTES: Final = 72
-"""Random bytes of a coefficient: reduced modulo the prime they are uniform up to 2^-55."""
+"""The random bytes of a coefficient, which modulo the prime are uniform up to 2^-55."""
 
 
 def share(secret: bytes, places: Sequence[int], threshold: int, random: bytes) -> dict[int, bytes]:
@@ -42,7 +42,7 @@ def _value(coefficients: Sequence[int], place: int) -> int:
 def reconstruct(shares: Mapping[int, bytes], threshold: int, num_bytes: int) -> bytes:
     """Return the secret of that many bytes from shares by their places.
 
-    Raises ValueError where there are fewer than the threshold, or where they are of no such secret.
+    Raises ValueError where there are fewer than the threshold, or they do not belong to one secret.
     """
     places = tuple(sorted(shares)[:threshold])
     if len(places) < threshold:
@@ -82,16 +82,16 @@ def _factors_at_zero(places: tuple[int, ...]) -> tuple[int, ...]:
 
 AUTO: Final = "auto"
 MAX_COMPLETE: Final = 64
-"""Clients that are all neighbours of each other under `auto`."""
+"""The largest number of clients that are all neighbours of each other under `auto`."""
 AUTO_DEGREE: Final = 100
 MIN_CLIENTS: Final = 3
-"""Of two clients each knows the other's update once it knows the sum."""
+"""The fewest clients: each of two would learn the other's update from the sum."""
 RING_SEED_BYTES: Final = 32
 
 
 def num_neighbours(num_clients: int, degree: int | str) -> int:
-    """Return how many neighbours each client has, at most all others. An odd number of neighbours
-    on a ring is rounded up to an even one."""
+    """Return the number of neighbours of each client, at most all others. An odd number of
+    neighbours on a ring is rounded up to an even one."""
     others = num_clients - 1
     if degree == AUTO:
         return others if num_clients <= MAX_COMPLETE else min(others, AUTO_DEGREE)
@@ -100,15 +100,15 @@ def num_neighbours(num_clients: int, degree: int | str) -> int:
 
 
 def is_complete(num_clients: int, degree: int | str) -> bool:
-    """Return True where everybody is a neighbour of everybody."""
+    """Return whether all clients are neighbours of each other."""
     return num_neighbours(num_clients, degree) == num_clients - 1
 
 
 def neighbours(
     members: Collection[int], degree: int | str, ring_seed: bytes
 ) -> Mapping[int, tuple[int, ...]]:
-    """Return the neighbours of each client, in increasing order. ring_seed: the order of the ring
-    follows from it."""
+    """Return the neighbours of each client, in increasing order. ring_seed: determines the order of
+    the ring."""
     number = num_neighbours(len(members), degree)
     if number == len(members) - 1:
         everybody = sorted(members)
@@ -126,8 +126,8 @@ def _draw(ring_seed: bytes, client: int) -> bytes:
 
 
 def shares_needed(threshold: float, num_holders: int) -> int:
-    """Return t, how many shares open a secret of that many holders: more than the share
-    `threshold` of them."""
+    """Return t, the number of shares that open a secret: more than the fraction `threshold` of its
+    holders."""
     return min(num_holders, math.floor(threshold * num_holders + 1e-9) + 1)
 
 
@@ -137,8 +137,8 @@ def never_opened(
     survivors: Collection[int],
     threshold: float,
 ) -> list[int]:
-    """Return the clients, of those that have shared secrets, for which too few holders survive;
-    without a secret of each of them the sum cannot be unmasked."""
+    """Return the clients that have shared secrets and too few surviving holders; without a secret
+    of each of them the sum cannot be unmasked."""
     return [
         client
         for client in routed

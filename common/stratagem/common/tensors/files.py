@@ -1,9 +1,9 @@
 """Canonical safetensors files: one form for the same tensors, so that a digest can name them.
 
 A file is 8 bytes of header length, a JSON header, and the bytes of the stream as they are. The
-header lists the tensors in the order of the manifest; its "__metadata__" is sorted and records
-tied tensors as "alias:<name>"; spaces pad it to 8 bytes. The digest of a blob is the SHA-256 of the
-file. Must not know torch; reads foreign safetensors files too, and trusts none.
+header lists the tensors in the order of the manifest; its "__metadata__" is sorted and records tied
+tensors as "alias:<name>"; spaces pad it to 8 bytes. The digest of a blob is the SHA-256 of the
+file. The module must not import torch; it also reads foreign safetensors files, and trusts none.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ FileSource = Callable[[int], Iterator[bytes]]
 
 
 class Seekable(Protocol):
-    """What is read of an open file."""
+    """The methods of an open file that are used here."""
 
     def read(self, size: int, /) -> bytes: ...
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int: ...
 
 
 def header_bytes(manifest: Manifest) -> bytes:
-    """All of the file that stands before the data: the 8-byte length and the header."""
+    """Return the part of the file before the data: the 8-byte length and the header."""
     metadata = dict(manifest.metadata)
     entries: dict[str, Any] = {}
     for tensor in manifest.tensors:
@@ -64,7 +64,7 @@ def header_bytes(manifest: Manifest) -> bytes:
 
 
 def blob_digest(manifest: Manifest, pieces: Iterable[bytes | memoryview]) -> Digest:
-    """The digest of the blob whose data are `pieces`."""
+    """Return the digest of the blob whose data are `pieces`."""
     digest = hashlib.sha256(header_bytes(manifest))
     for piece in pieces:
         digest.update(piece)
@@ -72,13 +72,13 @@ def blob_digest(manifest: Manifest, pieces: Iterable[bytes | memoryview]) -> Dig
 
 
 def file_digest(path: Path) -> Digest:
-    """The digest of a blob in a file."""
+    """Return the digest of a blob in a file."""
     with path.open("rb") as file:
         return Digest(hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def from_file(path: Path, data_start: int, total_bytes: int) -> FileSource:
-    """A source that reads the data of a file; raises IntegrityError when the file is too short."""
+    """Return a source of the data of a file. Raises IntegrityError when it is too short."""
 
     def pieces(offset: int) -> Iterator[bytes]:
         with path.open("rb", buffering=0) as file:
@@ -98,7 +98,7 @@ def _pieces(descriptor: int, name: str, start: int, num_bytes: int) -> Iterator[
 
 
 def read_header(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
-    """The checked manifest of a file (its purpose is STATE), and where its data start.
+    """Return the checked manifest of a file (its purpose is STATE), and where its data start.
 
     Raises InvalidInputError for what is no safetensors file, LimitError, and IntegrityError when
     the file's length is not the one that its header implies.
@@ -121,15 +121,14 @@ def header_of(file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS) -> tup
 
 
 def header_size(start: bytes) -> int:
-    """Return how many bytes precede the data of a file that starts with these bytes."""
+    """Return the number of bytes before the data of a file that starts with these bytes."""
     return _PREFIX_BYTES + int.from_bytes(start[:_PREFIX_BYTES], "little")
 
 
 def parse_header(
     file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Manifest, int]:
-    """Read the manifest as `header_of` does, from a file that is read from its start on and may not
-    be here as a whole."""
+    """Read the manifest as `header_of` does, from the beginning of a possibly incomplete file."""
     length = int.from_bytes(file.read(_PREFIX_BYTES), "little")
     if length > MAX_HEADER_BYTES:
         raise LimitError(f"{name}: header of {length} bytes, the limit is {MAX_HEADER_BYTES}")
@@ -159,7 +158,7 @@ def _manifest(document: dict[str, Any], name: str) -> Manifest:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise InvalidInputError.at(name, f"{RESERVED_NAME} does not map text to text")
     stored = [_spec(key, entry, name) for key, entry in document.items()]
-    # Foreign files may list their tensors in any order; sorting is stable, so that of ours stays.
+    # Foreign files may list their tensors in any order; sorting is stable, so our order stays.
     stored.sort(key=lambda tensor: (tensor.offset, tensor.size_bytes))
     by_name = {tensor.name: tensor for tensor in stored}
     aliases = []

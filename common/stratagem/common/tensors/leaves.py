@@ -1,12 +1,10 @@
-"""This module defines states in leaves: the cut of a state's bytes, and the list of leaves that
-names it.
+"""States in leaves: the cut of a state's bytes, and the list of leaves that names it.
 
 A tensor of 1 MiB or more is cut into leaves of 64 MiB from its own start; all smaller ones share
 leaves of up to 64 MiB, in order. Parameters that do not train are thus the same leaves from commit
 to commit, and thousands of small tensors are few objects. The cut follows from the manifest alone.
 The digest of a state is the SHA-256 of the list, which has names, types, shapes and metadata as in
-the header of its safetensors file, and the SHA-256 of each leaf; neither depends on who wrote
-which leaf.
+the header of its safetensors file, and the SHA-256 of each leaf; no writer changes it.
 """
 
 import hashlib
@@ -46,7 +44,7 @@ _DIGEST_BYTES: Final = 32
 
 
 class Leaf(NamedTuple):
-    """The ranges of a state's data, as (offset, size), that stand in one leaf, in order."""
+    """The ranges of a state's data, as (offset, size), in one leaf, in order."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -56,7 +54,7 @@ class Leaf(NamedTuple):
 
 
 class LeafPlace(NamedTuple):
-    """A range of a state's data, and where it is: in which leaf, and from where on there."""
+    """A range of a state's data, with its leaf and the offset there."""
 
     offset: int
     size: int
@@ -87,7 +85,7 @@ def leaves_of(
 
 
 def places_of(leaves: Sequence[Leaf]) -> list[LeafPlace]:
-    """Return where all of a state's data are, in their order."""
+    """Return the places of a state's data, in order."""
     places = []
     for number, leaf in enumerate(leaves):
         start = 0
@@ -100,7 +98,7 @@ def places_of(leaves: Sequence[Leaf]) -> list[LeafPlace]:
 def pieces_of(
     leaf: Leaf, manifest: Manifest, buffers: Sequence[memoryview]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a leaf, as views of the buffers of the tensors that are stored."""
+    """Yield the bytes of a leaf, as views of the buffers of the stored tensors."""
     placed = list(zip(manifest.stored(), buffers, strict=True))
     at = 0
     for offset, size in leaf.ranges:
@@ -111,13 +109,13 @@ def pieces_of(
 
 
 class LeafStream:
-    """Deals out the data of a state, which come in their order, to its leaves."""
+    """The assignment of a state's data, which come in order, to its leaves."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._places = places_of(leaves)
         self._sizes = [leaf.size for leaf in leaves]
         self._next, self._done = 0, 0
-        """The place that is being filled, and how many of its bytes have come."""
+        """The place that is being filled, and the number of its bytes so far."""
 
     def deal(self, data: Any) -> Iterator[tuple[int, memoryview, bool]]:
         """Yield (number of the leaf, its next bytes, whether it is complete with them)."""
@@ -140,12 +138,12 @@ class LeafStream:
 
 
 def list_bytes(manifest: Manifest, digests: Sequence[Digest]) -> bytes:
-    """Return the list of a state's leaves, by whose SHA-256 it is named."""
+    """Return the list of a state's leaves, whose SHA-256 is the digest of the state."""
     return MAGIC + header_bytes(manifest) + b"".join(map(bytes.fromhex, digests))
 
 
 class LeafList(NamedTuple):
-    """A state as its list describes it. header: of the safetensors file that it makes."""
+    """A state as its list describes it. header: that of its safetensors file."""
 
     manifest: Manifest
     header: bytes
@@ -153,7 +151,7 @@ class LeafList(NamedTuple):
 
 
 def read_list(content: bytes, name: str, limits: Limits = DEFAULT_LIMITS) -> LeafList:
-    """Return what a list says. Raises InvalidInputError for what is none; name: for errors."""
+    """Parse a list. Raises InvalidInputError for other bytes. name: for errors."""
     file = BytesIO(content)
     if file.read(len(MAGIC)) != MAGIC:
         raise InvalidInputError.at(name, "is no list of leaves")
@@ -169,8 +167,8 @@ def read_list(content: bytes, name: str, limits: Limits = DEFAULT_LIMITS) -> Lea
 
 
 class StateHasher:
-    """Takes the digest of a state whose data come in order: that of its file, or of its leaves,
-    whichever the manifest says that its digest is."""
+    """The digest of a state whose data come in order: that of its file, or that of its leaves, as
+    the manifest says."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -187,7 +185,7 @@ class StateHasher:
             self._of_leaves[leaf].update(piece)
 
     def digest(self) -> Digest:
-        """Return the digest of what has come."""
+        """Return the digest of the data so far."""
         if self._of_file is not None:
             return Digest(self._of_file.hexdigest())
         digests = [Digest(each.hexdigest()) for each in self._of_leaves]
@@ -211,10 +209,10 @@ _NAME: Final = "pieces"
 
 
 class ByteReader:
-    """Reads ranges of bytes that lie in several buffers, one after the other."""
+    """A reader of ranges of bytes that lie in several consecutive buffers."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """buffers: of the tensors that are stored, in the order of their manifest."""
+        """Take the buffers of the stored tensors, in the order of their manifest."""
         self._buffers = [buffer for buffer in buffers if len(buffer)]
         self._starts = [0, *accumulate(map(len, self._buffers))]
 
@@ -236,7 +234,7 @@ class ByteReader:
 
 
 def pieces_manifest(num_bytes: int) -> Manifest:
-    """Describe so many bytes of some ranges as what a stream carries."""
+    """Return the manifest of a stream that carries this many bytes of ranges."""
     return build_manifest([(_NAME, "uint8", (num_bytes,))], Purpose.STATE)
 
 
@@ -262,7 +260,7 @@ _WRITEBACK_BYTES: Final = 4 * 2**20
 
 
 class StateFolder:
-    """The folder as one process sees it; for any thread."""
+    """The folder as one process sees it; any thread may use it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -278,7 +276,7 @@ class StateFolder:
             return ""
 
     def problem(self) -> str:
-        """Return why the folder cannot be looked into; "" where it can."""
+        """Return the reason why the folder cannot be read; "" where it can."""
         try:
             os.scandir(self.root).close()
         except FileNotFoundError:
@@ -303,7 +301,7 @@ class StateFolder:
         pieces: Iterable[memoryview],
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a leaf durably; on_written: called when its bytes are there, and its name is not.
+        """Write a leaf durably. on_written: called when its bytes are written and its name is not.
 
         Raises UnavailableError where the folder cannot be written.
         """
@@ -342,7 +340,7 @@ class StateFolder:
         for path in self.copies(digest):
             try:
                 data = path.read_bytes()
-            except OSError:  # collected since, or not readable from here
+            except OSError:  # deleted meanwhile, or not readable from here
                 continue
             is_there = True
             if hashlib.sha256(data).hexdigest() == digest:
@@ -352,7 +350,7 @@ class StateFolder:
         raise NotFoundError(f"leaf {digest} is not below {self.root}")
 
     def read_state(self, listed: LeafList) -> Iterator[memoryview]:
-        """Yield the data of a state in their order; no more than two leaves are in memory."""
+        """Yield the data of a state in order; at most two leaves are in memory."""
         leaves = leaves_of(listed.manifest)
         held: dict[int, memoryview] = {}
         for place in places_of(leaves):
@@ -365,16 +363,17 @@ class StateFolder:
 
 
 def digest_and_upload(name: str) -> tuple[Digest, str]:
-    """Return what the name of a leaf's file says."""
+    """Return the digest and the upload in the name of a leaf's file."""
     return Digest(name[:_DIGEST_CHARS]), name[_DIGEST_CHARS + 1 :]
 
 
 def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = "") -> str:
-    """Return why a worker does not see the folder of states that its coordinator means; "" where it
+    """Return the reason why a worker does not see its coordinator's folder of states; "" where it
     does, and where neither has one.
 
-    folder: as the worker was told, and found_id: what is there; both "" without. meant_id: that of
-    the coordinator, "" where it has none that workers may write to. problem: that of the folder.
+    folder and found_id: the path that the worker was given, and the name there; both "" without.
+    meant_id: the name of the coordinator's folder, "" where it has none that workers may write to.
+    problem: the worker's error with the folder.
     """
     if not folder:
         ours = f"the coordinator's folder of states (store-id {meant_id})"
@@ -390,7 +389,7 @@ def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = ""
 def _write(descriptor: int, view: memoryview) -> None:
     while view:
         written = os.write(descriptor, view[:_WRITEBACK_BYTES])
-        if hasattr(os, "posix_fadvise"):  # by which Linux begins to write the range to the disk
+        if hasattr(os, "posix_fadvise"):  # Linux then begins to write the range to the disk
             start = os.lseek(descriptor, 0, os.SEEK_CUR) - written
             os.posix_fadvise(descriptor, start, written, os.POSIX_FADV_DONTNEED)
         view = view[written:]

@@ -47,24 +47,24 @@ from stratagem.v1 import tensor_pb2
 
 _COPY_NAME: Final = re.compile(r"stratagem-snapshot-[0-9a-f]{32}")
 MAX_COPY_BYTES: Final = 64 * 2**20
-"""A copy takes as much memory again, so what is larger is sent, a few chunks at a time."""
+"""The limit of a copy, which doubles the memory; larger content is sent in chunks."""
 
 _MEMORY: Final = "memfd:"
 _MIN_PIECE_BYTES: Final = 2**16
 
 
 class UnreadableFileError(StratagemError):
-    """Files of other processes cannot be opened here, although they are at the same place."""
+    """Files of other processes in the same place cannot be opened here."""
 
 
 class _Place:
-    """Where this process is, for its files; looked up once."""
+    """The place of this process, for its files; determined once."""
 
     name: str | None = None
 
 
 def place() -> str:
-    """Return a name that processes have in common which may open each other's files; "" where none
+    """Return a name that is the same for processes that may open each other's files; "" where none
     may, and after `leave_place`."""
     if _Place.name is None:
         _Place.name = _looked_up()
@@ -72,7 +72,7 @@ def place() -> str:
 
 
 def leave_place() -> None:
-    """Read and offer no files in this process, which is set not to."""
+    """Stop this process from reading and offering files."""
     _Place.name = ""
 
 
@@ -83,7 +83,7 @@ def _looked_up() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         processes = os.stat("/proc/self/ns/pid").st_ino
-        if os.readlink("/proc/self") != str(os.getpid()):  # of another namespace of processes
+        if os.readlink("/proc/self") != str(os.getpid()):  # this /proc is that of another namespace
             return ""
     except OSError:
         return ""
@@ -101,8 +101,8 @@ def offer(
     *,
     name: str = "",
 ) -> tensor_pb2.OpenFile:
-    """Return what names an open file of this process; sums: CRC32C of its pieces. name: of a copy
-    of memory."""
+    """Return the message that offers an open file of this process. sums: the CRC32C of its pieces.
+    name: that of a copy of memory."""
     return tensor_pb2.OpenFile(
         place=place(),
         process=os.getpid(),
@@ -115,17 +115,17 @@ def offer(
 
 
 def copy_of(buffers: Sequence[memoryview]) -> "MemoryCopy | None":
-    """Return a copy of memory, None where the system makes none; takes its time, so in a thread."""
+    """Return a copy of memory, None where the system cannot make one. To be called in a thread."""
     with suppress(OSError):
         return MemoryCopy(buffers)
     return None
 
 
 class MemoryCopy:
-    """A copy of memory that is open until `close`, or until nobody has it any more."""
+    """A copy of memory that is open until `close`, or until it is garbage."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """Takes its time, so in a thread. Raises OSError where the system makes none."""
+        """Copy the buffers. To be called in a thread. Raises OSError."""
         self._name = f"stratagem-snapshot-{secrets.token_hex(16)}"
         self._descriptor = os.memfd_create(self._name, os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._descriptor)
@@ -146,12 +146,12 @@ def _write(descriptor: int, view: memoryview) -> None:
 
 
 def is_near(other: str) -> bool:
-    """Return whether that is the name of the place where this process is."""
+    """Return whether that is the name of this process's place."""
     return bool(other) and other == place()
 
 
 def offered(message: Any) -> tensor_pb2.OpenFile | None:
-    """Return the file in a message, where there is one that this process may read."""
+    """Return the file in a message; None where there is none that this process may read."""
     if "file" not in message.DESCRIPTOR.fields_by_name or not message.HasField("file"):
         return None
     file: tensor_pb2.OpenFile = message.file
@@ -159,7 +159,7 @@ def offered(message: Any) -> tensor_pb2.OpenFile | None:
 
 
 class OpenedFile:
-    """A file that is open here until `close`, or until nobody has it any more."""
+    """A file that is open here until `close`, or until it is garbage."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -168,7 +168,7 @@ class OpenedFile:
 
 @cache
 def _memory_device() -> int:
-    """Return the device that all memory files are on: no other file can be put there."""
+    """Return the device of all memory files, on which no other file can be."""
     descriptor = os.memfd_create("stratagem-device", os.MFD_CLOEXEC)
     try:
         return os.fstat(descriptor).st_dev
@@ -177,20 +177,20 @@ def _memory_device() -> int:
 
 
 def opened_copy(file: tensor_pb2.OpenFile) -> OpenedFile | None:
-    """Return the copy of memory that is offered, see `opened`."""
+    """Return the offered copy of memory; see `opened`."""
     if not _COPY_NAME.fullmatch(file.name):
         raise IntegrityError("an open file was offered that is no copy of a snapshot")
     found = opened(file, file.name)
     if found is not None and os.fstat(found.descriptor).st_dev != _memory_device():
-        # Another user can give a file the name, which this process may read and that one may not.
+        # Another user could give this name to a file that only this process may read.
         raise IntegrityError("an open file was offered that is not in memory")
     return found
 
 
 def opened(file: tensor_pb2.OpenFile, name: str) -> OpenedFile | None:
-    """Return what is offered; None where it is not there any more.
+    """Open the offered file; None where it no longer exists.
 
-    name: what the file's name must begin with. Raises IntegrityError for any other file, and
+    name: the prefix that the file's name must have. Raises IntegrityError for any other file, and
     UnreadableFileError where this process may open none.
     """
     path = f"/proc/{file.process}/fd/{file.descriptor}"
@@ -202,7 +202,7 @@ def opened(file: tensor_pb2.OpenFile, name: str) -> OpenedFile | None:
     except OSError:
         return None
     try:
-        _check_name(f"/proc/self/fd/{found.descriptor}", name)  # it may be another one since then
+        _check_name(f"/proc/self/fd/{found.descriptor}", name)  # may have changed
     except BaseException:
         found.close()
         raise
@@ -218,7 +218,7 @@ def _check_name(path: str, name: str) -> None:
 def contents(
     opened_file: OpenedFile, file: tensor_pb2.OpenFile, total_bytes: int
 ) -> Generator[memoryview, None, None]:
-    """Yield the bytes that are offered, in pieces that share one buffer, and close the file. Raises
+    """Yield the offered bytes, in pieces that share one buffer, and close the file. Raises
     IntegrityError where it has other bytes."""
     size = file.piece_bytes if file.crc32c else piece_bytes(total_bytes)
     try:
@@ -237,7 +237,7 @@ def contents(
 
 
 def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
-    """Yield pieces for so long."""
+    """Yield pieces for at most limit_s seconds."""
     end_s = time.monotonic() + limit_s
     for piece in pieces:
         yield piece
@@ -246,36 +246,36 @@ def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
 
 
 def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview] | None:
-    """Return the bytes of a copy that is offered, see `contents`; None where they are not there any
-    more and must be asked for. Raises UnreadableFileError where this process may open none."""
+    """Return the bytes of an offered copy, see `contents`; None where it no longer exists and the
+    bytes must be requested. Raises UnreadableFileError where this process may open none."""
     try:
         found = opened_copy(file)
-    except IntegrityError:  # the copy was closed, and the descriptor is another file's now
+    except IntegrityError:  # the copy was closed, and its descriptor reused
         return None
     return None if found is None else contents(found, file, total_bytes)
 
 
 # ---- Transfer ----
 #
-# In a download by open file, one side offers a copy and the other reads it. Both count its bytes
-# as those of a stream. This section decides how long a copy stays for its reader; the calls that
-# carry an offer are in rpc/tensor_transfer.py.
+# In a download by open file, one side offers a copy and the other reads it. Both count its bytes as
+# those of a stream. This section decides the lifetime of a copy; the calls that carry an offer are
+# in rpc/tensor_transfer.py.
 
 M = TypeVar("M")
 
 Take = Callable[[int, Iterator[Data]], Awaitable[None]]
-"""Takes all bytes from an offset on, as pieces that are valid until the next one."""
+"""Receives all bytes from an offset on, as pieces that are valid until the next one."""
 
 
 class Near(NamedTuple):
     """A download from a sender on this machine, which may offer a file in place of chunks."""
 
     open_call: Callable[[], Any]
-    """Starts a call that says so, from the first byte on."""
+    """Starts a call that accepts an offer, from the first byte on."""
     take: Take
-    """Reads the file, instead of what `accept` names."""
+    """Receives the content of the file, in place of the destination of `accept`."""
     leave: Callable[[], None]
-    """Has no file offered any more: this process may not open it."""
+    """Ends offers, since this process may not open the file."""
 
 
 async def serve_copy(
@@ -285,9 +285,9 @@ async def serve_copy(
     num_bytes: int,
     idle_timeout_s: float,
 ) -> AsyncIterator[M]:
-    """The one response of a download whose caller reads a copy of the content by itself. It is
-    there until the caller ends the call, for idle_timeout_s at most. num_bytes: that count as
-    sent."""
+    """Yield the one response of a download whose caller reads a copy of the content. The copy
+    exists until the caller ends the call, for at most idle_timeout_s. num_bytes: the bytes that
+    count as sent."""
     try:
         first = make()
         cast(Any, first).manifest.CopyFrom(to_proto(manifest))
@@ -304,8 +304,8 @@ async def serve_copy(
 async def take_offered(
     near: Near, file: tensor_pb2.OpenFile, writer: ChunkWriter, purpose: Purpose
 ) -> bool:
-    """Read the file that a sender offers for all that the writer waits for; False where it cannot
-    be read."""
+    """Read the file that a sender offers for all missing bytes of the writer; return False where it
+    cannot be read."""
     try:
         pieces = readable_copy(file, writer.total_bytes)
     except UnreadableFileError:

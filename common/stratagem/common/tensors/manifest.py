@@ -1,9 +1,8 @@
-"""This module describes the content of a tensor stream: names, types, shapes and places, checked
-before anything is allocated.
+"""Describe the content of a tensor stream: names, types, shapes and places, checked before anything
+is allocated.
 
-It owns the value `Manifest`, its rules and its form on the wire. All arithmetic is in Python
-integers, so a header of a few bytes cannot cause an allocation by overflow. It must not import
-torch, and does not depend on files or gRPC.
+All arithmetic is in Python integers, so a header of a few bytes cannot cause an allocation by
+overflow. The module must not import torch, and does not depend on files or gRPC.
 """
 
 import math
@@ -28,12 +27,12 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
 CONTROL: Final = "control/"
-"""Beginning of the names of the control variates of a federation, in a state and in updates."""
+"""The prefix of the control variates of a federation, in a state and in updates."""
 WITHIN_NORM: Final = "within_norm"
-"""Metadata key of a client's change: "1" where it was no longer than the clipping norm."""
+"""The metadata key of a client's change: "1" where its norm was within the clipping norm."""
 NUM_AVERAGED_KEY: Final = "average/num_averaged"
-"""Metadata key of a state: of how many states its average of the parameters is. A state that has
-the key and no tensors of an average is one: averages stand in the place of the parameters."""
+"""The metadata key of a state for the number of states in its average of the parameters. A state
+with the key and without tensors of an average has averages in place of the parameters."""
 
 
 class Purpose(IntEnum):
@@ -58,7 +57,7 @@ CODECS: Final[Mapping[str, tensor_pb2.Codec.ValueType]] = {
     "low_rank": tensor_pb2.CODEC_LOW_RANK,
     "vsa": tensor_pb2.CODEC_VSA,
 }
-"""How the tensors are coded, by the name in the job; "" is plain."""
+"""The codings of tensors by their names in the job; "" is plain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class TensorSpec:
     offset: int
     size_bytes: int
     alias_of: str | None = None
-    """An earlier tensor that shares its storage; then offset and size are that one's."""
+    """An earlier tensor that shares its storage, and whose offset and size it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +101,12 @@ class Manifest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
     codec: str = ""
-    """Of CODECS. What is coded are payloads of type uint8."""
+    """The name of a coding in CODECS; coded tensors are payloads of type uint8."""
     is_in_leaves: bool = False
     """The digest is that of the state in leaves (`leaves.py`), and not of a file."""
 
     def stored(self) -> tuple[TensorSpec, ...]:
-        """The tensors that have bytes of their own, in the order of their bytes."""
+        """Return the tensors that are no aliases, in the order of their bytes."""
         return tuple(tensor for tensor in self.tensors if tensor.alias_of is None)
 
 
@@ -121,7 +120,8 @@ def build_manifest(
     metadata: Mapping[str, str] | None = None,
     codec: str = "",
 ) -> Manifest:
-    """A manifest of (name, dtype, shape) in the order given; `aliases` maps name -> earlier name.
+    """Return a manifest of (name, dtype, shape) in the order given; `aliases` maps name -> earlier
+    name.
 
     Raises InvalidInputError where the result would break a rule that every receiver checks.
     """
@@ -199,7 +199,7 @@ def _check_values(manifest: Manifest) -> None:
 
 
 def _check_name(where: str, name: str, limits: Limits) -> None:
-    if len(name) > limits.max_name_bytes:  # before anything walks it
+    if len(name) > limits.max_name_bytes:  # before anything reads it
         raise LimitError(f"{where}: over the limit of {limits.max_name_bytes} bytes")
     if not name or _CONTROL.search(name) or name == RESERVED_NAME:
         raise InvalidInputError.at(where, f"{name!r} is empty, reserved or has control characters")
@@ -245,7 +245,7 @@ def _check_alias(where: str, spec: TensorSpec, source: TensorSpec | None) -> Non
 
 
 def to_proto(manifest: Manifest) -> tensor_pb2.Manifest:
-    """The manifest as its message. LimitError when it is too large for one."""
+    """Return the manifest as its message. Raises LimitError when it is too large for one."""
     message = tensor_pb2.Manifest(
         tensors=[
             tensor_pb2.TensorSpec(
@@ -281,9 +281,9 @@ def from_proto(
     purpose: Purpose | None = None,
     codecs: Collection[str] = ("",),
 ) -> Manifest:
-    """The message as a checked manifest; `purpose` is the only one accepted, if given, and a codec
-    must be one of `codecs`."""
-    if len(message.tensors) > limits.max_tensors:  # before anything is made of them
+    """Return the message as a checked manifest; `purpose` is the only one accepted, if given, and a
+    codec must be one of `codecs`."""
+    if len(message.tensors) > limits.max_tensors:  # before any is parsed
         raise LimitError(f"tensors: {len(message.tensors)}, the limit is {limits.max_tensors}")
     codec = next((name for name in codecs if CODECS[name] == message.codec), None)
     if codec is None:
@@ -325,8 +325,8 @@ def _purpose(number: int, wanted: Purpose | None) -> Purpose:
 # ---- Element types ----
 #
 # One table has the element types of the tensor stream, with their names in torch, on the wire and
-# in safetensors files. It must not import torch, since the base install reads and writes streams
-# without it.
+# in safetensors files. It must not import torch, without which the base install reads and writes
+# streams.
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ class DTypeInfo:
     """The properties of one element type."""
 
     name: str
-    """As torch spells it, without "torch."."""
+    """The name as in torch, without "torch."."""
     wire: tensor_pb2.DType.ValueType
     item_bytes: int
     safetensors: str
@@ -362,21 +362,21 @@ _BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES}
 
 
 def dtype_named(name: str, field: str = "dtype") -> DTypeInfo:
-    """The type that torch calls `torch.<name>`. field: what a refusal is about."""
+    """Return the type that torch calls `torch.<name>`. field: what a refusal is about."""
     if name not in _BY_NAME:
         raise InvalidInputError.at(field, f"{name!r} is not one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 
 def dtype_on_wire(number: int, field: str = "dtype") -> DTypeInfo:
-    """The type of a `DType` value of the protocol. field: what a refusal is about."""
+    """Return the type of a `DType` value of the protocol. field: what a refusal is about."""
     if number not in _BY_WIRE:
         raise InvalidInputError.at(field, f"{number} is no element type of this protocol version")
     return _BY_WIRE[number]
 
 
 def dtype_in_safetensors(name: str, field: str = "dtype") -> DTypeInfo:
-    """The type that a safetensors header calls `name`. field: what a refusal is about."""
+    """Return the type that a safetensors header calls `name`. field: what a refusal is about."""
     if name not in _BY_SAFETENSORS:
         raise InvalidInputError.at(field, f"{name!r} is not one of {', '.join(_BY_SAFETENSORS)}")
     return _BY_SAFETENSORS[name]

@@ -1,8 +1,8 @@
-"""Find the bytes of a state that an earlier one has, too, so only the others need to travel.
+"""Find the bytes of a state that an earlier one shares, so that only the others need to travel.
 
-Bytes are compared, in blocks from the start of each tensor, and no digest decides. Parameters that
-do not train are the same from commit to commit, and so are their moments, and rows of an embedding
-that no batch has had.
+The bytes themselves are compared, in blocks from the start of each tensor, not digests. Parameters
+that do not train are the same from commit to commit, as are their moments, and rows of an embedding
+that no batch has used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _GLANCE_BYTES: Final = 4096  # enough to tell most blocks that have changed
 
 
 class SameBytes(NamedTuple):
-    """A range of a state whose bytes another one has, too. Offsets are those of the manifests."""
+    """A range of a state whose bytes another state shares. Offsets are those of the manifests."""
 
     offset: int
     base_offset: int
@@ -38,8 +38,8 @@ def same_bytes(
 ) -> list[SameBytes]:
     """Return the ranges that both states have, in order and without overlap.
 
-    Tensors are compared that have the same name, type and shape in both; buffers are those of the
-    tensors that are stored, in order. What is beyond MAX_RANGES counts as changed.
+    Only tensors with the same name, type and shape in both are compared; buffers are those of the
+    stored tensors, in order. Bytes after MAX_RANGES ranges count as changed.
     """
     known = {
         (spec.name, spec.dtype, spec.shape): (spec.offset, buffer)
@@ -62,7 +62,7 @@ def same_bytes(
 
 
 def _joined(ranges: list[SameBytes], at: SameBytes) -> bool:
-    """Return whether a range continues the last one, which it is added to then."""
+    """Add a range to the last one if it continues that; return whether it does."""
     if not ranges:
         return False
     last = ranges[-1]
@@ -99,7 +99,7 @@ def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> 
 
 
 def changed_ranges(same: Sequence[SameBytes], total_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of all that lies between the ranges, in order; none is empty."""
+    """Yield (start, end) of the gaps between the ranges, in order; none is empty."""
     start = 0
     for each in (*same, SameBytes(total_bytes, 0, 0)):
         if each.offset > start:
@@ -114,7 +114,7 @@ def num_changed_bytes(same: Sequence[SameBytes], total_bytes: int) -> int:
 def cut(
     manifest: Manifest, buffers: Sequence[memoryview], same: Sequence[SameBytes]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a state that lie between the ranges, as views of its buffers."""
+    """Yield the bytes of a state between the ranges, as views of its buffers."""
     placed = iter(zip(manifest.stored(), buffers, strict=True))
     spec, buffer = None, memoryview(b"")
     for start, end in changed_ranges(same, manifest.total_bytes):
@@ -143,7 +143,7 @@ class SliceName:
     parameter: int
     """The parameter's number, from 0."""
     place: int
-    """Among what is kept of the parameter."""
+    """The place among the tensors kept for the parameter."""
     first: int
     """The first element of the parameter that the slice is of."""
     whole: str
@@ -158,11 +158,11 @@ class ParameterSlice:
     """The place of a slice of a parameter that no member has as a whole."""
 
     place: int
-    """Of the parameter among all tensors of the model, from 0."""
+    """The number of the parameter among all tensors of the model, from 0."""
     first: int
     """The first element of the parameter that the slice is of."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     whole: str
     """The name of the tensor in an undivided state."""
 
@@ -172,9 +172,9 @@ class ParameterSlice:
 
 
 def slice_name(name: str) -> SliceName | None:
-    """Return what the name of a tensor says of a slice; None where it names none.
+    """Parse the name of a tensor as that of a slice; None for other names.
 
-    Raises InvalidInputError for a name that begins as one and is none.
+    Raises InvalidInputError for a name that only begins like one.
     """
     if not name.startswith(_PREFIX):
         return None
@@ -186,9 +186,9 @@ def slice_name(name: str) -> SliceName | None:
 
 
 def parameter_slice(name: str) -> ParameterSlice | None:
-    """Return what the name of a tensor says of a slice of a parameter; None where it names none.
+    """Parse the name of a tensor as that of a slice of a parameter; None for other names.
 
-    Raises InvalidInputError for a name that begins as one and is none.
+    Raises InvalidInputError for a name that only begins like one.
     """
     if not name.startswith(_PARAMETER):
         return None

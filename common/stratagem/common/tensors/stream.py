@@ -1,12 +1,12 @@
 """Cut the byte range of a tensor stream into checked chunks and put it together again.
 
-The module owns the size of a chunk, its checksum and the order. A sender gives memory or a source
-of pieces, and a receiver gives a sink.
+The module defines the size of a chunk, its checksum and the order. A sender gives memory or a
+source of pieces, a receiver a sink.
 
 CHUNK_BYTES is measured (benchmarks/tensor_stream.py --chunks), with the allocator tuned as in
 process/process.py: the fixed cost of gRPC and Python per message is a tenth of the time at 1 MiB.
-It is also the most that a receiver takes. Small ranges are cut smaller (`piece_bytes`): several
-pieces are on their way at once, at both ends and for each stream.
+It is also the largest chunk that a receiver accepts. Small ranges are cut smaller (`piece_bytes`),
+so that several pieces are in transit at once, at both ends and for each stream.
 """
 
 import ctypes
@@ -46,12 +46,12 @@ _ROOM: Final = bytes((_CRC_TAG, 0, 0, 0, 0))
 
 
 def crc32c(data: Data) -> int:
-    """CRC32C of bytes in memory, without a copy of them."""
+    """Return the CRC32C of bytes in memory, without a copy of them."""
     return extended(0, data)
 
 
 def extended(crc: int, data: Data) -> int:
-    """The CRC32C of what has the one given, with `data` behind it."""
+    """Return the CRC32C of earlier bytes, whose CRC32C is given, followed by `data`."""
     # The C function takes no memoryview, but it takes an array.
     value: int = google_crc32c.extend(
         crc, data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
@@ -60,7 +60,7 @@ def extended(crc: int, data: Data) -> int:
 
 
 def iter_frames(pieces: Iterable[Piece], offset: int = 0) -> Iterator[bytes]:
-    """Each piece as a serialized message whose field `chunk` carries it."""
+    """Yield each piece as a serialized message whose field `chunk` carries it."""
     for piece in pieces:
         parts = (piece,) if isinstance(piece, bytes | memoryview) else piece
         yield frame(offset, *parts)
@@ -68,14 +68,13 @@ def iter_frames(pieces: Iterable[Piece], offset: int = 0) -> Iterator[bytes]:
 
 
 def frame(offset: int, *parts: Data) -> bytes:
-    """Return one serialized message whose field `chunk` carries `parts`, which must not all be
-    empty."""
+    """Return a serialized message whose field `chunk` carries `parts`, not all of them empty."""
     size = sum(map(len, parts))
     return (patched if size >= _MIN_PATCHED_BYTES else joined)(offset, *parts)
 
 
 def recut(raw: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
-    """Yield what a frame carries as frames of these sizes, and one of what is left."""
+    """Yield the data of a frame as frames of these sizes, and one of the rest."""
     whole = None if len(raw) < _MIN_BYTES else _unframed(raw, tensor_pb2.Chunk.FromString)
     if whole is None:
         yield raw
@@ -90,15 +89,15 @@ def recut(raw: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
 
 
 def has_crc(raw: bytes, offset: int, size: int, crc: int) -> bool:
-    """Return whether a frame of `size` bytes of data, as `frame` makes it, carries this
-    checksum."""
+    """Return whether a frame made by `frame` from `size` bytes of data has this checksum."""
     if crc:
         return raw.endswith(bytes((_CRC_TAG,)) + crc.to_bytes(4, "little"))
     return len(raw) == len(_head(offset, size, 0)) + size
 
 
 def joined(offset: int, *parts: Data) -> bytes:
-    """The frame in plain Python: a pass over the data for the checksum, and one that copies."""
+    """Return the frame, made in plain Python by a pass over the data for the checksum and one that
+    copies."""
     crc = 0
     for part in parts:
         crc = extended(crc, part)
@@ -107,12 +106,12 @@ def joined(offset: int, *parts: Data) -> bytes:
 
 
 def patched(offset: int, *parts: Data) -> bytes:
-    """The frame, copied first; the checksum is taken of the copy and put into its place."""
+    """Return the frame, copied first, with the checksum computed from the copy."""
     size = sum(map(len, parts))
     head = _head(offset, size, 5)
     raw = b"".join((head, *parts, _ROOM))
     crc: int = google_crc32c.value(np.frombuffer(raw, np.uint8, size, len(head)))
-    if crc == 0:  # is left out of the message
+    if crc == 0:  # protobuf omits it
         return joined(offset, *parts)
     # No other code has seen these bytes yet.
     ctypes.memmove(_address_of(raw) + len(raw) - 4, crc.to_bytes(4, "little"), 4)
@@ -133,7 +132,7 @@ _address_of.argtypes, _address_of.restype = (ctypes.py_object,), ctypes.c_void_p
 class ChunkFrame:
     """A received message that carries a chunk; stands in for the message and for its chunk.
 
-    `data` is a view of the message. Whatever else is asked of it is answered by protobuf.
+    `data` is a view of the message. Protobuf provides all other attributes.
     """
 
     __slots__ = ("_parse", "_raw", "crc32c", "data", "offset")
@@ -156,7 +155,8 @@ class ChunkFrame:
 
 
 def reading_frames(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """The deserializer of a message type; those with a chunk come as ChunkFrame where possible."""
+    """Return the deserializer of a message type, which makes a ChunkFrame of messages with a chunk
+    where possible."""
     descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
     field = descriptor.fields_by_name.get("chunk") if descriptor else None
     if (
@@ -176,7 +176,8 @@ def reading_frames(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _unframed(raw: bytes, parse: Callable[[bytes], Any]) -> ChunkFrame | None:
-    """The frame, if `raw` is what `frame` or protobuf would make of one chunk and nothing else."""
+    """Return the frame if `raw` has the form that `frame` or protobuf gives to a message with only
+    a chunk."""
     size, at = _read_varint(raw, 1)
     if size != len(raw) - at:
         return None
@@ -203,7 +204,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """A varint of at most nine bytes, and where it ends; -1 for a longer one."""
+    """Return a varint of at most nine bytes, and its end; -1 for a longer one."""
     value = 0
     for shift in range(0, 63, 7):
         byte = raw[at]
@@ -221,18 +222,18 @@ MAX_CHUNK_BYTES: Final = CHUNK_BYTES  # what a receiver takes
 
 _MIN_PIECE_BYTES: Final = CHUNK_BYTES // 8
 _PIECES_AT_LEAST: Final = 8
-"""Pieces of a range, unless they would be small ones: a few of them take less than the range."""
+"""The fewest pieces of a range, unless they would be small: a few are less than the range."""
 
 Sink = Callable[[int, Any], None]
-"""Takes the bytes (or a view of bytes) at an offset; offsets come in order and without gaps."""
+"""Receives the bytes (or a view of bytes) at an offset; offsets come in order and without gaps."""
 
 Source = Callable[[int], Iterator[Piece]]
-"""Gives the range from an offset on, in pieces of at most CHUNK_BYTES."""
+"""Yields the range from an offset on, in pieces of at most CHUNK_BYTES."""
 
 
 def piece_bytes(total_bytes: int) -> int:
-    """Return in how large pieces a range of so many bytes is read, sent or worked on: a power of
-    two between 256 KiB and CHUNK_BYTES."""
+    """Return the size of the pieces in which a range is read, sent or processed: a power of two
+    between 256 KiB and CHUNK_BYTES."""
     part = -(-total_bytes // _PIECES_AT_LEAST)
     return min(CHUNK_BYTES, max(_MIN_PIECE_BYTES, 1 << max(0, part - 1).bit_length()))
 
@@ -247,8 +248,7 @@ class CarriesChunk(Protocol):
 def iter_views(
     buffers: Sequence[memoryview], offset: int = 0, piece_bytes: int = CHUNK_BYTES
 ) -> Iterator[list[memoryview]]:
-    """The concatenation of `buffers` from `offset` on, in pieces: each as views of the buffers that
-    it is part of."""
+    """Yield the concatenation of `buffers` from `offset` on in pieces, each as views."""
     parts: list[memoryview] = []
     room = piece_bytes
     for buffer in buffers:
@@ -268,12 +268,12 @@ def iter_views(
 
 
 def from_buffers(buffers: Sequence[memoryview], piece_bytes: int = CHUNK_BYTES) -> Source:
-    """A source that reads memory; the memory must not change while it is read."""
+    """Return a source that reads memory; the memory must not change while it is read."""
     return lambda offset: iter_views(buffers, offset, piece_bytes)
 
 
 def fill_chunk(chunk: tensor_pb2.Chunk, offset: int, piece: bytes) -> None:
-    """Make `chunk`, a part of a message, the one that carries `piece` at `offset`.
+    """Make `chunk`, a part of a message, carry `piece` at `offset`.
 
     It is filled in place: setting a whole chunk into a field would copy the payload again.
     """
@@ -289,11 +289,10 @@ def check_offset(offset: int, total_bytes: int) -> None:
 
 
 class ChunkWriter:
-    """Writes chunks to a sink after checking order, length and checksum of each.
+    """A writer of chunks to a sink, which checks order, length and checksum of each.
 
-    A chunk that fails raises and reaches the sink in no part; the writer then still stands where it
-    stood. `offset` > 0 continues a range whose beginning is already in the sink. `purpose` says as
-    what the bytes count.
+    A wrong chunk raises, and neither reaches the sink nor moves the writer. `offset` > 0 continues
+    a range whose beginning is already in the sink. The bytes are counted for `purpose`.
     """
 
     __slots__ = ("_flow", "_sink", "received", "total_bytes")
@@ -333,13 +332,13 @@ class ChunkWriter:
         self._flow.num_bytes += size
 
     def take(self, data: Data) -> None:
-        """Pass on the next bytes, which have come by another way and are checked."""
+        """Pass on the next bytes, received in another way and already checked."""
         self._sink(self.received, data)
         self.received += len(data)
         self._flow.num_bytes += len(data)
 
     def finish(self) -> None:
-        """Say that the stream has ended; raises when bytes are missing."""
+        """Note the end of the stream. Raises when bytes are missing."""
         if not self.is_complete:
             raise IntegrityError(
                 f"stream ended after {self.received} of {self.total_bytes} announced bytes"
@@ -347,7 +346,7 @@ class ChunkWriter:
 
 
 def into(buffer: memoryview) -> Sink:
-    """A sink that writes into memory."""
+    """Return a sink that writes into memory."""
     view = _as_bytes(buffer)
 
     def write(offset: int, data: Data) -> None:
@@ -366,9 +365,8 @@ def _as_bytes(buffer: memoryview) -> memoryview:
 #
 # The process counts the bytes of tensors that it has sent and received.
 #
-# A process has one network, so there is one count of it, as plain numbers: one addition per chunk
-# or message, of some 50 ns. Two threads that add at the same moment may lose a message; rates,
-# the purpose of these numbers, are not affected.
+# The counts are plain numbers of the process: one addition per chunk or message, of some 50 ns. Two
+# threads that add at the same moment may lose a message, which does not matter for rates.
 
 SENT: Final = "sent"
 RECEIVED: Final = "received"
@@ -394,18 +392,18 @@ _ENGINES: Final = {
 
 
 def sent(purpose: Purpose) -> Flow:
-    """Tensor streams that leave, over gRPC or for who reads them on this machine."""
+    """Return the count of outgoing tensor streams, over gRPC or to readers on this machine."""
     return _STREAMS[SENT, purpose]
 
 
 def received(purpose: Purpose) -> Flow:
-    """Tensor streams that come in, over gRPC or read on this machine."""
+    """Return the count of incoming tensor streams, over gRPC or read on this machine."""
     return _STREAMS[RECEIVED, purpose]
 
 
 def over(engine: str, direction: str) -> Flow:
-    """Return the count of tensors over a mesh engine other than gRPC, counted when they are handed
-    over."""
+    """Return the count of tensors over a mesh engine other than gRPC, which are counted when they
+    are submitted."""
     return _ENGINES[direction, engine]
 
 

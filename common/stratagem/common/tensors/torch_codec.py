@@ -1,7 +1,7 @@
-"""Torch tensors in and out of a tensor stream.
+"""Convert torch tensors to and from a tensor stream.
 
-Owns the step between `torch.Tensor` and bytes, both ways without a copy of the whole. The only
-module of `common` (with its name saying so) that imports torch.
+The conversion between `torch.Tensor` and bytes makes no copy of the whole. This is the only module
+of `common` that imports torch.
 
 Received bytes are copied into storage that torch allocated, one storage per tensor: the bits of a
 matrix product change with the alignment of its operands, so a view of a receive buffer is not used.
@@ -39,9 +39,9 @@ def manifest_of(
     weight: float = 0.0,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[Manifest, list[memoryview]]:
-    """The manifest of these tensors and their bytes, one buffer per tensor that is stored.
+    """Return the manifest of these tensors and their bytes, one buffer per stored tensor.
 
-    Tensors are ordered by element size, largest first, and otherwise as given; so each one lies
+    Tensors are ordered by element size, largest first, and otherwise as given, so each one is
     aligned in a file, as readers of safetensors expect. Tensors that are the same view of the same
     storage are sent once. The buffers are the tensors' own memory where these are contiguous and on
     the CPU: the caller must not change them while they are sent.
@@ -69,17 +69,18 @@ def manifest_of(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a tensor in C order; its own memory where it is contiguous on the CPU."""
+    """Return the elements of a tensor in C order; its memory if contiguous on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
     whole = tensor.detach().resolve_neg().cpu().contiguous()
-    # Not view(-1): a tensor of one element is contiguous with any stride, and keeps it.
+    # view(-1) would keep the stride of a tensor of one element, which is contiguous with any.
     flat = whole.as_strided((whole.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def allocate(manifest: Manifest) -> tuple[Sink, Callable[[], dict[str, Tensor]]]:
-    """Tensors for a checked manifest: a sink for its byte range, and a function that gives them.
+    """Allocate the tensors of a checked manifest; return a sink for its byte range, and a function
+    that returns them.
 
     Each byte is written once, straight into the tensor that it belongs to.
     """
@@ -114,7 +115,7 @@ def _scatter(manifest: Manifest, stored: Mapping[str, Tensor]) -> Sink:
 
 
 def load_file(path: Path) -> tuple[dict[str, Tensor], Manifest]:
-    """The tensors of a safetensors file, tied ones as one tensor; the caller checks the digest."""
+    """Return the tensors of a safetensors file, tied ones as one; the caller checks the digest."""
     manifest, data_start = read_header(path)
     sink, finish = allocate(manifest)
     offset = 0
@@ -125,21 +126,21 @@ def load_file(path: Path) -> tuple[dict[str, Tensor], Manifest]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type of that name; refused where this torch does not have it."""
+    """Return the torch type of that name. Raises InvalidInputError where this torch lacks it."""
     if name not in TORCH_DTYPES:
-        dtype_named(name)  # says so when no torch has it
+        dtype_named(name)  # raises when no torch has it
         raise InvalidInputError.at("dtype", f"{name} is not in torch {torch.__version__}")
     return TORCH_DTYPES[name]
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """The name of a tensor's element type in manifests."""
+    """Return the name of a tensor's element type in manifests."""
     return element_type("tensor", tensor).name
 
 
 def element_type(field: str, tensor: Tensor) -> DTypeInfo:
-    """The element type of a tensor that is to be sent. Raises InvalidInputError, naming the field,
-    for one that cannot be."""
+    """Return the element type of a tensor to send. Raises InvalidInputError, which names the field,
+    for an unsupported one."""
     if tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         text = f"is a tensor of layout {layout}; allowed is strided, which `to_dense()` makes"

@@ -50,20 +50,20 @@ class CheckReport:
     """The findings about one job, in the order of the checks."""
 
     say: Callable[[Finding], None] = lambda _: None
-    """Is given each finding as soon as it is there."""
+    """Receives each finding as soon as it is made."""
     findings: list[Finding] = field(default_factory=list)
 
     def ok(self, check: str, about: str, found: str) -> None:
-        """Add that something is as it should be."""
+        """Add a finding that something is right."""
         self._add(Finding(check, about, Level.OK, found))
 
     def warn(self, check: str, about: str, found: str, advice: str = "") -> None:
-        """Add what need not be wrong, or could not be checked."""
+        """Add a finding that need not be wrong, or could not be checked."""
         self._add(Finding(check, about, Level.WARN, found, advice))
 
     def fail(self, check: str, about: str, found: str, advice: str = "") -> None:
-        """Add a fault, for which the job would be refused or fail. Several checks may come upon the
-        same one: only the first says it."""
+        """Add a fault, for which the job would be refused or fail. A fault that several checks meet
+        is added once."""
         said = {(known.about, known.found) for known in self.findings if known.level is Level.FAIL}
         if (about, found) not in said:
             self._add(Finding(check, about, Level.FAIL, found, advice))
@@ -73,13 +73,13 @@ class CheckReport:
         self.say(finding)
 
     def has_failed(self, text: str) -> bool:
-        """Return whether a text tells a fault that has been added."""
+        """Return whether a fault with this text has been added."""
         return any(each.level is Level.FAIL and each.found in text for each in self.findings)
 
     def attempt(self, check: str, about: str, action: Callable[[], T]) -> T | None:
-        """Return what the action returns; None where it raises, whose faults are then added.
+        """Return the result of the action; None where it raises, and then add its faults.
 
-        about: the field that the check is about, where the error names none.
+        about: the field of the check, for errors that name none.
         """
         try:
             return action()
@@ -92,13 +92,13 @@ class CheckReport:
                 self.fail(check, about, str(error))
         except StratagemError as error:
             self.fail(check, about, str(error))
-        except RuntimeError as error:  # of torch, which our code has called
+        except RuntimeError as error:  # raised by torch, called by our code
             self.fail(check, about, f"{type(error).__name__}: {error}")
         return None
 
 
 def _place_of(error: UserCodeError) -> str:
-    """Return what was done, and the frames of the traceback, whose last words are the message."""
+    """Return the activity, and the frames of the traceback, which ends with the message."""
     lines = error.traceback.rstrip().splitlines()
     while lines and not lines[-1].startswith("  "):
         del lines[-1]
@@ -108,20 +108,19 @@ def _place_of(error: UserCodeError) -> str:
 
 # ---- Checks of a job ----
 #
-# The job is tried as workers would use it, a little of each part: code, model, data, a step,
-# metrics. Every check that can be made is made, whatever the others have found. The checks do not
-# use the network.
+# A little of each part of the job is tried as workers would use it: code, model, data, a step,
+# metrics. Every possible check is made, whatever the others find, without the network.
 
 _DIVIDED: Final = "strategy.options.partition_state"
 _NUM_ROWS: Final = 2
 _TRIED_ROWS: Final = 9
-"""Of each split, one by one: the first, the last, and some between them."""
+"""The number of rows of each split that are tried: the first, the last, and some between them."""
 _STREAMED_ROWS: Final = 64
 _STREAMED_TWICE: Final = 3
 _SAME: Final = 0.01
-"""How near to 2 is twice as large: rows are not drawn alike where the model draws at random."""
+"""The tolerance of "twice as large": a model that draws at random does not treat rows alike."""
 _NUM_NAMES: Final = 5
-"""How many names a finding lists."""
+"""The largest number of names in a finding."""
 
 
 def check_job(
@@ -130,13 +129,13 @@ def check_job(
     memory: Callable[[], str],
     say: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
-    """Return what is found about a job whose document is valid, where faults are of level FAIL.
+    """Return the findings on a job whose document is valid; faults have the level FAIL.
 
-    memory: says how much the job needs, or raises. say: is given each finding at once.
+    memory: returns a sentence on the needed memory, or raises. say: receives each finding at once.
     """
     checks = _JobChecks(job, site, CheckReport(say))
     checks.code()
-    placed = job.execution.with_changes(parallelism="None")  # a strategy is made of it beforehand
+    placed = job.execution.with_changes(parallelism="None")  # it has become a strategy already
     checks.report.attempt("settings", "execution", lambda: check_supported(placed))
     model = checks.model()
     data = checks.data(model)
@@ -166,20 +165,17 @@ class _JobChecks:
     report: CheckReport
 
     def code(self) -> None:
-        """Whether every entry point can be imported and called."""
-        named = entry_points_by_field(self.job)
+        """Check that every entry point can be imported and called."""
+        named, resolve = entry_points_by_field(self.job), self.site.entrypoints.resolve
         found = [
-            self.report.attempt("code", field, lambda: self._resolves(name, field))  # noqa: B023
+            self.report.attempt("code", field, lambda: callable(resolve(name, field)))  # noqa: B023
             for field, name in named.items()
         ]
         if named and all(found):
             self.report.ok("code", "", f"{len(named)} entry points can be imported")
 
-    def _resolves(self, name: str, field: str) -> bool:
-        return callable(self.site.entrypoints.resolve(name, field))
-
     def model(self) -> nn.Module | None:
-        """Whether the model can be built, on the meta device and for real; with its groups."""
+        """Check that the model can be built, on the meta device and for real, with its groups."""
         job, entrypoints, changes = self.job, self.site.entrypoints, list[str]()
         if self.report.attempt("model", "model", self._build_shapes) is None:
             return None
@@ -203,7 +199,7 @@ class _JobChecks:
         return model
 
     def _initial(self, model: nn.Module) -> None:
-        """Whether the file that the model begins from is there, and what is converted of it."""
+        """Check that the initial file of the model exists, and report its conversions."""
         if self.job.initial is None or (file := self.job.initial.file) is None:
             return
         given = self.report.attempt("model", "initial.file", lambda: _dtypes_in(Path(file)))
@@ -217,10 +213,10 @@ class _JobChecks:
         return build_shapes(self.job, self.site.entrypoints, device=meta)
 
     def data(self, model: nn.Module | None) -> dict[str, Dataset]:
-        """Whether each split can be loaded, its rows read twice, and collated, for the model if
+        """Check that each split can be loaded, its rows read twice, and collated, for the model if
         there is one."""
         dtype = converted_dtype(self.job) if model is None else rows_dtype(self.job, model)
-        data = {split: self._known(split, each) for split, each in self._loaded().items()}
+        data = {split: self._first_rows(split, each) for split, each in self._loaded().items()}
         if data and not self.job.only_evaluates:
             self.report.attempt("data", "data", lambda: training_split(data))
         for split, dataset in data.items():
@@ -232,7 +228,7 @@ class _JobChecks:
         return data
 
     def _loaded(self) -> dict[str, Dataset]:
-        """The job's data; the function that makes them is called twice, and must give the same."""
+        """Return the job's data; their function is called twice, and must return the same."""
         job, site = self.job, self.site
         first_call = self.report.attempt(
             "data",
@@ -248,8 +244,8 @@ class _JobChecks:
         self.report.attempt("data", "data", lambda: check_same_rows(job, few, first_call, where))
         return data
 
-    def _known(self, split: str, dataset: Dataset) -> Dataset:
-        """The first rows of a stream, or the data set as it is."""
+    def _first_rows(self, split: str, dataset: Dataset) -> Dataset:
+        """Return the first rows of a stream, or the data set as it is."""
         if not isinstance(dataset, StreamDataset):
             return dataset
         how = "its states lead on" if dataset.has_states else "a shard is read again to go on"
@@ -271,7 +267,7 @@ class _JobChecks:
         self.report.ok("data", f"data.{split}", found)
 
     def together(self, model: nn.Module, data: Mapping[str, Dataset]) -> None:
-        """Whether model, data and the rest of the job fit each other."""
+        """Check that model, data and the rest of the job fit together."""
         num_rows = {split: len(dataset) for split, dataset in data.items()}
         self.report.attempt("model", "strategy", lambda: check_built(self.job, model, num_rows))
         self.report.attempt("model", "model", lambda: check_rows_apart(self.job, model))
@@ -285,7 +281,7 @@ class _JobChecks:
             self.report.ok("order", "data.partition", found)
         elif steps is not None:
             total = self.job.steps or (self.job.epochs or 0) * steps
-            in_all = f", {total:,} in all" if total else ""  # rounds are counted instead
+            in_all = f", {total:,} in all" if total else ""  # federations count rounds
             self.report.ok("order", "data.order", f"{steps:,} steps to an epoch{in_all}")
 
     def _steps_of(self, data: Mapping[str, Dataset]) -> int:
@@ -294,8 +290,8 @@ class _JobChecks:
         return BatchOrder(num_rows, self.job.batch_size, self.job.seed, order).steps_per_epoch
 
     def step(self, data: Mapping[str, Dataset]) -> TriedStep | None:
-        """Whether a step can be made, is finite, reaches all parameters, and can be repeated from a
-        saved state."""
+        """Check that a step can be made, is finite, reaches all parameters, and can be repeated
+        from a saved state."""
         tried = self.report.attempt("step", "loss", lambda: try_step(self.job, self.site, data))
         for note in [] if tried is None else tried.setup.notes:
             self.report.warn("settings", "", note)
@@ -327,7 +323,7 @@ class _JobChecks:
         return tried
 
     def _mean(self, data: Mapping[str, Dataset]) -> None:
-        """Whether the user's loss is a mean over rows: it is then the same for each row twice."""
+        """Check that the user's loss is a mean over rows, by a batch with each row twice."""
         field = "step" if self.job.step is not None else "loss"
         own = self.job.step or (self.job.loss and self.job.loss.entrypoint)
         if not own or isinstance(data["train"], FetchedRows):
@@ -340,8 +336,7 @@ class _JobChecks:
             self.report.warn("step", field, found, advice)
 
     def divided(self, data: Mapping[str, Dataset]) -> None:
-        """Whether steps can be made while each worker keeps its slice only, where the job says
-        so."""
+        """Check that steps can be made with divided state, where the job says so."""
         if self.job.only_evaluates or not partitions_state(self.job.strategy):
             return
         tried = partial(_is_divided, self.job, self.site, data)
@@ -349,7 +344,7 @@ class _JobChecks:
             self.report.ok("step", _DIVIDED, "two steps of a worker that keeps only its slice")
 
     def evaluation(self, tried: TriedStep) -> None:
-        """Whether loss and metrics can be computed."""
+        """Check that loss and metrics can be computed."""
         spec = self.job.evaluation
         if spec is None or spec.split not in tried.setup.data:
             return
@@ -363,7 +358,7 @@ class _JobChecks:
             self.report.ok("evaluation", "evaluation", f"over {num_rows} rows: {values}")
 
     def memory(self, needed: Callable[[], str]) -> None:
-        """How much memory a worker needs; what reads values cannot be played without them."""
+        """Report the memory that a worker needs; code that reads values cannot be simulated."""
         try:
             self.report.ok("memory", "", needed())
         except StratagemError as error:

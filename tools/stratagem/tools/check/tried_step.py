@@ -30,16 +30,16 @@ from stratagem.worker.objectives.evaluator import EvaluationShare
 # ---- Tried step ----
 
 _NUM_ROWS: Final = 2
-"""Of the step that is tried."""
+"""The number of rows of the tried step."""
 _EVALUATED_ROWS: Final = 64
-"""From all over the split, for metrics that want rows of several classes."""
+"""The number of evaluated rows, from all over the split, for metrics that need several classes."""
 _EVALUATED_BATCH: Final = 32
 _ALONE: Final = ShardOwners(0, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TriedStep:
-    """One real step of a job: its report, and what else was seen."""
+    """One real step of a job: its report, and further observations."""
 
     setup: Setup
     num_rows: int
@@ -48,13 +48,13 @@ class TriedStep:
     untouched: tuple[str, ...] = ()
     """Trained parameters that got no gradient."""
     resumes: bool = True
-    """Whether the next step has the same bits when it starts from a saved state."""
+    """True if the next step has the same bits when it starts from a saved state."""
 
 
 def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep:
-    """Make a step of the job as one worker alone would, on the first row and the last one.
+    """Make a step of the job as a single worker would, on the first row and the last one.
 
-    Raises what training raises.
+    Raises the errors of training.
     """
     few, num_rows = _few_of(data)
     short = _shortened(job, max(num_rows, 1))
@@ -85,7 +85,7 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
 
 
 def try_rows_twice(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
-    """Return how many times as large the loss of the first step is when it has each row twice."""
+    """Return the factor by which the loss of the first step grows when it has each row twice."""
     few, num_rows = _few_of(data)
     once, twice = (
         _first_loss(job, site, {**few, "train": Subset(few["train"], rows)})
@@ -101,10 +101,11 @@ def _first_loss(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
 
 
 def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> None:
-    """Make two steps, a copy of the state and an evaluation as a worker would whose party divides
-    its state, on the rows of `try_step`: there parameters are absent where no layer uses them.
+    """Make two steps, a copy of the state and an evaluation, on the rows of `try_step`, as a worker
+    of a party with divided state would: parameters are absent where no layer uses them.
 
-    The second step finds what code has kept of the first. Raises what training raises.
+    The second step detects anything that code has kept from the first. Raises the errors of
+    training.
     """
     few, num_rows = _few_of(data)
     short = _shortened(job, num_rows).altered(strategy=job.strategy)
@@ -149,7 +150,7 @@ def head_of(dataset: Dataset, num_rows: int) -> Dataset:
 
 
 def spread_over(dataset: Dataset, num_rows: int) -> Dataset:
-    """Return at most so many rows from all over a data set, in order: the first, the last, and
+    """Return at most num_rows rows from all over a data set, in order: the first, the last, and
     some between them."""
     size = len(dataset)
     if size <= num_rows:
@@ -166,7 +167,7 @@ def last_first(dataset: Dataset) -> Dataset:
 
 
 def _few_of(data: Mapping[str, Dataset]) -> tuple[dict[str, Dataset], int]:
-    """Return (the rows that are tried of each split, how many of them a step has)."""
+    """Return (the tried rows of each split, the number of rows of a step)."""
     few = {split: spread_over(dataset, _EVALUATED_ROWS) for split, dataset in data.items()}
     if "train" in few:
         few["train"] = last_first(few["train"])
@@ -174,7 +175,7 @@ def _few_of(data: Mapping[str, Dataset]) -> tuple[dict[str, Dataset], int]:
 
 
 def _shortened(job: JobSpec, num_rows: int) -> JobSpec:
-    """Return the job with steps of so many rows, which one worker makes at once."""
+    """Return the job with steps of num_rows rows, which one worker makes at once."""
     window = job.window.with_changes(micro_batch_size=None, steps=None)
     execution = job.execution.with_changes(mode="Eager", profiling=False, parallelism="None")
     if execution.accumulation_steps is not None:
@@ -208,15 +209,14 @@ def _exchange(trainer: Trainer) -> GradientReducer:
 
 # ---- Local steps of clients ----
 #
-# The number of steps that the clients of a federation make is reported as far as it is known before
-# a round.
+# The number of steps that the clients of a federation make is reported as far as it is known.
 
 
 def local_steps(job: JobSpec, strategy: Federated, site: Site, num_rows: int) -> str:
     """Return the sentence on the steps of a client.
 
-    Their number is known where clients get equal pieces of the rows: not where these are divided
-    by label, are made for each client or at its worker, or are drawn for privacy.
+    Their number is known where clients get equal parts of the rows: not where rows are divided by
+    label, made for each client or at its worker, or drawn for privacy.
     """
     count, partition = strategy.num_clients, job.partition
     clients = f"{count:,} clients" if count != 1 else "1 client"

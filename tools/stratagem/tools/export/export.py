@@ -29,7 +29,7 @@ _NO_HUB = "--to hf writes shards with huggingface_hub; pip install huggingface_h
 
 
 def write_hf_folder(model: nn.Module, folder: Path, shard_size: str) -> None:
-    """Write the model as its library saves it; one of no library as shards with an index.
+    """Write the model as its library saves it; a model without a library as shards with an index.
 
     Tied tensors are written once. shard_size: such as "5GB". A model of peft writes its adapter.
     """
@@ -54,13 +54,13 @@ def write_hf_folder(model: nn.Module, folder: Path, shard_size: str) -> None:
 
 _LABELS: Final = ("label", "labels")
 NUM_ROWS: Final = 3
-"""Of an example; exporters take sizes of 0 and 1 for fixed ones."""
+"""The number of rows of an example; exporters treat sizes of 0 and 1 as fixed."""
 
 
 def trained_model(job: JobSpec, site: Site, state: Path) -> nn.Module:
-    """Build the model on the CPU, ready to be run. state: a file of all its state_dict()'s names.
+    """Build the model on the CPU, ready to run. state: a file with all names of its state_dict().
 
-    Raises InvalidInputError for a state of another model than the one that is built here.
+    Raises InvalidInputError for the state of a different model.
     """
     model = build_model(job, site.entrypoints, device=torch.device("cpu"), fresh=True)
     try:
@@ -72,7 +72,7 @@ def trained_model(job: JobSpec, site: Site, state: Path) -> nn.Module:
 
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a model."""
+"""The positional and keyword arguments of a model."""
 
 
 def example_inputs(job: JobSpec, site: Site, model: nn.Module) -> Inputs:
@@ -92,7 +92,7 @@ def example_inputs(job: JobSpec, site: Site, model: nn.Module) -> Inputs:
 
 
 def resized(inputs: Any, num_rows: int) -> Any:
-    """Return inputs with as many rows, in turn from those that there are."""
+    """Return inputs with num_rows rows, taken in turn from the existing ones."""
     return tree_map_only(Tensor, lambda t: t[torch.arange(num_rows) % len(t)].contiguous(), inputs)
 
 
@@ -104,21 +104,21 @@ def resized(inputs: Any, num_rows: int) -> Any:
 _BATCH: Final = "batch"
 _TRIED_ROWS: Final = (2, 5)
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
-"""Rounding of kernels that add in another order."""
+"""The tolerances for kernels that add in another order."""
 NO_ONNX: Final = "--to onnx needs onnx and onnxscript here; pip install onnx onnxscript"
 
 Outputs = Sequence[Tensor]
 
 
 def without_cache(model: nn.Module) -> None:
-    """Have a model of transformers return no cache of its keys and values, which is no tensor."""
+    """Let a model of transformers return no cache of keys and values, which is no tensor."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", None):
         config.use_cache = False
 
 
 def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
-    """Write what torch.export makes of the model; return the largest difference of an output.
+    """Write the model exported by torch.export; return the largest difference of an output.
 
     `torch.export.load(path).module()` is the model, without its code.
     """
@@ -132,8 +132,8 @@ def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
 
 
 def sizes_of(model: nn.Module, inputs: Inputs) -> list[str]:
-    """Return what the program takes, as "x float32[rows, 64]": of each size but the first, that of
-    the example is fixed."""
+    """Return the inputs of the program, as "x float32[rows, 64]": each size but the first is fixed
+    to that of the example."""
     args, kwargs = inputs
     named = {**_by_name(model, args), **kwargs}
     paths = tree_flatten_with_path(named)[0]
@@ -198,7 +198,7 @@ def _onnx_runner(path: Path) -> Callable[[dict[str, Any]], Sequence[Any]]:
 
 
 def _free_rows(model: nn.Module, inputs: Inputs) -> Any:
-    """Return which sizes are free: the first of every tensor, by the names of the arguments."""
+    """Return the free sizes, the first of every tensor, by the names of the arguments."""
     rows = torch.export.Dim(_BATCH)
     args, kwargs = tree_map_only(Tensor, lambda _: {0: rows}, inputs)
     return tuple(args) if not kwargs else {**_by_name(model, args), **kwargs}
@@ -211,7 +211,7 @@ def _by_name(model: nn.Module, args: Sequence[Any]) -> dict[str, Any]:
 def _exporting(export: Callable[[], Any]) -> Any:
     try:
         return export()
-    except Exception as error:  # of any kind, from the exporter or from the model
+    except Exception as error:  # any error of the exporter or the model
         *_, cause = led_to(error, by_handling=False)
         first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise StratagemError(f"the model cannot be exported: {first}") from error

@@ -1,1 +1,1 @@
-"""Rows of the user's data: where they come from, in which order, and who gets which."""
+"""Rows of the user's data: their sources, their order, and their division among clients."""

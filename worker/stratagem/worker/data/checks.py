@@ -1,7 +1,7 @@
-"""Check that the rows of a job's data are the same whenever, and wherever, they are fetched.
+"""Check that the rows of a job's data are the same whenever and wherever they are fetched.
 
-A row must be a function of its number and its key. The checks compare bytes that are taken at once,
-as a data set may change an object after it has returned it. The module does not know jobs.
+A row must be a function of its number and its key. Bytes are fingerprinted at once, as a data set
+may change an object after it has returned it.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ _KEYS = BatchKeys(("row", "check"))
 
 
 def check_purity(dataset: RowDataset) -> None:
-    """Fetches two rows twice, each with the other between; raises InvalidInputError naming the row
-    and the leaf that differ."""
+    """Fetch two rows twice, in turn. Raises InvalidInputError, which names the row and the leaf
+    that differ."""
     last = dataset.num_rows - 1
     numbers = list(dict.fromkeys((0, last))) if last >= 0 else []
     with generators_kept():
@@ -50,18 +50,18 @@ def check_purity(dataset: RowDataset) -> None:
 
 
 def _fetched(dataset: RowDataset, number: int) -> dict[str, str]:
-    """Returns a fingerprint of each leaf of a row, by its path."""
+    """Return a fingerprint of each leaf of a row, by its path."""
     return dict(leaves_of(dataset.row(number, _KEYS)))
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, str]]:
-    """Yields (path, fingerprint) of each leaf of a row."""
+    """Yield (path, fingerprint) of each leaf of a row."""
     for path, leaf in values_of(value):
         yield path, fingerprint(leaf)
 
 
 def values_of(value: Any, path: str = "the row") -> Iterator[tuple[str, Any]]:
-    """Yields (path, value) of each leaf of a row."""
+    """Yield (path, value) of each leaf of a row."""
     match value:
         case Mapping():
             for key, inner in value.items():
@@ -74,12 +74,12 @@ def values_of(value: Any, path: str = "the row") -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint(value: Any) -> str:
-    """Returns the type of a leaf and, where it shows its value, a digest of that."""
+    """Return the type of a leaf and, where its value is visible, a digest of it."""
     return f"{type(value).__name__} {_text(value)}"
 
 
 def _text(value: Any) -> str:
-    """Returns what is compared of a leaf; nothing of an object that does not show its value."""
+    """Return the text of a leaf for comparison; empty for an object whose value is not visible."""
     match value:
         case Tensor():
             plain = value.detach().cpu().contiguous()
@@ -90,7 +90,7 @@ def _text(value: Any) -> str:
         case bool() | int() | float() | complex() | str() | bytes() | None | np.generic():
             return repr(value)
         case _:
-            to_bytes = getattr(value, "tobytes", None)  # images have it
+            to_bytes = getattr(value, "tobytes", None)  # as images have
             return _digest(to_bytes()) if callable(to_bytes) else ""
 
 
@@ -103,25 +103,24 @@ def _digest(data: bytes) -> str:
 # A few rows of each split are described, so that those of another process, or of another call of
 # the function that makes them, can be compared with them. Floating-point values are rounded to
 # three digits: a value that a data function computes from all rows, such as a mean, has other last
-# bits on other processors. Streams, data sets with a `take` of their own and the rows of single
-# clients are left out.
+# bits on other processors. Streams, data sets with their own `take` and the rows of single clients
+# are left out.
 
 MAX_CHARS: Final = 8192
-"""Of a description, which is journaled; of longer ones nothing is compared."""
+"""The longest description, which is journaled; without one nothing is compared."""
 _SAME_KEYS: Final = BatchKeys(("row", "same"))
 _NUM_VALUES: Final = 4
-"""Of each floating-point tensor of a row, from all over it."""
+"""The number of described values of each floating-point tensor, from all over it."""
 _CELLS: Final = 10
-"""Bits to which these values are rounded, of the largest of them."""
+"""The bits, relative to the largest value, to which these values are rounded."""
 _SMALLEST: Final = 1e-6
-"""Of the largest of them, as it is counted: what should be 0 has other last bits, too."""
+"""The least size of the largest value: values that should be 0 differ in their last bits, too."""
 _ROUNDINGS: Final = ((1.0, 0.37), (math.sqrt(2.0), 0.81))
-"""(factor of the largest value, part of a cell): what lies at the edge of a cell in one of them
-does not in the other one."""
+"""(factor of the largest value, part of a cell): a value at the edge of a cell in one rounding is
+not at an edge in the other one."""
 
 _Row = dict[str, list[str]]
-"""By leaf a digest, or the kind of a tensor and a digest for each way to round, of which one is
-enough."""
+"""A digest by leaf, or a tensor's kind and a digest for each rounding; one must agree."""
 
 
 class _Description(BaseModel):
@@ -130,8 +129,8 @@ class _Description(BaseModel):
 
 
 def described_rows(job: JobSpec, data: Mapping[str, Dataset]) -> str:
-    """Returns some rows of each split as JSON; "" where they need not be the same elsewhere, or
-    cannot be described briefly."""
+    """Describe some rows of each split as JSON; "" where they need not be the same elsewhere, or
+    the description is too long."""
     if job.data.entrypoint is None or not job.execution.deterministic:
         return ""
     splits = {split: dict(_rows_of(dataset)) for split, dataset in data.items()}
@@ -140,9 +139,10 @@ def described_rows(job: JobSpec, data: Mapping[str, Dataset]) -> str:
 
 
 def check_same_rows(job: JobSpec, data: Mapping[str, Dataset], known: str, where: str) -> None:
-    """Compares rows with those that `described_rows` has described elsewhere, of the same function.
+    """Compare rows with those of the same function that `described_rows` has described elsewhere.
 
-    where: completes "is not the same". Raises InvalidInputError naming the row and what differs.
+    where: completes "is not the same". Raises InvalidInputError, which names the row and the
+    difference.
     """
     described = described_rows(job, data) if known else ""
     if not described:
@@ -158,7 +158,7 @@ def check_same_rows(job: JobSpec, data: Mapping[str, Dataset], known: str, where
 
 
 def _read(text: str) -> _Description:
-    """Returns a description that another process has made; an empty one of a text that is none."""
+    """Parse the description of another process; other text gives an empty one."""
     try:
         return _Description.model_validate_json(text)
     except ValidationError:
@@ -176,7 +176,7 @@ def _differs(split: str, number: str, leaf: str, where: str) -> InvalidInputErro
 
 
 def _source_of(job: JobSpec) -> str:
-    """Returns a digest of all that decides which rows a data function makes."""
+    """Return a digest of everything that determines the rows of a data function."""
     code = None if job.code is None else job.code.digest
     source = {"seed": job.seed, "code": code, "entrypoint": job.data.entrypoint}
     whole = {**source, "kwargs": check_json(job.data.kwargs)}
@@ -202,7 +202,7 @@ def _row(value: Any, number: int) -> Any:
 
 
 def _numbers(num_rows: int, wanted: int) -> list[int]:
-    """Returns the first row, the last one, and some between them, without repetition."""
+    """Return the first row, the last one, and some between them, without repetition."""
     spread = (place * (num_rows - 1) // (wanted - 1) for place in range(wanted))
     return list(dict.fromkeys(spread)) if num_rows else []
 
@@ -223,7 +223,7 @@ def _leaf(value: Any) -> list[str]:
 
 
 def _rounded(values: list[float], factor: float, offset: float) -> str:
-    """Returns a digest of rounded values: no value of the data stands in a description."""
+    """Return a digest of rounded values, so that a description contains no value of the data."""
     largest = max([abs(x) for x in values if math.isfinite(x)] + [_SMALLEST])
     exponent = math.frexp(largest * factor)[1] - _CELLS
     size = math.ldexp(1.0, exponent)
@@ -232,7 +232,7 @@ def _rounded(values: list[float], factor: float, offset: float) -> str:
 
 
 def _differing(row: _Row, again: _Row) -> str:
-    """Returns the path of a leaf that differs; "" where none does."""
+    """Return the path of a leaf that differs; "" where none does."""
     paths = (path for path in row | again if not _alike(row.get(path, []), again.get(path, [])))
     return next(paths, "")
 
@@ -259,9 +259,9 @@ class _Read:
 
 
 def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
-    """Reads the first rows of shard 0 several times; returns whether its states may be used.
+    """Read the first rows of shard 0 several times; return whether its states may be used.
 
-    is_pure: raises InvalidInputError naming the row and the leaf that differ.
+    is_pure: raise InvalidInputError, which names the row and the leaf that differ.
     """
     with generators_kept(), user_code(f"reading the first rows of data.{split}"):
         first, again = (_read_streams(opened(source, 0, 0, None), 0) for _ in range(2))
@@ -274,12 +274,12 @@ def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
 
 
 def _begins_anew(source: StreamSource, first: _Read) -> bool:
-    """Returns whether a source that has gone on from a state begins at its first row again."""
+    """Return whether a source that has continued from a state begins at its first row again."""
     return _read_streams(opened(source, 0, 0, None), 0).rows == first.rows
 
 
 def _read_streams(rows: Iterable[object], first: int) -> _Read:
-    """Reads rows from number `first` on."""
+    """Read rows from number `first` on."""
     iterator, found = iter(rows), []
     state = None
     for row in range(first, _NUM_ROWS):

@@ -41,7 +41,7 @@ _NO_KEYS: Final = BatchKeys()
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Rows by number. `take` gets int64 indices on the CPU and answers (x, y)."""
+    """Rows by number. `take` receives int64 indices on the CPU and returns (x, y)."""
 
     def __len__(self) -> int: ...
 
@@ -81,7 +81,7 @@ class Subset:
 
 
 def training_split(data: Mapping[str, Dataset]) -> Dataset:
-    """Returns the split that is trained on. Raises InvalidInputError where there is none."""
+    """Return the training split. Raises InvalidInputError where there is none."""
     if "train" not in data:
         known = ", ".join(data) or "none"
         raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
@@ -89,7 +89,7 @@ def training_split(data: Mapping[str, Dataset]) -> Dataset:
 
 
 def at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
-    """The data set that a client's rows are rows of, and their numbers there."""
+    """Return the data set that contains a client's rows, and their numbers there."""
     while isinstance(dataset, Subset):
         indices = dataset.rows.index_select(0, indices)
         dataset = dataset.base
@@ -97,7 +97,7 @@ def at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Applies `change` to every tensor (or array) in a nesting of tuples, lists and dicts.
+    """Apply `change` to every tensor (or array) in a nesting of tuples, lists and dicts.
 
     Returns the same nesting. Raises InvalidInputError for any other kind of value.
     """
@@ -126,8 +126,11 @@ def as_dataset(
     collate: Collate | None = None,
     given: Mapping[str, int] = FrozenDict(),
 ) -> Dataset:
-    """A data set as it came from the user, checked. collate: of rows that are fetched one by one;
-    given: what the function that made it got beside the job's keywords."""
+    """Check and convert a data set that came from the user.
+
+    collate: for rows that are fetched one by one. given: the arguments of the function that made
+    the data set beside the job's keywords.
+    """
     refuse_loaders(value, split)
     if isinstance(value, tuple) and len(value) in (1, 2):
         return tensor_dataset(value[0], value[1] if len(value) == 2 else None, split)
@@ -147,7 +150,7 @@ def as_dataset(
 
 
 def tensor_dataset(x: Any, y: Any, split: str) -> TensorDataset:
-    """A data set of whole tensors; all of them must have the same number of rows."""
+    """Return a data set of whole tensors; all of them must have the same number of rows."""
     lengths: set[int] = set()
 
     def check(tensor: Tensor) -> Tensor:
@@ -162,52 +165,36 @@ def tensor_dataset(x: Any, y: Any, split: str) -> TensorDataset:
     return TensorDataset(x, y, lengths.pop())
 
 
-class Pool(Protocol):
-    """Gives tensors storage."""
-
-    def place(self, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor: ...
-
-    def rows(
-        self, tensor: Tensor, indices: Tensor, dtype: torch.dtype, device: torch.device
-    ) -> Tensor: ...
-
-
-class Cache(Protocol):
-    """Keeps data sets ready."""
-
-    def of(self, dataset: Dataset, gather: "Gather") -> Dataset: ...
-
-
 class Readers(Protocol):
     """Processes that fetch and collate rows ahead of their use."""
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
-        """Returns what `dataset.read(order)` does."""
+        """Return `dataset.read(order)`."""
 
     def expect(self, coming: Iterator[ReadOrder]) -> None:
-        """Reads these batches ahead, instead of what was expected before."""
+        """Read these batches ahead, instead of those expected before."""
 
 
 Coming = tuple[Dataset, Tensor, BatchKeys]
-"""The rows of a batch that will be wanted, as `Gather` is asked for them."""
+"""The arguments of a coming call of `Gather`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Takes rows out of data sets, onto one device.
+    """A function that copies rows of data sets to one device.
 
-    dtype: of their floats; None for those that the data give. pool: gives batches their storage.
-    cache: keeps data sets ready. readers: fetch rows that are read one by one.
+    dtype: the type of their floats; None for that of the data. pool: the storage of batches. cache:
+    data sets that are on the device. readers: the processes that read row data sets.
     """
 
     dtype: torch.dtype | None
     device: torch.device
-    pool: Pool | None = field(default=None, kw_only=True)
-    cache: Cache | None = field(default=None, kw_only=True)
+    pool: "BatchPool | None" = field(default=None, kw_only=True)
+    cache: "DatasetCache | None" = field(default=None, kw_only=True)
     readers: Readers | None = field(default=None, kw_only=True)
 
     def expect(self, coming: Iterable[Coming]) -> None:
-        """Says which batches come next; they are read ahead where there are readers."""
+        """Announce the next batches, which are read ahead where there are readers."""
         if self.readers is not None:
             bases = ((*at_the_base(dataset, rows), keys) for dataset, rows, keys in coming)
             self.readers.expect(
@@ -219,8 +206,8 @@ class Gather:
     def __call__(
         self, dataset: Dataset, indices: Tensor, activity: str, keys: BatchKeys = _NO_KEYS
     ) -> tuple[Any, Any]:
-        """(x, y) of these rows, in storage of their own. keys: for rows that draw at random, where
-        they are fetched one by one."""
+        """Return (x, y) of these rows, in new storage. keys: for rows that draw at random, where
+        rows are fetched one by one."""
         with user_code(activity):
             if self.cache is not None:
                 dataset = self.cache.of(dataset, self)
@@ -229,7 +216,7 @@ class Gather:
     def take(
         self, dataset: Dataset, indices: Tensor, keys: BatchKeys = _NO_KEYS
     ) -> tuple[Any, Any]:
-        """(x, y) of the data set itself, placed."""
+        """Return (x, y) of the data set itself, placed."""
         base, numbers = at_the_base(dataset, indices)
         if isinstance(base, RowDataset | StreamDataset | FetchedRows):
             x, y = self._read(base, numbers, keys)
@@ -245,7 +232,7 @@ class Gather:
     def _read(
         self, base: RowDataset | StreamDataset | FetchedRows, numbers: Tensor, keys: BatchKeys
     ) -> tuple[Any, Any]:
-        """(x, y) of rows that are read one by one."""
+        """Return (x, y) of rows that are read one by one."""
         if not isinstance(base, RowDataset):
             return base.batch(numbers, keys)
         order = base.order(numbers, keys)
@@ -265,7 +252,7 @@ class Gather:
         return self.dtype
 
     def place(self, tensor: Tensor) -> Tensor:
-        """The tensor where and as what it is computed with."""
+        """Return the tensor on the device and with the dtype of the computation."""
         dtype = self._dtype_of(tensor)
         if self.pool is not None:
             return self.pool.place(tensor, dtype, self.device)
@@ -283,10 +270,10 @@ class Gather:
 # on the device. Neither changes a value.
 
 _IN_USE_BY_US: Final = 2
-"""References to a buffer's storage that we hold while we look at it."""
+"""The number of references to a buffer's storage that this module has."""
 _CHUNK_ROWS: Final = 256
 _MAX_CACHED: Final = 64
-"""Data sets; each federated client may have its own."""
+"""The largest number of data sets; each federated client may have its own."""
 
 
 class BatchPool:
@@ -298,7 +285,7 @@ class BatchPool:
     def rows(
         self, tensor: Tensor, indices: Tensor, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Returns tensor[indices]; indices are int64 on the tensor's device."""
+        """Return tensor[indices]; indices are int64 on the tensor's device."""
         shape = torch.Size([len(indices), *tensor.shape[1:]])
         taken = self._empty(shape, tensor.dtype, tensor.device)
         torch.index_select(tensor.detach(), 0, indices, out=taken)
@@ -306,7 +293,7 @@ class BatchPool:
         return taken if is_there else self._empty(shape, dtype, device).copy_(taken)
 
     def place(self, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns a copy of the tensor with this dtype on this device."""
+        """Return a copy of the tensor with this dtype on this device."""
         tensor = tensor.detach()
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = self._empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
@@ -341,9 +328,9 @@ class DatasetCache:
         self._made: OrderedDict[int, tuple[Dataset, TensorDataset]] = OrderedDict()
 
     def of(self, dataset: Dataset, gather: Gather) -> Dataset:
-        """Returns the cached form of a data set, with the same rows.
+        """Return the cached form of a data set, with the same rows.
 
-        What a data set draws at random is drawn once, alike on all workers.
+        Random numbers of a data set are drawn once, alike on all workers.
         """
         if isinstance(dataset, Subset):
             return Subset(self.of(dataset.base, gather), dataset.rows)
@@ -382,7 +369,7 @@ def _read(dataset: Dataset, gather: Gather) -> TensorDataset:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Joins the nested tensors of chunks along their rows."""
+    """Join the nested tensors of chunks along their rows."""
     match parts[0]:
         case Tensor():
             return torch.cat(parts)

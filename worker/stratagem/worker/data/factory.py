@@ -26,7 +26,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 @dataclass(frozen=True, slots=True)
 class DataFunction:
-    """The part of a job's section `data` that makes data sets: entry points, and keywords."""
+    """The part of a job's section `data` that makes data sets: entry points and keywords."""
 
     entrypoint: str
     kwargs: Mapping[str, Any]
@@ -39,8 +39,8 @@ def made_data(
     given: Mapping[str, int],
     seed: int | None,
 ) -> dict[str, Dataset]:
-    """Returns the data sets by split. given: what the function gets beside the job's keywords, such
-    as a client's number. seed: None leaves the generators as they are."""
+    """Return the data sets by split. given: the arguments of the function beside the job's
+    keywords, such as a client's number. seed: None leaves the generators unchanged."""
     factory = entrypoints.bind(function.entrypoint, function.kwargs, "data")
     with generators_kept(), user_code("loading data"):
         if seed is not None:
@@ -61,14 +61,13 @@ def made_data(
 
 # ---- Streams of a job ----
 #
-# The streams are made from the result of the data function; those that cannot be used as the job
-# says are refused.
+# The streams are made from the result of the data function; unfit ones are refused.
 
 _TRAIN = "train"
 
 
 def stream_of(made: StreamedSplit, job: JobSpec) -> StreamDataset:
-    """Returns the streams that a job reads of a split."""
+    """Return the streams of a split as a job reads them."""
     is_trained_on = made.split == _TRAIN and not job.only_evaluates
     has_states = is_trained_on and check_stream(
         made.source, made.split, is_pure=job.execution.deterministic
@@ -80,8 +79,8 @@ def stream_of(made: StreamedSplit, job: JobSpec) -> StreamDataset:
 
 
 def check_streams(job: JobSpec, streams: Sequence[str]) -> None:
-    """Refuses what cannot go with the splits that are streams. Those that a job does not use may
-    be."""
+    """Refuse settings that do not fit splits that are streams. Splits that a job does not use may
+    be streams."""
     if job.evaluation is not None and job.evaluation.split in streams:
         raise InvalidInputError.at(
             "evaluation.split",

@@ -1,7 +1,7 @@
 """Select and shuffle the rows of each step's batch, as a pure function of the step.
 
-The position in the data derives from the number of applied steps alone, so it needs no state of its
-own and a resumed run continues exactly. The module does not know data sets.
+The position in the data derives from the number of applied steps alone, so it needs no state, and a
+resumed run continues exactly.
 """
 
 import math
@@ -24,9 +24,10 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 # ---- Batch order ----
 
 _BLOCK: Final = 256
-"""Batches that are cut off the order at once; one by one it would be 8 µs of each step."""
+"""The number of batches that are cut at once; one by one it would take 8 µs of each step."""
 _NUM_KEPT: Final = 2
-"""Blocks and orders: batches are read ahead while steps are still in the block before."""
+"""The number of cached blocks and orders: batches are read ahead while steps are still in the
+previous block."""
 
 
 EpochRows = Callable[[int], Tensor | list[Tensor]]
@@ -36,7 +37,7 @@ EpochRows = Callable[[int], Tensor | list[Tensor]]
 class BatchOrder:
     """Batches of `num_rows` rows, reshuffled in each epoch from seed + epoch.
 
-    epoch_rows: another order; each epoch of it must have as many batches as the first.
+    epoch_rows: another order, whose epochs must all have the same number of batches.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class BatchOrder:
             self.steps_per_epoch = max(1, self._num_batches(epoch_rows(0)))
 
     def batch(self, step: int) -> tuple[int, Tensor]:
-        """Returns (epoch, indices) of the batch that comes after `step` applied steps."""
+        """Return (epoch, indices) of the batch that comes after `step` applied steps."""
         epoch, position = divmod(step, self.steps_per_epoch)
         number, place = divmod(position, _BLOCK)
         batches = self._blocks.get((epoch, number))
@@ -65,7 +66,7 @@ class BatchOrder:
         return epoch, batches[place]
 
     def _cut(self, epoch: int, number: int) -> Sequence[Tensor]:
-        """Makes the batches of one block."""
+        """Make the batches of one block."""
         order = self._orders.get(epoch)
         if order is None:
             order = self._epoch_rows(epoch)
@@ -88,7 +89,8 @@ class BatchOrder:
 
 
 class StreamOrder:
-    """Batches of rows of a stream, which are numbered on and on: they have no epochs in common."""
+    """Batches of rows of a stream, which are numbered without end, since its shards have different
+    epochs."""
 
     steps_per_epoch: Final = 1
 
@@ -96,30 +98,29 @@ class StreamOrder:
         self.batch_size = batch_size
 
     def batch(self, step: int) -> tuple[int, Tensor]:
-        """Returns (0, numbers) of the rows of the batch that comes after `step` applied steps."""
+        """Return (0, numbers) of the rows of the batch that comes after `step` applied steps."""
         return 0, torch.arange(step * self.batch_size, (step + 1) * self.batch_size)
 
 
 def epoch_order(num_rows: int, seed: int) -> Tensor:
-    """Returns the order of all rows in one epoch: a permutation of their indices."""
+    """Return the order of all rows in one epoch: a permutation of their indices."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- Row order ----
 #
-# An order is a pure function of the epoch: the numbers of the training rows, or a list of batches
-# of them.
+# An order is a pure function of the epoch: the numbers of the training rows, or their batches.
 
 MAX_WEIGHTED_ROWS: Final = 1 << 24
-"""What torch.multinomial can choose from."""
+"""The limit of torch.multinomial."""
 _WINDOW: Final = 100
-"""Batches, unless the job says otherwise."""
+"""The number of batches in a window, unless the job sets it."""
 
 
 def epoch_rows_of(
     job: JobSpec, data: Mapping[str, Dataset], entrypoints: EntryPoints
 ) -> EpochRows | None:
-    """Returns the order that a job asks for; None where rows are shuffled."""
+    """Return the order that a job names; None where rows are shuffled."""
     spec = job.data.order
     if spec is None or spec.by == "shuffle" or "train" not in data or job.only_evaluates:
         return None
@@ -139,15 +140,15 @@ def epoch_rows_of(
 
 
 def _weighted(weights: Tensor, num_drawn: int, seed: int, dataset: Dataset, epoch: int) -> Tensor:
-    """Rows drawn with replacement, by weight."""
+    """Return rows drawn with replacement, by weight."""
     generator = torch.Generator().manual_seed(seed + epoch)
     drawn = torch.multinomial(weights, num_drawn, replacement=True, generator=generator)
     return _numbered(drawn, dataset)
 
 
 def _numbered(rows: Tensor, dataset: Dataset) -> Tensor:
-    """Adds to each row that came before in the epoch how often, times the number of rows, where
-    rows are fetched one by one: it then draws other random numbers."""
+    """Add to each row the number of its earlier occurrences in the epoch, times the number of rows,
+    where rows are fetched one by one, so that it draws other random numbers."""
     if not isinstance(dataset, RowDataset):
         return rows
     ordered, places = torch.sort(rows, stable=True)
@@ -157,8 +158,8 @@ def _numbered(rows: Tensor, dataset: Dataset) -> Tensor:
 
 
 def _bucketed(lengths: Tensor, window: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
-    """Batches of rows of similar length: shuffled rows, sorted in windows of so many batches, cut,
-    and the batches shuffled."""
+    """Return batches of rows of similar length: shuffled rows are sorted in windows of `window`
+    batches and cut, and the batches are shuffled."""
     generator = torch.Generator().manual_seed(seed + epoch)
     rows = torch.randperm(len(lengths), generator=generator)
     batches: list[Tensor] = []
@@ -171,8 +172,9 @@ def _bucketed(lengths: Tensor, window: int, batch_size: int, seed: int, epoch: i
 def _users(
     function: Callable[..., Any], dataset: Dataset, job: JobSpec, epoch: int
 ) -> Tensor | list[Tensor]:
-    """What the user's function makes of (data set, epoch), asked twice: it must be pure."""
-    first, again = (_asked(function, dataset, job.seed, epoch) for _ in range(2))
+    """Return the result of the user's function for (data set, epoch); it is called twice and must
+    be pure."""
+    first, again = (_call_for_order(function, dataset, job.seed, epoch) for _ in range(2))
     if first != again:
         raise InvalidInputError.at(
             "data.order.entrypoint",
@@ -197,7 +199,7 @@ def _users(
     return list(torch.split(numbered, sizes)) if is_cut else numbered
 
 
-def _asked(
+def _call_for_order(
     function: Callable[..., Any], dataset: Dataset, seed: int, epoch: int
 ) -> list[int | list[int]]:
     with generators_kept(), user_code(f"ordering the rows of epoch {epoch}"):
@@ -215,14 +217,14 @@ def _asked(
 
 
 def _whole(value: Any) -> int | list[int]:
-    """A row's number, or a batch of them."""
+    """Return a row's number, or a batch of them."""
     if isinstance(value, Tensor):
         value = value.tolist()
     return [int(row) for row in value] if isinstance(value, Iterable) else int(value)
 
 
 def _numbers(dataset: Dataset, entrypoints: EntryPoints, name: str, key: str) -> Tensor:
-    """One number per row, of the user's function."""
+    """Return one number per row, from the user's function."""
     function = entrypoints.resolve(name, f"data.order.{key}")
     with user_code(f"computing data.order.{key}"):
         found = torch.as_tensor(function(_as_given(dataset)), dtype=torch.float64).reshape(-1)
@@ -241,7 +243,7 @@ def _numbers(dataset: Dataset, entrypoints: EntryPoints, name: str, key: str) ->
 
 
 def _as_given(dataset: Dataset) -> Any:
-    """The data set as the user's function has returned it."""
+    """Return the data set as the user's function returned it."""
     match dataset:
         case RowDataset():
             return dataset.source

@@ -33,19 +33,19 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 # ---- Layout of a batch ----
 
 _ALIGNMENT_BYTES: Final = 64
-"""As torch aligns what it allocates: the bits of a matrix product depend on it."""
+"""The alignment of torch's own allocations, on which the bits of a matrix product depend."""
 
 
 @dataclass(slots=True)
 class Layout:
-    """The tensors of a batch with their places, as they are found."""
+    """The tensors of a batch and their places, in the order of discovery."""
 
     tensors: list[tuple[int, Tensor]] = field(default_factory=list)
     size: int = 0
-    """Bytes in all."""
+    """The total number of bytes."""
 
     def describe(self, value: Any) -> JSON:
-        """Returns the description of a nesting of tensors, which get places here."""
+        """Return the description of a nesting of tensors, which get places here."""
         match value:
             case None:
                 return None
@@ -76,13 +76,13 @@ class Layout:
         return {"tensor": dtype, "shape": list(tensor.shape), "at": offset}
 
     def write(self, memory: Tensor) -> None:
-        """Copies the tensors to their places in a tensor of bytes."""
+        """Copy the tensors to their places in a tensor of bytes."""
         for offset, tensor in self.tensors:
             view(memory, offset, tensor.dtype, tensor.shape).copy_(tensor)
 
 
 def view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Returns the tensor that lies at a place of a tensor of bytes; an empty one lies nowhere."""
+    """Return the tensor at a place of a tensor of bytes; an empty one has no place."""
     num_bytes = shape.numel() * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
@@ -90,7 +90,7 @@ def view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> 
 
 
 def rebuild(tree: Any, memory: Tensor) -> Any:
-    """Returns the batch of a description; its tensors are views of the memory."""
+    """Return the batch of a description; its tensors are views of the memory."""
     match tree:
         case None:
             return None
@@ -131,7 +131,7 @@ def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
 def _maker(
     module: str, name: str, names: tuple[str, ...], is_list: bool
 ) -> Callable[[list[Any]], Any]:
-    """The class of this name, if it is loaded here; else one that is like it."""
+    """Return the class of this name if it is loaded here, else a similar one."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
@@ -147,19 +147,19 @@ def _maker(
 #
 # A reader writes batches to segments without a name, and its worker maps them. A segment holds one
 # batch and is written again once the worker has released that batch. There are as many segments as
-# batches are in use at once; one that is too small is replaced.
+# batches in use at once; one that is too small is replaced.
 
 _SPARE: Final = 8
-"""A new segment has room for this part more than is wanted: batches differ in size."""
+"""A new segment is larger than needed by one part in this many, since batches differ in size."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSegment:
-    """A piece of memory, by its number."""
+    """A numbered piece of memory."""
 
     number: int
     memory: Tensor
-    """Bytes."""
+    """The memory, as bytes."""
 
 
 class WrittenSegments:
@@ -170,8 +170,8 @@ class WrittenSegments:
         self._used: dict[int, BatchSegment] = {}
 
     def take(self, size: int) -> tuple[BatchSegment, int | None]:
-        """Returns a segment of at least `size` bytes; and, if it is new, its file, which the caller
-        closes. It may have the number of one that was too small."""
+        """Return a segment of at least `size` bytes and, if it is new, its file, which the caller
+        closes. It may have the number of a smaller one."""
         segment = self._free.pop() if self._free else None
         if segment is not None and segment.memory.shape[0] >= size:
             self._used[segment.number] = segment
@@ -182,7 +182,7 @@ class WrittenSegments:
         return made, fd
 
     def free(self, number: int) -> None:
-        """Takes note that a segment may be written again."""
+        """Note that a segment may be written again."""
         self._free.append(self._used.pop(number))
 
 
@@ -193,14 +193,14 @@ class MappedSegments:
         self._mapped: dict[int, np.ndarray] = {}
 
     def map(self, number: int, fd: int) -> None:
-        """Maps a segment, which takes the place of another one of its number. Closes the file."""
+        """Map a segment, which replaces an earlier one with its number. Closes the file."""
         try:
             self._mapped[number] = _mapped(fd)
         finally:
             os.close(fd)
 
     def view(self, number: int, forgotten: Callable[[int], object]) -> Tensor:
-        """Returns the bytes of a segment. `forgotten` is called with its number, by any thread,
+        """Return the bytes of a segment. `forgotten` is called with its number, by any thread,
         once no tensor refers to them."""
         seen = self._mapped[number][:]
         weakref.finalize(seen, forgotten, number).atexit = False
@@ -208,7 +208,7 @@ class MappedSegments:
 
 
 def _file(size: int) -> int:
-    """Makes a file in memory with its pages: to run out of memory later would kill the process."""
+    """Make a file in memory with its pages; a lack of memory later would kill the process."""
     fd = os.memfd_create("stratagem-batch", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -226,20 +226,20 @@ def _mapped(fd: int) -> np.ndarray:
 
 # ---- Messages of a reader ----
 #
-# Messages are JSON texts, one to a line. A worker sends a setup, then orders; a reader answers each
-# with a batch or an error, in order, and reports what the user's code has printed meanwhile.
+# Messages are lines of JSON. A worker sends a setup, then orders; a reader answers each with a
+# batch or an error, in order, and reports the output of the user's code.
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderSetup:
-    """What a reader makes its data set of: the same as its worker."""
+    """The values from which a reader makes the data set of its worker."""
 
     function: DataFunction
     seed: int
     entrypoints: EntryPoints
 
     def text(self, sys_path: Sequence[str]) -> str:
-        """Returns the setup as the first line. sys_path: where the worker imports from."""
+        """Return the setup as the first line. sys_path: the worker's path for imports."""
         return json.dumps(
             {
                 "sys_path": list(sys_path),
@@ -255,14 +255,14 @@ class ReaderSetup:
 
 
 def setup_of(message: Mapping[str, Any]) -> ReaderSetup:
-    """Returns the setup of the first line."""
+    """Return the setup of the first line."""
     entrypoints = EntryPoints(message["allow"], message["import_paths"], message["code"])
     function = DataFunction(message["entrypoint"], message["kwargs"], message["collate"])
     return ReaderSetup(function, message["seed"], entrypoints)
 
 
 def order_text(ticket: int, order: ReadOrder, freed: Sequence[int]) -> str:
-    """Returns an order as a line. freed: segments that may be written again."""
+    """Return an order as a line. freed: segments that may be written again."""
     return json.dumps(
         {
             "ticket": ticket,
@@ -278,7 +278,7 @@ def order_text(ticket: int, order: ReadOrder, freed: Sequence[int]) -> str:
 
 
 def order_of(message: Mapping[str, Any]) -> ReadOrder:
-    """Returns the order of a line."""
+    """Return the order of a line."""
     return ReadOrder(
         message["split"],
         message["num_rows"],
@@ -289,7 +289,7 @@ def order_of(message: Mapping[str, Any]) -> ReadOrder:
 
 
 def error_text(ticket: int, error: StratagemError) -> str:
-    """Returns the answer of an order that cannot be carried out."""
+    """Return the answer to an order that has failed."""
     told: dict[str, Any] = {"ticket": ticket}
     match error:
         case InvalidInputError(violations=violations) if violations:
@@ -302,7 +302,7 @@ def error_text(ticket: int, error: StratagemError) -> str:
 
 
 def error_of(message: Mapping[str, Any]) -> StratagemError | None:
-    """Returns the error that an answer tells, if it does."""
+    """Return the error in an answer, if there is one."""
     if "invalid" in message:
         return InvalidInputError(violations=[Violation(*each) for each in message["invalid"]])
     if "failed" in message:

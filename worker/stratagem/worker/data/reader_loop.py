@@ -1,7 +1,7 @@
 """Run a reader: take orders of rows from its worker and answer with batches.
 
 The reader makes the data set by calling the function that the job names, as the worker has done, so
-a worker sends it only numbers. It ends when its worker closes the connection.
+the worker sends only numbers. The reader ends when its worker closes the connection.
 """
 
 import ctypes
@@ -37,11 +37,11 @@ from stratagem.worker.user_code.entrypoints import user_code
 # ---- Reader loop ----
 
 _MAX_MADE: Final = 8
-"""Data sets kept, where each client has its own."""
+"""The number of cached data sets, where each client has its own."""
 
 
 def serve(fd: int) -> None:
-    """Serves the worker at the other end of the socket until it closes that."""
+    """Serve the worker at the other end of the socket until it closes the socket."""
     torch.set_num_threads(1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -69,12 +69,12 @@ class _Reader:
         self._made: OrderedDict[tuple[tuple[str, int], ...], dict[str, Dataset]] = OrderedDict()
 
     def tell(self, level: str, text: str) -> None:
-        """Passes on a line that the user's code has printed or logged."""
+        """Pass on a line that the user's code has printed or logged."""
         self._send(json.dumps({"line": [level, text]}))
 
     def prepare(self) -> None:
-        """Makes the data before the first order, where that is not a single client's. What goes
-        wrong will go wrong again then."""
+        """Make the data before the first order, unless they are a single client's. An error is
+        ignored, since it will recur then."""
         function = self._setup.function
         with suppress(StratagemError):
             factory = self._setup.entrypoints.bind(function.entrypoint, function.kwargs, "data")
@@ -82,7 +82,7 @@ class _Reader:
                 self._splits(())
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Carries out one order."""
+        """Carry out one order."""
         for number in message["freed"]:
             self._segments.free(number)
         ticket, order = message["ticket"], order_of(message)
@@ -99,7 +99,7 @@ class _Reader:
                 os.close(fd)
 
     def _packed(self, ticket: int, x: Any, y: Any) -> tuple[str, list[int]]:
-        """Returns a batch as a message, and the file of a new segment, if it is in one."""
+        """Return a batch as a message, and the file of its segment if that is new."""
         layout, is_both = Layout(), y is x
         trees = [
             layout.describe(map_tensors(each, lambda t: t))
@@ -148,14 +148,14 @@ class _Reader:
 
 _PR_SET_PDEATHSIG: Final = 1
 _OTHERS_SIGNALS: Final = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
-"""What a terminal or a scheduler sends to all processes of a worker; the worker ends its readers.
-A handler that does nothing is not inherited by programs that the user's code starts."""
+"""Signals that a terminal or a scheduler sends to all processes of a worker, which itself ends its
+readers. Programs that the user's code starts do not inherit a handler that does nothing."""
 
 
 def _end_with(parent: int) -> None:
-    """Has the kernel end this process with the thread that started it, whatever ends that."""
+    """Let the kernel end this process with the thread that started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(0)
 
 
@@ -169,4 +169,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # its data set need not be taken apart
+    os._exit(0)  # its data set need not be destroyed

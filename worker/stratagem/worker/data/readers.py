@@ -1,8 +1,8 @@
-"""Manage the readers of data sets: which of them reads what, how far ahead, and what if one dies.
+"""Manage the readers of data sets: their orders, the batches read ahead, and the replacement of
+dead ones.
 
-A batch is the same whoever reads it and however often, so nothing is lost with a reader: another
-takes its place and gets its orders; where there is none, the worker reads itself. The module knows
-neither steps nor shards nor models.
+A batch is the same whichever process reads it and however often, so nothing is lost with a reader:
+another one gets its orders; where there is none, the worker reads itself.
 """
 
 import json
@@ -36,15 +36,15 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 # ---- Process of a reader ----
 #
-# The worker sees a reader as a process, the connection to it, and the memory it writes to. Nothing
-# here waits.
+# The worker sees a reader as a process, the connection to it, and the memory that it writes.
+# Nothing here waits.
 
 _MODULE: Final = "stratagem.worker.data.reader_loop"
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CHUNK_BYTES: Final = 1 << 16
 _MAX_FDS: Final = 8
 _PATIENCE_S: Final = 10.0
-"""With a process that has closed its connection, which is the last that it does."""
+"""The wait for a process that has closed its connection, its last action."""
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
@@ -52,7 +52,7 @@ class ReaderProcess:
     """A process that reads rows. Used by one thread."""
 
     def __init__(self, setup: ReaderSetup) -> None:
-        """Starts the process; it makes its data set by itself. Raises OSError."""
+        """Start the process, which makes its data set. Raises OSError."""
         own, theirs = socket.socketpair()
         with theirs:
             try:
@@ -76,12 +76,12 @@ class ReaderProcess:
         self.is_dead = False
 
     def fileno(self) -> int:
-        """Returns the descriptor to wait at."""
+        """Return the descriptor to wait at."""
         return self._connection.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """True while the process has not taken all that was said to it."""
+        """Return whether the process has not read all messages to it yet."""
         return bool(self._unsent)
 
     @property
@@ -89,23 +89,23 @@ class ReaderProcess:
         return self._process.pid
 
     def order(self, ticket: int, order: ReadOrder) -> None:
-        """Gives an order; they are answered one after the other."""
+        """Give an order; orders are answered in turn."""
         freed = [self._freed.pop() for _ in range(len(self._freed))]
         self._unsent += order_text(ticket, order, freed).encode() + b"\n"
         self.send()
 
     def send(self) -> None:
-        """Sends what the process takes at once."""
+        """Send as much as the process accepts at once."""
         try:
             while self._unsent and not self.is_dead:
                 del self._unsent[: self._connection.send(self._unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # what it has said before may still be there
+        except OSError:  # its earlier messages may still be readable
             self._unsent.clear()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yields what has arrived; `is_dead` is set when there will be no more."""
+        """Yield the messages that have arrived; `is_dead` is set when there will be no more."""
         while not self.is_dead:
             try:
                 data, fds, _, _ = socket.recv_fds(
@@ -123,8 +123,8 @@ class ReaderProcess:
             yield from map(json.loads, lines)
 
     def batch(self, message: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns (x, y) of an answer. The tensors are views of memory that is written again once
-        none of them is left; an answer must be passed here before the next one is."""
+        """Return (x, y) of an answer. The tensors are views of memory that is reused once none of
+        them exists; answers must be passed here in order."""
         number, memory = message["segment"], _NOTHING
         if number is not None:
             memory = self._memory(number, is_new=message["is_new"])
@@ -132,7 +132,7 @@ class ReaderProcess:
         return made[0], made[-1]
 
     def end(self) -> str:
-        """Ends the process; returns how it has ended, if it had before."""
+        """End the process; return how it has ended, if it had before."""
         self._connection.close()
         for fd in self._fds:
             os.close(fd)
@@ -153,9 +153,9 @@ class ReaderProcess:
 # ---- Pool of readers of one data set ----
 
 PREFETCH: Final = 2
-"""Batches per reader, unless the job says otherwise."""
+"""The batches per reader that are read ahead, unless the job sets it."""
 MAX_DEATHS: Final = 3
-"""Of readers at one order: more are not tried."""
+"""The number of readers that may die at one order."""
 _MAX_ROWS_NAMED: Final = 32
 
 
@@ -173,7 +173,7 @@ class _Ticket:
 class _Reader:
     process: ReaderProcess
     tickets: deque[_Ticket] = field(default_factory=deque)
-    """Those that are not answered, in order."""
+    """The unanswered orders, in order."""
 
 
 class ReaderPool:
@@ -186,23 +186,23 @@ class ReaderPool:
         prefetch: int = PREFETCH,
         room_for: Callable[["ReaderPool"], int] | None = None,
     ) -> None:
-        """prefetch: batches that each reader reads ahead. room_for: says how many processes this
-        pool may have now, whenever a batch is wanted."""
+        """Begin without processes. prefetch: the batches that each reader reads ahead. room_for:
+        returns the number of processes that this pool may have; called for each batch."""
         self._setup, self.num_readers = setup, num_readers
         self._max_ahead, self._room_for = num_readers * prefetch, room_for
         self._readers: list[_Reader] = []
         self._coming: Iterator[ReadOrder] = iter(())
         self._ahead: dict[ReadOrder, list[_Ticket]] = {}
-        self._earlier: dict[ReadOrder, list[_Ticket]] = {}  # ahead of what was expected before
+        self._earlier: dict[ReadOrder, list[_Ticket]] = {}  # read ahead for an earlier expectation
         self._num_given = 0
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run."""
+        """Return the ids of the running processes."""
         return [reader.process.pid for reader in self._readers]
 
     def start(self) -> None:
-        """Starts the processes that do not run yet. They make their data sets by themselves."""
+        """Start the missing processes, which make their data sets."""
         if len(self._readers) == self.num_readers:
             return
         number = self.num_readers if self._room_for is None else self._room_for(self)
@@ -210,7 +210,7 @@ class ReaderPool:
             self._readers.append(_Reader(self._process()))
 
     def shrink(self, number: int) -> None:
-        """Ends all processes but so many, at least one; these get the orders of the others."""
+        """End all processes but `number`, at least one; these get the orders of the others."""
         while len(self._readers) > max(number, 1):
             ended = self._readers.pop()
             ended.process.end()
@@ -218,15 +218,15 @@ class ReaderPool:
                 self._hand(ticket)
 
     def expect(self, coming: Iterator[ReadOrder]) -> None:
-        """Reads these batches ahead, instead of what was expected before."""
+        """Read these batches ahead, instead of those expected before."""
         self._receive(must_wait=False)
         self._earlier, self._ahead, self._coming = self._ahead, {}, coming
         self._read_ahead()
         self._earlier = {}
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
-        """Returns (x, y) of an order, as `dataset.read` would; raises what that would raise."""
-        ticket = _taken(self._ahead, order) or self._give(order)
+        """Return (x, y) of an order, as `dataset.read` would. Raises the same errors."""
+        ticket = _pop_ticket(self._ahead, order) or self._give(order)
         if ticket is None:
             return dataset.read(order)
         self._receive(must_wait=False)
@@ -238,7 +238,7 @@ class ReaderPool:
         return ticket.outcome
 
     def stop(self) -> None:
-        """Ends the processes. They are started again when a batch is wanted."""
+        """End the processes, which are started again for the next batch."""
         for reader in self._readers:
             reader.process.end()
         self._readers, self._ahead, self._coming = [], {}, iter(())
@@ -250,23 +250,23 @@ class ReaderPool:
             raise LimitError(f"data.readers: no process can be started: {error}") from error
 
     def _read_ahead(self) -> None:
-        """Gives the readers as much to do as they may read ahead."""
+        """Give the readers as many orders as they may read ahead."""
         num_ahead = sum(map(len, self._ahead.values()))
         while num_ahead < self._max_ahead:
             order = next(self._coming, None)
             if order is None:
                 return
-            ticket = _taken(self._earlier, order) or self._give(order)
+            ticket = _pop_ticket(self._earlier, order) or self._give(order)
             if ticket is None:
                 return
             self._ahead.setdefault(order, []).append(ticket)
             num_ahead += 1
 
     def _give(self, order: ReadOrder) -> _Ticket | None:
-        """Gives an order to a reader; returns None where there is no room for one."""
+        """Give an order to a reader; return None where there is no room for a reader."""
         self.start()
         if not self._readers:
-            self._coming = iter(())  # nothing is read ahead before more is expected
+            self._coming = iter(())  # nothing is read ahead until more is expected
             return None
         self._num_given += 1
         ticket = _Ticket(self._num_given, order)
@@ -274,13 +274,13 @@ class ReaderPool:
         return ticket
 
     def _hand(self, ticket: _Ticket) -> None:
-        """Gives an order to the reader that has the least to do."""
+        """Give an order to the reader with the fewest orders."""
         reader = min(self._readers, key=lambda each: len(each.tickets))
         reader.tickets.append(ticket)
         reader.process.order(ticket.number, ticket.order)
 
     def _receive(self, *, must_wait: bool) -> None:
-        """Takes what has arrived."""
+        """Take the messages that have arrived."""
         poll = select.poll()
         by_fd = {reader.process.fileno(): reader for reader in self._readers}
         for fd, reader in by_fd.items():
@@ -303,7 +303,7 @@ class ReaderPool:
         ticket.outcome = error_of(message) or reader.process.batch(message)
 
     def _replace(self, reader: _Reader) -> None:
-        """Puts another process in the place of one that has ended."""
+        """Replace a process that has ended."""
         how, pid = reader.process.end(), reader.process.pid
         watching.pass_on("WARNING", f"reader {pid} ended ({how}); another takes its place")
         if reader.tickets:
@@ -317,8 +317,8 @@ class ReaderPool:
             reader.process.order(ticket.number, ticket.order)
 
 
-def _taken(tickets: dict[ReadOrder, list[_Ticket]], order: ReadOrder) -> _Ticket | None:
-    """Takes the first ticket of an order out of those."""
+def _pop_ticket(tickets: dict[ReadOrder, list[_Ticket]], order: ReadOrder) -> _Ticket | None:
+    """Remove and return the first ticket of an order."""
     found = tickets.get(order)
     if not found:
         return None
@@ -342,7 +342,7 @@ def _fatal(order: ReadOrder, how: str) -> UserCodeError:
 
 # ---- All readers of a worker ----
 #
-# These are the readers of all runs that the worker has a part in, within the operator's limit.
+# These are the readers of all runs of the worker, within the operator's limit.
 
 _Key = tuple[str, str, int, int]
 
@@ -355,14 +355,14 @@ class WorkerReaders:
         self._pools: OrderedDict[_Key, ReaderPool] = OrderedDict()
 
     def of(self, run_id: str, job: JobSpec, entrypoints: EntryPoints) -> ReaderPool | None:
-        """Returns the readers of a job, which all parts of its run on this worker share; None where
-        rows are read without. They are started when they are first used."""
+        """Return the readers of a job, which all parts of its run on this worker share; None where
+        the worker reads rows itself. They are started at their first use."""
         wanted = job.data.readers or 0
         number = min(wanted, self._max_readers)
         if not number:
             return None
         name, prefetch = job.data.entrypoint, job.data.prefetch or PREFETCH
-        assert name is not None  # else there are no readers
+        assert name is not None  # there are no readers otherwise
         function = DataFunction(name, job.data.kwargs, job.data.collate)
         setup = ReaderSetup(function, job.seed, entrypoints)
         key = (run_id, setup.text(()), number, prefetch)
@@ -377,15 +377,14 @@ class WorkerReaders:
         return self._pools[key]
 
     def close(self, run_id: str) -> None:
-        """Ends the readers of a run."""
+        """End the readers of a run."""
         for key in [key for key in self._pools if key[0] == run_id]:
             self._pools.pop(key).stop()
 
     def _room_for(self, coming: ReaderPool) -> int:
-        """Returns how many readers a pool may have now. Pools share them: one that comes later
-        takes from the one that has the most, and leaves it one at least. A pool for which there
-        is none reads without; ending the readers of others would be to start them again and
-        again, as all of them are at work in turn."""
+        """Return the number of readers that a pool may have now. A later pool takes readers from
+        the largest one, and leaves it at least one. A pool without readers reads itself: as all
+        pools work in turn, ending the readers of others would start them again and again."""
         others = [pool for pool in self._pools.values() if pool is not coming]
         free = self._max_readers - sum(len(pool.pids) for pool in others)
         while free < coming.num_readers and others:

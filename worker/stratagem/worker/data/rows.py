@@ -1,8 +1,7 @@
 """Collate batches from data sets whose rows are fetched one by one, as torch's `Dataset` is.
 
-The generators are seeded for each row and each batch with keys of their own, so a row is the same
-whoever fetches it, in whichever batch. The module knows neither the origin of a data set nor which
-rows are needed.
+The generators are seeded for each row and each batch with separate keys, so a row is the same in
+every process and every batch.
 """
 
 import random
@@ -25,33 +24,33 @@ from stratagem.worker.user_code.entrypoints import user_code
 # ---- Row data sets ----
 
 Collate = Callable[[list[Any]], Any]
-"""Makes a batch of a list of rows."""
+"""Makes a batch from a list of rows."""
 
 _OTHERS_TAKE: Final = frozenset({"datasets"})
-"""Packages whose data sets have a `take` that means something else than ours."""
+"""Packages whose data sets have a `take` with another meaning than ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchKeys:
-    """The keys of what a batch draws at random while it is made."""
+    """The keys of a batch's random numbers."""
 
     rows: Key = ("row",)
-    """Completed by the number of the row, and by how often it came before in the epoch."""
+    """The key of a row, completed by its number and its earlier occurrences in the epoch."""
     batch: Key = ()
-    """Of collating."""
+    """The key of collating."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """All that a batch is made of, beside the job's data: whoever reads it makes the same."""
+    """Everything that determines a batch, beside the job's data."""
 
     split: str
     num_rows: int
-    """Of the split."""
+    """The number of rows of the split."""
     given: tuple[tuple[str, int], ...]
-    """What the function that returns the data got beside the job's keywords."""
+    """The arguments of the data function beside the job's keywords."""
     numbers: tuple[int, ...]
-    """Of rows, plus `num_rows` for each time that one came before in the epoch."""
+    """The numbers of the rows, plus `num_rows` for each earlier occurrence in the epoch."""
     keys: BatchKeys
 
 
@@ -69,7 +68,7 @@ class RowDataset:
         return self.num_rows
 
     def row(self, number: int, keys: BatchKeys, occurrence: int = 0) -> Any:
-        """Fetches one row, with the generators seeded for it; they are left as it left them."""
+        """Fetch one row, with the generators seeded for it and not restored."""
         return self._row(number, mix(*keys.rows), occurrence)
 
     def _row(self, number: int, key: int, occurrence: int) -> Any:
@@ -80,14 +79,14 @@ class RowDataset:
         return np.array(row) if isinstance(row, np.ndarray) else row
 
     def order(self, indices: Tensor, keys: BatchKeys) -> ReadOrder:
-        """Returns the order of these rows."""
+        """Return the order of these rows."""
         return ReadOrder(self.split, self.num_rows, self.given, tuple(indices.tolist()), keys)
 
     def read(self, order: ReadOrder) -> tuple[Any, Any]:
-        """Returns (x, y) of an order's rows; all generators stay as they were.
+        """Return (x, y) of an order's rows; all generators stay as they were.
 
         A batch of two things is input and target; any other one is both at once. Rows are computed
-        by one thread, whose bits do not depend on how many the worker has.
+        by one thread, so their bits do not depend on the worker's number of threads.
         """
         if len(self.source) != self.num_rows:
             raise InvalidInputError.at(
@@ -105,16 +104,16 @@ class RowDataset:
                 return collated(rows, self.collate, order.keys, self.split)
 
     def _keyed_rows(self, order: ReadOrder) -> list[Any]:
-        """Fetches rows that may draw at random, each with a key of its own."""
+        """Fetch rows that may draw at random, each with its key."""
         key = mix(*order.keys.rows)
         return [self._row(n % self.num_rows, key, n // self.num_rows) for n in order.numbers]
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
-        """Returns what `read` does, for a use that has no key of its own."""
+        """Return what `read` returns, for a caller without a key."""
         return self.read(self.order(indices, BatchKeys()))
 
     def labels(self) -> Tensor:
-        """Returns the target of every row, for a partition by label."""
+        """Return the target of every row, for a partition by label."""
         key = mix("row", "labels")
         with generators_kept():
             rows = (self._row(number, key, 0) for number in range(self.num_rows))
@@ -127,26 +126,23 @@ class RowDataset:
 
 
 def collated(rows: list[Any], collate: Collate, keys: BatchKeys, split: str) -> tuple[Any, Any]:
-    """Returns (x, y) of rows that have been fetched, with the generators seeded for the batch."""
+    """Return (x, y) of rows that have been fetched, with the generators seeded for the batch."""
     seed_generators(mix("collate", *keys.batch))
     return _collated(rows, collate, split)
 
 
 def _collated(rows: list[Any], collate: Collate, split: str) -> tuple[Any, Any]:
     with user_code(f"collating rows of data.{split}"):
-        return _pair(collate(rows))
+        batch = collate(rows)
+        return (batch[0], batch[1]) if _is_pair(batch) else (batch, batch)
 
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
-    return (batch[0], batch[1]) if _is_pair(batch) else (batch, batch)
-
-
 def refuse_loaders(value: object, split: str) -> None:
-    """Refuses what decides itself which rows come next."""
+    """Refuse objects that decide themselves which rows come next."""
     if isinstance(value, DataLoader):
         raise InvalidInputError.at(
             f"data.{split}",
@@ -156,7 +152,7 @@ def refuse_loaders(value: object, split: str) -> None:
 
 
 def has_foreign_take(value: object) -> bool:
-    """Returns whether an object's `take` is another function than that of our data sets."""
+    """Return whether an object's `take` is another function than that of our data sets."""
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     return isinstance(value, np.ndarray | Tensor) or bool(packages & _OTHERS_TAKE)
 
@@ -164,7 +160,7 @@ def has_foreign_take(value: object) -> bool:
 def row_dataset(
     value: Any, split: str, collate: Collate | None, given: Mapping[str, int]
 ) -> RowDataset | None:
-    """Returns the data set of an object with `len()` and `[row]`; None for any other object."""
+    """Return the data set of an object with `len()` and `[row]`; None for any other object."""
     kind = type(value)
     if isinstance(value, str | bytes | Mapping | tuple) or not hasattr(kind, "__getitem__"):
         return None
@@ -177,37 +173,37 @@ def row_dataset(
 
 # ---- Rows that draw no random numbers ----
 #
-# Lists, arrays and the plain data sets of torch hold such rows: no code runs but theirs. A reader
-# of such rows need not seed the generators, which takes as long as fetching them. A row of the
-# user's own class may read a generator without a trace in its state, as `torch.initial_seed()`
-# does, so whether it has drawn cannot be seen afterwards.
+# Lists, arrays and the plain data sets of torch have such rows, as only their code runs. A reader
+# of such rows need not seed the generators, which takes as long as fetching them. A row of a user's
+# class may read a generator without a trace in its state, as `torch.initial_seed()` does, so a use
+# of a generator cannot be detected afterwards.
 
 _ARRAYS: Final = frozenset({Tensor, np.ndarray, np.memmap})
 _LEAVES: Final = _ARRAYS | {int, float, bool, str, bytes, np.float32, np.float64, np.int64}
 _COLLATES: Final = dict(default_collate_fn_map)
-"""How `default_collate` makes a batch of each type, before anybody has changed it."""
+"""The functions of `default_collate` by type, before anybody has changed them."""
 
 
 def rows_without_draws(source: Any, numbers: Sequence[int]) -> list[Any] | None:
-    """Returns these rows; None where fetching them may run code of the user's, or fails."""
+    """Return these rows; None where fetching them may run the user's code, or fails."""
     if not _is_plain(source):
         return None
     try:
         rows = [source[number] for number in numbers]
-    except Exception:  # whoever fetches them one by one says which it was
+    except Exception:  # fetching them one by one will name the row
         return None
     # Of a memory map, rows may be read-only views, which torch warns of.
     return [np.array(row) if isinstance(row, np.ndarray) else row for row in rows]
 
 
 def draws_nothing(collate: Callable[[list[Any]], Any], rows: list[Any]) -> bool:
-    """Returns whether a batch is made of these rows by torch's code alone."""
+    """Return whether only torch's code makes a batch of these rows."""
     is_torchs = collate is default_collate and default_collate_fn_map == _COLLATES
     return is_torchs and _are_values(rows)
 
 
 def _is_plain(source: Any) -> bool:
-    """Returns whether `source[number]` runs no code but Python's, numpy's and torch's. When in
+    """Return whether `source[number]` runs no code but Python's, numpy's and torch's. When in
     doubt, False."""
     kind = type(source)
     if kind is TensorDataset:
@@ -220,8 +216,8 @@ def _is_plain(source: Any) -> bool:
 
 
 def _are_values(values: list[Any]) -> bool:
-    """Returns whether there is nothing in these values but arrays, numbers and texts in dicts with
-    texts as keys, lists and tuples."""
+    """Return whether these values are only arrays, numbers and strings, in lists, tuples, and dicts
+    with strings as keys."""
     nested = set(map(type, values)) - _LEAVES
     if not nested:
         return True
@@ -236,25 +232,24 @@ def _are_values(values: list[Any]) -> bool:
 
 # ---- Random generators ----
 #
-# The user's code draws from Python's and numpy's generators and from torch's default one on the
-# CPU.
+# The user's code draws from the generators of Python and numpy and torch's default one on the CPU.
 
 
 def seed_users_generators(key: int) -> None:
-    """Seeds Python's generator and numpy's, which only the user's code draws from. key: 64 bits."""
+    """Seed Python's generator and numpy's, which only the user's code draws from. key: 64 bits."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
 
 
 def seed_generators(key: int) -> None:
-    """Seeds all of them."""
+    """Seed all generators of the user's code."""
     seed_users_generators(key)
     torch.default_generator.manual_seed(key & POSITIVE)
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restores all generators at the end of the context."""
+    """Restore all generators at the end of the `with`."""
     python, numpy = random.getstate(), np.random.get_state()
     of_torch = torch.default_generator.get_state()
     try:
@@ -267,7 +262,7 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Lets torch compute with one thread inside the context, in the thread that enters it."""
+    """Let torch compute with one thread inside the `with`, in the thread that enters it."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -35,11 +35,11 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 # ---- Data sources ----
 
 LocalData = Callable[[int | None], Mapping[str, Dataset]]
-"""Loads data that are the worker's own, by split; gets the seed of the job, if it is to be used."""
+"""Loads the worker's local data by split; the argument is the seed of the job, or None."""
 MAX_CLIENTS_KEPT: Final = 64
-"""Data sets of single clients that a worker keeps, where a factory makes them one by one."""
+"""The number of cached data sets of single clients, where a factory makes them one by one."""
 SEEDED_FACTORIES: Final = 3
-"""The number of the rules since which generators are seeded before the entry point is called."""
+"""The first number of the rules by which generators are seeded before the entry point is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,17 @@ class ClientShare:
 class DataSources:
     """The data that operator and caller provide: local files and inline tensors, by name.
 
-    loaders: what loads local data that the site's own file defines. readers: the processes that
-    fetch rows which are read one by one; None without them.
+    loaders: functions that load the local data defined by the site's file. readers: the processes
+    that fetch rows; None without them.
     """
 
     worker_local: Mapping[str, str | Path] = field(default_factory=dict)
     loaders: Mapping[str, LocalData] = field(default_factory=dict)
     inline: Mapping[str, Tensor] | None = None
     known_rows: str = ""
-    """What `described_rows` says of the worker that has built the model; "" where nobody does."""
+    """The description of rows by the worker that has built the model; "" without one."""
     roots: tuple[Path, ...] | None = None
-    """Folders below which `data.path` must be; None where the caller's own process reads it."""
+    """The folders below which `data.path` must be; None where the caller's process reads it."""
     readers: Readers | None = None
 
 
@@ -75,7 +75,7 @@ def load_data(
     client: ClientShare | None = None,
     numerics: int = CURRENT,
 ) -> dict[str, Dataset]:
-    """Returns the job's data sets by split; with a client, only what this client trains on.
+    """Return the job's data sets by split; for a client, only its training rows.
 
     numerics: version of the rules that decide the bits; see common.numerics.rules.
     """
@@ -102,8 +102,8 @@ def load_data(
 
 
 class ClientData:
-    """The data of any client of one job. What the clients share is loaded and divided once; what a
-    factory makes for each of them is kept for the clients that came last."""
+    """The data of any client of one job. Shared data are loaded and divided once; data that a
+    factory makes for each client are cached for the last clients."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ClientData:
         self._own: OrderedDict[ClientShare, dict[str, Dataset]] = OrderedDict()
 
     def of(self, client: ClientShare) -> dict[str, Dataset]:
-        """Returns the data sets that this client may use, by split."""
+        """Return the data sets that this client may use, by split."""
         if self.is_made_per_client:
             return self._made_for(client)
         if self._shared is None:
@@ -137,8 +137,8 @@ class ClientData:
 
     @cached_property
     def is_made_per_client(self) -> bool:
-        """Whether the function that makes the data is told for which client."""
-        # Kept: to look the entry point up is a third of a round that trains next to nothing.
+        """Return whether the function that makes the data is given the client."""
+        # Cached, as the look-up of the entry point is a third of a round with very short training.
         spec = self._job.data
         if spec.entrypoint is None:
             return False
@@ -158,7 +158,7 @@ class ClientData:
 
 
 def _job_path(spec: DataSpec, sources: DataSources) -> Path:
-    """The file that a job names, where the operator lets jobs name files."""
+    """Return the file that a job names, where the operator lets jobs name files."""
     if spec.path is None:
         raise InvalidInputError.at("data", "names no source")
     if sources.roots is None:
@@ -203,8 +203,8 @@ def _from_entrypoint(
 
 
 def _shares_of_clients(job: JobSpec, factory: Callable[..., Any]) -> Iterable[dict[str, int]]:
-    """Returns what the factory is given for each client of a federation, in order; nothing where it
-    does not ask for clients."""
+    """Return the arguments of the factory for each client of a federation, in order; none where it
+    takes no client."""
     if not isinstance(job.strategy, Federated) or not _client_arguments(factory, ClientShare(0, 1)):
         return ()
     count = job.strategy.num_clients
@@ -218,10 +218,10 @@ def _with_rows(
     *,
     is_evaluated: bool,
 ) -> dict[str, Dataset]:
-    """Returns what is made for the arguments `given`, with the training rows of the first of
-    `others` that has any, where these have none: what one client lacks is no fault of the run's.
+    """Return the data made for the arguments `given`. Where these have no training rows, which is
+    no fault of the run, those of the first of `others` that has any replace them.
 
-    is_evaluated: the other splits are needed as they are made for `given`, so an error is raised.
+    is_evaluated: the other splits are needed as made for `given`, so an error is raised.
     """
     splits, failure = dict[str, Dataset](), None
     try:
@@ -250,8 +250,8 @@ def _has_rows(splits: Mapping[str, Dataset]) -> bool:
 def rows_to_compare(
     job: JobSpec, entrypoints: EntryPoints, data: Mapping[str, Dataset], numerics: int
 ) -> str:
-    """Returns what `described_rows` says of data that a worker has loaded; "" where they are made
-    for one client, or by a function before whose call nothing was seeded."""
+    """Return the description of loaded data; "" where they are made for one client, or by a
+    function that was called without seeded generators."""
     name = job.data.entrypoint
     if name is None or numerics < SEEDED_FACTORIES:
         return ""
@@ -261,7 +261,7 @@ def rows_to_compare(
 
 
 def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
-    """Refuses settings that do not go with the kind of the data sets, and rows that change."""
+    """Refuse settings that do not fit the kind of the data sets, and rows that change."""
     streams = [split for split, dataset in splits.items() if isinstance(dataset, StreamDataset)]
     check_streams(job, streams)
     by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]
@@ -284,10 +284,10 @@ def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
 
 
 def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -> dict[str, int]:
-    """The client's number and their count, for a factory that wants them.
+    """Return the client's number and the count of clients, for a factory that takes them.
 
-    Outside a client's round (building, evaluating) a factory keeps its own defaults; one without
-    defaults is asked for the data of client 0 of 1, and see `_with_rows`.
+    Outside a client's round (building, evaluating) a factory uses its defaults; one without
+    defaults makes the data of client 0 of 1, and see `_with_rows`.
     """
     parameters = inspect.signature(factory).parameters
     known = client or ClientShare(0, 1)
@@ -303,7 +303,7 @@ def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -
 def _own_rows(
     job: JobSpec, splits: dict[str, Dataset], client: ClientShare | None
 ) -> dict[str, Dataset]:
-    """Cuts the training split down to the rows of one client."""
+    """Reduce the training split to the rows of one client."""
     if client is None or "train" not in splits:
         return splits
     train = splits["train"]
@@ -314,7 +314,7 @@ def _own_rows(
 
 
 def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
-    """Returns the rows of every client."""
+    """Return the rows of every client."""
     labels = None
     if job.partition is not None and job.partition.method != "contiguous":
         with user_code("reading labels"):
@@ -352,7 +352,8 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Dataset]:
-    """Splits out of names: `train.x`, `train.y`; nested ones `train.x.<key>` become dicts."""
+    """Return the data sets of tensors by name: `train.x` and `train.y` make a split; nested names
+    `train.x.<key>` become dicts."""
     nested: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         split, _, rest = name.partition(".")
@@ -381,13 +382,14 @@ Rows: TypeAlias = NDArray[np.int64]
 
 
 def contiguous(num_rows: int, num_clients: int) -> list[Tensor]:
-    """Consecutive pieces whose sizes differ by at most one."""
+    """Return consecutive pieces whose sizes differ by at most one."""
     pieces = split_rows(num_rows, num_clients)
     return [torch.arange(piece.start, piece.stop) for piece in pieces]
 
 
 def by_label(labels: Tensor, num_clients: int, labels_per_client: int, seed: int) -> list[Tensor]:
-    """Rows sorted by label, cut into equal pieces; each client gets `labels_per_client` of them."""
+    """Return the rows of clients by label: rows are sorted by label and cut into equal pieces, of
+    which each client gets `labels_per_client`."""
     order = torch.sort(labels, stable=True).indices
     pieces = split_rows(len(labels), num_clients * labels_per_client)
     deal = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -400,7 +402,7 @@ def by_label(labels: Tensor, num_clients: int, labels_per_client: int, seed: int
 
 
 def dirichlet(labels: Tensor, num_clients: int, alpha: float, seed: int) -> list[Tensor]:
-    """The rows of each label split in proportions drawn from Dirichlet(alpha).
+    """Return the rows of each label split in proportions drawn from Dirichlet(alpha).
 
     A client that would be left without rows takes one from the largest client.
     """
@@ -433,7 +435,7 @@ def client_rows(
     num_clients: int,
     seed: int,
 ) -> list[Tensor]:
-    """The rows of every client. `labels` may be None where the method needs none."""
+    """Return the rows of every client. `labels` may be None where the method needs none."""
     if partition is None or partition.method == "contiguous":
         return contiguous(num_rows, num_clients)
     if labels is None or labels.dim() != 1 or labels.is_floating_point():

@@ -1,9 +1,8 @@
 """Read one logical stream: rows of some shards of a source, epoch after epoch, at any position.
 
 The row at a position is a function of the source and the seed alone. A reader that is ahead of it
-goes back to a place it has marked and reads again; one that is behind reads on. Where the source
-has a state, a mark holds it; else the mark leads to the beginning of a shard. The module does not
-know steps.
+goes back to a mark and reads again; one that is behind reads on. Where the source has a state, a
+mark has it, else the mark leads to the beginning of a shard.
 """
 
 import json
@@ -24,8 +23,8 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 # ---- Sources of streams ----
 #
-# Each kind of source appears as numbered shards. A shard of an epoch is opened anew whenever it is
-# to be read, and gives the same rows each time.
+# Each kind of source appears as numbered shards. A shard of an epoch is opened anew for each
+# reading, and has the same rows each time.
 
 
 class StreamSource(Protocol):
@@ -35,8 +34,8 @@ class StreamSource(Protocol):
     def num_shards(self) -> int: ...
 
     def open(self, epoch: int, shard: int) -> Iterable[Any]:
-        """Returns the rows of one shard in one epoch, from the first on. What it returns may have
-        `state_dict()` and `load_state_dict(state)`, to go on from where it was."""
+        """Return the rows of one shard in one epoch, from the first on. The result may have
+        `state_dict()` and `load_state_dict(state)`, to continue from an earlier position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +76,16 @@ class OwnStreams:
 
 @dataclass(frozen=True, slots=True)
 class SingleSource:
-    """An object that is iterated from its beginning whenever it is asked: one shard."""
+    """An object with a single shard, each iteration of which begins at the first row."""
 
     value: Any
     initial: str | None
-    """Its state before it is read, as JSON; None where it has none."""
+    """The state before reading, as JSON; None where there is none."""
     num_shards: int = 1
 
     def open(self, epoch: int, shard: int) -> Iterable[Any]:
         assert shard == 0, shard
-        if self.initial is not None:  # one that has gone on from a state would do so again
+        if self.initial is not None:  # a source that has continued from a state would do so again
             self.value.load_state_dict(json.loads(self.initial))
         _set_epoch(self.value, epoch)
         rows: Iterable[Any] = self.value
@@ -99,7 +98,7 @@ def _set_epoch(rows: Any, epoch: int) -> None:
 
 
 def state_of(rows: Iterable[Any]) -> str | None:
-    """Returns the state of what is being read, as JSON; None where it has none that is JSON."""
+    """Return the state of an iterable, as JSON; None where it has no such state."""
     state_dict = getattr(rows, "state_dict", None)
     if not (callable(state_dict) and callable(getattr(rows, "load_state_dict", None))):
         return None
@@ -111,7 +110,7 @@ def state_of(rows: Iterable[Any]) -> str | None:
 
 
 def opened(source: StreamSource, epoch: int, shard: int, state: str | None) -> Iterable[Any]:
-    """Opens a shard, at its first row or where a state of it leads to."""
+    """Open a shard at its first row, or at the position of a state."""
     rows = source.open(epoch, shard)
     if state is not None:
         rows.load_state_dict(json.loads(state))  # type: ignore[attr-defined]
@@ -119,7 +118,7 @@ def opened(source: StreamSource, epoch: int, shard: int, state: str | None) -> I
 
 
 def stream_source(value: Any, split: str) -> StreamSource | None:
-    """Returns the source of an object whose rows come one after the other; None for any other."""
+    """Return the source of an object whose rows come one after the other; None for any other."""
     if not _is_stream(value):
         return None
     with user_code(f"looking at data.{split}"):
@@ -155,35 +154,35 @@ def _is_stream(value: Any) -> bool:
 log = structlog.get_logger(__name__)
 
 _MARK_EVERY: Final = 256
-"""Rows between two marks: to ask a source for its state takes some 0.1 ms."""
+"""The rows between two marks, since the state of a source takes some 0.1 ms."""
 _NUM_MARKS: Final = 4
-"""Marks that are kept of what was read last."""
+"""The number of marks of the last rows."""
 _SAY_EVERY_S: Final = 10.0
 _END: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place that a stream can be read from again: after `position` rows of it."""
+    """A place from which a stream can be read again, after `position` rows of it."""
 
     position: int = 0
     epoch: int = 0
     place: int = 0
-    """Of the shard among those of the stream."""
+    """The number of the shard among those of the stream."""
     row: int = 0
-    """Rows of the epoch before it."""
+    """The number of rows of the epoch before the mark."""
     row_of_shard: int = 0
     state: str | None = None
-    """That of the source, as JSON; None: its shard is read from the beginning."""
+    """The state of the source, as JSON; None: the shard is read from its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRules:
-    """What decides the rows of a stream.
+    """The values that determine the rows of a stream.
 
-    name: of the split, for errors. key: completed by the epoch and the row's number in it.
-    block_rows: rows that are shuffled with each other. has_states: those of the source lead to
-    exactly the rows that come next.
+    name: that of the split, for errors. key: completed by the epoch and the row's number in it.
+    block_rows: the number of rows that are shuffled together. has_states: states of the source lead
+    to exactly the following rows.
     """
 
     split: str
@@ -195,8 +194,8 @@ class StreamRules:
 
 
 class StreamReader:
-    """Reads the rows of one stream. The caller keeps the generators, which are seeded here for each
-    row. Used by one thread."""
+    """A reader of the rows of one stream. The caller restores the generators, which are seeded here
+    for each row. Used by one thread."""
 
     def __init__(self, source: StreamSource, rules: StreamRules) -> None:
         self._source, self._rules = source, rules
@@ -206,7 +205,7 @@ class StreamReader:
         self._go_to(Mark())
 
     def row(self, position: int) -> Any:
-        """Returns the row at a position, counted over all epochs from 0."""
+        """Return the row at a position, counted over all epochs from 0."""
         if position < self._position or self._leaps(position):
             before = (mark for mark in self._marks if mark.position <= position)
             self._go_to(max(before, key=lambda mark: mark.position, default=Mark()))
@@ -217,21 +216,21 @@ class StreamReader:
         return self._next()
 
     def epoch_rows(self, epoch: int) -> Iterator[Any]:
-        """Yields all rows of one epoch."""
+        """Yield all rows of one epoch."""
         self._go_to(Mark(epoch=epoch))
         while block := self._read_block():
             yield from block
 
     def mark(self) -> Mark:
-        """Returns a mark that is not behind what was read last, as far back as its block."""
+        """Return a mark at or before the last row, no further back than its block."""
         return self._mark if self._ready else self._here()
 
     def add_mark(self, mark: Mark) -> None:
-        """Adds a mark that a reader of the same stream has made."""
+        """Add a mark that a reader of the same stream has made."""
         self._marks.append(mark)
 
     def _leaps(self, position: int) -> bool:
-        """Returns whether a mark is nearer to a position ahead than what was read last."""
+        """Return whether a mark is nearer to a position ahead than the last row."""
         return any(self._position < mark.position <= position for mark in self._marks)
 
     def _go_to(self, mark: Mark) -> None:
@@ -249,7 +248,7 @@ class StreamReader:
             self._read()
 
     def _here(self) -> Mark:
-        """Returns the mark of what comes next; nothing of the present block is left."""
+        """Return the mark of the next row, at the end of a block."""
         state = None
         if self._rules.has_states and self._iterator is not None and self._rows is not None:
             with user_code(f"asking data.{self._rules.split} for its state"):
@@ -278,8 +277,8 @@ class StreamReader:
         self._epoch, self._place, self._row, self._row_of_shard = self._epoch + 1, 0, 0, 0
 
     def _read_block(self) -> list[Any]:
-        """Reads the rows that are shuffled with each other, which is one unless the job says
-        otherwise; none at the end of an epoch."""
+        """Read the rows that are shuffled together, one unless the job sets it; none at the end of
+        an epoch."""
         first, size = self._row, self._rules.block_rows or 1
         rows: list[Any] = []
         while len(rows) < size and (row := self._read()) is not _END:
@@ -291,7 +290,7 @@ class StreamReader:
         return [rows[i] for i in torch.randperm(len(rows), generator=draw).tolist()]
 
     def _read(self) -> Any:
-        """Reads the next row of the epoch, with the generators seeded for it."""
+        """Read the next row of the epoch, with the generators seeded for it."""
         rules = self._rules
         while self._place < len(rules.shards):
             if self._iterator is None:
@@ -317,7 +316,7 @@ class StreamReader:
             self._iterator = iter(self._rows)
 
     def _read_up_to(self, position: int) -> None:
-        """Reads and drops many rows, and says at intervals how far it has come."""
+        """Read and drop many rows; log the progress at intervals."""
         first, began_s = self._position, time.monotonic()
         said_s = began_s
         while self._position < position:

@@ -1,8 +1,8 @@
-"""Training rows that come as a stream, seen as numbered rows: number n is row n % B of step n // B.
+"""Number training rows that come as a stream: number n is row n % B of step n // B.
 
 A batch of B rows is cut into R shards. Of L logical streams, stream s belongs to shard s mod R and
 reads the source's shards s, s + L, ...; the rows of a shard are taken from its streams in turn. So
-which row of which stream a number means is a function of (B, R, L), whoever reads it.
+the stream and the position of a number are a function of (B, R, L), in every process.
 """
 
 import json
@@ -33,7 +33,7 @@ class StreamLayout:
     num_streams: int
 
     def place(self, number: int) -> tuple[int, int]:
-        """Returns (stream, position in it) of a numbered row."""
+        """Return (stream, position in it) of a numbered row."""
         step, offset = divmod(number, self.batch_size)
         pieces = split_rows(self.batch_size, self.num_shards)
         shard = next(i for i, piece in enumerate(pieces) if offset < piece.stop)
@@ -44,7 +44,7 @@ class StreamLayout:
 
 @dataclass(frozen=True, slots=True)
 class FetchedRows:
-    """Rows that have been read and wait to be collated."""
+    """Rows that have been read and will be collated."""
 
     rows: list[Any]
     collate: Collate
@@ -54,27 +54,27 @@ class FetchedRows:
         return len(self.rows)
 
     def batch(self, indices: Tensor, keys: BatchKeys) -> tuple[Any, Any]:
-        """Returns (x, y) of these rows; all generators stay as they were."""
+        """Return (x, y) of these rows; all generators stay as they were."""
         with generators_kept(), one_thread():
             return collated(
                 [self.rows[i] for i in indices.tolist()], self.collate, keys, self.split
             )
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
-        """Returns what `batch` does, for a use that has no key of its own."""
+        """Return what `batch` returns, for a caller without a key."""
         return self.batch(indices, _NO_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedSplit:
-    """A split whose rows come as a stream, before it is known how a job reads them."""
+    """A split whose rows come as a stream, before a job determines how to read them."""
 
     source: StreamSource
     split: str
     collate: Collate
 
     def __len__(self) -> int:
-        """Returns the rows that have a number before they are read: none."""
+        """Return the number of rows that are numbered before they are read: none."""
         return 0
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
@@ -85,7 +85,7 @@ class StreamedSplit:
 class StreamDataset:
     """The streams of a source, and the function that makes a batch of their rows.
 
-    part: this client's number and how many there are, under Federated. Used by one thread.
+    part: this client's number and the count of clients, under Federated. Used by one thread.
     """
 
     source: StreamSource
@@ -96,10 +96,10 @@ class StreamDataset:
     part: tuple[int, int] = (0, 1)
     _readers: dict[int, StreamReader] = field(default_factory=dict, compare=False)
     _marks: dict[int, Mark] = field(default_factory=dict, compare=False)
-    """Of streams that are not read here."""
+    """The marks of streams that are not read here."""
 
     def __len__(self) -> int:
-        """Returns the rows that have a number before they are read: none."""
+        """Return the number of rows that are numbered before they are read: none."""
         return 0
 
     @property
@@ -109,7 +109,7 @@ class StreamDataset:
         return StreamLayout(self.job.batch_size, num_shards, num_streams)
 
     def batch(self, indices: Tensor, keys: BatchKeys) -> tuple[Any, Any]:
-        """Returns (x, y) of these rows; all generators stay as they were."""
+        """Return (x, y) of these rows; all generators stay as they were."""
         layout = self.layout
         with generators_kept(), one_thread():
             rows = []
@@ -119,18 +119,18 @@ class StreamDataset:
             return collated(rows, self.collate, keys, self.split)
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
-        """Returns what `batch` does, for a use that has no key of its own."""
+        """Return what `batch` returns, for a caller without a key."""
         return self.batch(indices, _NO_KEYS)
 
     def head(self, num_rows: int) -> FetchedRows:
-        """Returns the first rows of the first stream."""
+        """Return the first rows of the first stream."""
         with generators_kept():
             reader = StreamReader(self.source, self._rules(0, 1, (self.job.seed, "row", "head")))
             rows = list(islice(reader.epoch_rows(0), num_rows))
             return FetchedRows(rows, self.collate, self.split)
 
     def of_client(self, number: int, num_clients: int) -> "StreamDataset":
-        """Returns the part of one federated client: shards c, c + C, ... of the source."""
+        """Return the part of one federated client: shards c, c + C, ... of the source."""
         if self.source.num_shards < num_clients:
             raise InvalidInputError.at(
                 f"data.{self.split}",
@@ -141,7 +141,7 @@ class StreamDataset:
         return replace(self, part=(number, num_clients), _readers={}, _marks={})
 
     def client_batches(self, client: int, epoch: int) -> Iterator[FetchedRows]:
-        """Yields the batches of one epoch of the client's rows; the last one may be short."""
+        """Yield the batches of one epoch of the client's rows; the last one may be short."""
         number, num_clients = self.part
         rules = self._rules(number, num_clients, (self.job.seed, "row", "client", client))
         rows = StreamReader(self.source, rules).epoch_rows(epoch)
@@ -153,21 +153,21 @@ class StreamDataset:
             yield FetchedRows(batch, self.collate, self.split)
 
     def marks(self) -> dict[int, str]:
-        """Returns for each stream that is read here a mark as JSON, to go on from."""
+        """Return a mark, as JSON, for each stream that is read here, to continue from."""
         return {
             number: json.dumps(asdict(reader.mark()))
             for number, reader in sorted(self._readers.items())
         }
 
     def add_marks(self, marks: Mapping[int, str]) -> None:
-        """Takes over marks of any streams; which rows come does not depend on them."""
+        """Add marks of any streams; the rows do not depend on them."""
         for number, text in marks.items():
             self._marks[number] = mark = Mark(**json.loads(text))
             if number in self._readers:
                 self._readers[number].add_mark(mark)
 
     def check_layout(self) -> None:
-        """Refuses more streams than the source has shards."""
+        """Refuse more streams than the source has shards."""
         num_streams, num_shards = self.layout.num_streams, self.source.num_shards
         if num_streams > num_shards:
             what = "data.streams" if self.job.data.streams else "strategy.num_replicas"

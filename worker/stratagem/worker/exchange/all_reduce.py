@@ -51,18 +51,18 @@ class Tree:
     """The messages and additions of one member, in order."""
 
     up: tuple[Hop | Addition, ...]
-    """Afterwards member 0 holds the sum in its set 0."""
+    """The way up, after which member 0 has the sum in its set 0."""
     down: tuple[Hop, ...]
-    """Afterwards all do."""
+    """The way down, after which all members have it."""
 
 
 def plan_tree(
     party: ShardOwners, step: StepPlan, flats: Sequence[Tensor], first_tag: int, stage: Tensor
 ) -> Tree:
-    """Returns one member's part in the tree. flats: this bucket in every set of the member; stage:
-    room for one message.
+    """Return one member's part in the tree. flats: this bucket in every set of the member; stage: a
+    buffer for one message.
 
-    Uses the tags [first_tag, first_tag + num_shards].
+    It uses the tags [first_tag, first_tag + num_shards].
     """
     rank = party.rank
     held = {
@@ -73,7 +73,7 @@ def plan_tree(
     up: list[Hop | Addition] = []
 
     def add_up(node: Node) -> tuple[int, int]:
-        """Returns (the member that ends up with the sum of the node, the set that it is in)."""
+        """Return (the member that finally has the sum of the node, its set there)."""
         if node in held:
             return held[node]
         below = split_node(node)
@@ -93,7 +93,7 @@ def plan_tree(
 
 
 def _down(rank: int, size: int, tag: int, total: Tensor) -> tuple[Hop, ...]:
-    """Returns one member's messages on the way down: in round k the members below 2^k send to those
+    """Return one member's messages on the way down: in round k the members below 2^k send to those
     2^k above them."""
     hops = []
     distance = 1
@@ -111,36 +111,37 @@ def _down(rank: int, size: int, tag: int, total: Tensor) -> tuple[Hop, ...]:
 # All transfers and additions of a member are prepared before the first byte moves.
 
 PIECE_BYTES = 32 << 20
-"""So only a bucket made of one huge parameter is cut. Smaller pieces overlap more but cost a
-round of wake-ups each: on two busy cores, pieces of 1 MiB cost a step of 230 ms about 20 ms more
-CPU, pieces of 8 MiB about 5 ms (benchmarks/data_parallel.py, 10 M parameters)."""
+"""The size of a piece, so that only a bucket of one huge parameter is cut. Smaller pieces overlap
+more but cost a round of wake-ups each: on two busy cores, pieces of 1 MiB cost a step of 230 ms
+about 20 ms more CPU, pieces of 8 MiB about 5 ms (benchmarks/data_parallel.py, 10 M parameters)."""
 SMALL_BYTES = 256 << 10
-"""Below this size fewer messages are worth more than fewer bytes. Over gRPC on two busy cores,
+"""The size below which fewer messages are worth more than fewer bytes. Over gRPC on two busy cores,
 64 KiB take 2.4, 7.8 and 18 ms at 2, 4 and 8 members, and 2.0, 18 and 66 ms in slices; 1 MiB at 4
 members take 15 against 19 ms (benchmarks/small_buckets.py)."""
 MAX_GATHER_MEMBERS = 3
-"""Among so few a small bucket is gathered by all, which is one latency, else it goes through a
-tree. 64 KiB at 3 members take 4.3 against 3.5 ms over gRPC and 4.1 against 8.0 over gloo; at 4
-members 14 against 8 over gRPC; at 8 members 44 against 18 over gRPC, 17 against 14 over gloo."""
+"""The most members among which all gather a small bucket, with one latency; among more it goes
+through a tree. 64 KiB at 3 members take 4.3 against 3.5 ms over gRPC and 4.1 against 8.0 over gloo;
+at 4 members 14 against 8 over gRPC; at 8 members 44 against 18 over gRPC, 17 against 14 over
+gloo."""
 
 Sets = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One piece of a bucket: by rank, the elements [start, stop) that each member adds up."""
+    """One piece of a bucket: by rank, the elements [start, stop) that each member adds."""
 
     bucket: int
     is_gathered: bool
     is_tree: bool
     slices: tuple[tuple[int, int], ...]
     stays: bool = False
-    """Each sum stays with the member that added it up."""
+    """Each sum stays with the member that added it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """All that one member does for one piece of a bucket."""
+    """All work of one member for one piece of a bucket."""
 
     bucket: int
     is_extras: bool
@@ -150,18 +151,18 @@ class Piece:
     receive_partials: tuple[Transfer, ...]
     additions: tuple[Addition, ...]
     total: Tensor
-    """What the additions end in: this member's slice, or all of a gathered bucket."""
+    """The result of the additions: this member's slice, or all of a gathered bucket."""
     send_sums: tuple[Transfer, ...]
     receive_sums: tuple[Transfer, ...]
     tree: Tree | None = None
-    """Instead of all of the above but `total`."""
+    """The tree, which replaces all of the above but `total`."""
 
 
 def cut_pieces(
     layout: BucketLayout, size: int, owners: SliceOwners | None = None
 ) -> tuple[Cut, ...]:
-    """Returns the pieces of all buckets in order; the same on all members. owners: of the sums,
-    where these stay with them."""
+    """Return the pieces of all buckets in order; the same on all members. owners: the owners of the
+    sums, where these stay with them."""
     if owners is not None:
         last = len(layout.buckets) - 1
         return (*cut_slices(layout, owners), *_cut_bucket(last, layout.buckets[last], size))
@@ -170,7 +171,7 @@ def cut_pieces(
 
 
 def cut_slices(layout: BucketLayout, owners: SliceOwners) -> tuple[Cut, ...]:
-    """Returns the pieces of all slices in order: of each, every member has a part of its own."""
+    """Return the pieces of all slices in order; every member has one part of each piece."""
     cuts = []
     for index, slices in enumerate(owners.slices):
         bucket = layout.buckets[index]
@@ -184,7 +185,7 @@ def cut_slices(layout: BucketLayout, owners: SliceOwners) -> tuple[Cut, ...]:
 def _nth_part(
     whole: tuple[int, int], count: int, number: int, bucket: FlatVector
 ) -> tuple[int, int]:
-    """Returns one of `count` parts of a slice; each begins on SLOT_BYTES."""
+    """Return one of `count` parts of a slice; each begins at a multiple of SLOT_BYTES."""
     start, stop = whole
     step = SLOT_BYTES // bucket.dtype.itemsize
     part = split_rows(-(-(stop - start) // step), count)[number]
@@ -192,7 +193,7 @@ def _nth_part(
 
 
 def num_tags(cuts: Sequence[Cut], party: ShardOwners) -> int:
-    """Returns how many tags one step uses: for each piece one per shard, and one for the sum."""
+    """Return the number of tags of one step: for each piece one per shard, and one for the sum."""
     return len(cuts) * (party.num_shards + 1)
 
 
@@ -204,9 +205,9 @@ def prepare(
     window: int,
     kept: KeptSums | None = None,
 ) -> tuple[Piece, ...]:
-    """Returns this member's part in all pieces. What it receives in phase 1 is in buffers that
-    piece i shares with piece i + window, so at most `window` pieces may be under way. kept: where
-    sums end that stay here, if not in set 0."""
+    """Return this member's part in all pieces. The receive buffers of phase 1 are shared by piece i
+    and piece i + window, so at most `window` pieces may be in progress. kept: the place of sums
+    that stay here, if not set 0."""
     foreign = [
         (peer, node)
         for peer, nodes in enumerate(step.nodes)
@@ -235,7 +236,7 @@ def _cut_bucket(index: int, bucket: FlatVector, size: int) -> list[Cut]:
     if bucket.size_bytes < SMALL_BYTES:
         is_tree = size > MAX_GATHER_MEMBERS
         return [Cut(index, not is_tree, is_tree, ((0, bucket.numel),) * size)]
-    step = SLOT_BYTES // bucket.dtype.itemsize  # every slice begins on SLOT_BYTES
+    step = SLOT_BYTES // bucket.dtype.itemsize  # every slice begins at a multiple of SLOT_BYTES
     num_units = -(-bucket.numel // step)
     cuts = []
     for piece in split_rows(num_units, -(-bucket.size_bytes // PIECE_BYTES)):
@@ -340,8 +341,7 @@ def _stage(buffer: Tensor, like: Tensor) -> Tensor:
 def tree_additions(
     partials: dict[Node, Tensor], num_live: int, total: Tensor
 ) -> tuple[Addition, ...]:
-    """Returns the additions of the tree sum of partials into total, which overwrites partials on
-    the way."""
+    """Return the additions of the tree sum of partials into total, which overwrite partials."""
     additions: list[Addition] = []
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -360,14 +360,14 @@ def tree_additions(
 # ---- Execution of the schedule ----
 #
 # Receives are posted ahead, the next pieces are sent while one is being added, and nothing waits
-# for the end of a piece before it must.
+# earlier than necessary for the end of a piece.
 
 WINDOW = 4
-"""Pieces under way at once."""
+"""The number of pieces in progress at once."""
 
 
 class DirectMethod:
-    """Each member adds its own slices in the tree; bits depend on nothing but the shards."""
+    """A method by which each member adds its slices in the tree; bits depend only on the shards."""
 
     suffix = ""
 
@@ -379,8 +379,8 @@ class DirectMethod:
         owners: SliceOwners | None = None,
         lent: LentBuckets | None = None,
     ) -> None:
-        """owners: of the sums, where these stay with them. lent: where buckets give their memory
-        back."""
+        """Plan the pieces. owners: the owners of the sums, where these stay with them. lent: the
+        windows, where buckets give their memory back."""
         self._link, self._party = link, party
         self._cuts = cut_pieces(layout, link.size, owners)
         self.num_tags = num_tags(self._cuts, party)
@@ -402,12 +402,12 @@ class DirectMethod:
 class _Prepared(NamedTuple):
     pieces: tuple[Piece, ...]
     num_partials: int
-    """Sets in which this member has something to send."""
+    """The number of sets from which this member sends."""
 
 
 @dataclass(slots=True)
 class _DirectRun:
-    """One step under way."""
+    """One step in progress."""
 
     link: Link
     pieces: tuple[Piece, ...]
@@ -416,7 +416,7 @@ class _DirectRun:
     lent: LentBuckets | None = None
     num_partials: int = 0
     num_filled: int = 0
-    """Buckets that were copied into windows."""
+    """The number of buckets that were copied into windows."""
     receives: list[list[PendingTransfer]] = field(default_factory=list)
     """Phase 1, by piece."""
     sends: list[list[PendingTransfer]] = field(default_factory=list)
@@ -436,7 +436,7 @@ class _DirectRun:
             for addition in piece.additions:
                 addition.run()
             if self.turn.divisor is not None and not piece.is_extras:
-                piece.total.div_(self.turn.divisor)  # while it is warm, and once for all members
+                piece.total.div_(self.turn.divisor)  # still in the cache, once for all members
             if self.link.in_order:
                 self.rest += self._post(piece.send_sums, piece.receive_sums)
             else:
@@ -446,8 +446,8 @@ class _DirectRun:
         self.turn.wait(self.rest)
 
     def _has_window(self, bucket: int, index: int) -> bool:
-        """Returns whether a bucket is where it is sent from, or can be brought there while piece
-        `index` is the first that is not added up."""
+        """Return whether a bucket is in its window, or can be copied there while piece `index` is
+        the first that is not added yet."""
         if self.lent is None or bucket < self.num_filled:
             return True
         before = bucket - NUM_WINDOWS
@@ -462,8 +462,8 @@ class _DirectRun:
         return True
 
     def _send_ready(self, index: int) -> None:
-        """Sends piece `index` as soon as its bucket was launched, and those behind it that may
-        be under way too and are ready by then."""
+        """Send piece `index` as soon as its bucket was launched, and later pieces that are ready by
+        then and may be in progress too."""
         last = min(index + self.window, len(self.pieces))
         if not self.link.in_order:
             while len(self.receives) < last:
@@ -485,7 +485,7 @@ class _DirectRun:
                 self.rest += self._post((), piece.receive_sums)
 
     def _climb(self, piece: Piece, tree: Tree) -> None:
-        """Runs a tree up and down, message by message; its own sums are already among them."""
+        """Run a tree up and down, message by message, with this member's own additions."""
         for move in tree.up:
             if isinstance(move, Hop):
                 self._hop(move)
@@ -499,7 +499,7 @@ class _DirectRun:
     def _hop(self, hop: Hop) -> None:
         peer, tag = hop.transfer.peer, self.turn.first_tag + hop.transfer.tag
         if hop.is_send:
-            # The sum comes back over what went up, but only after all of that has arrived.
+            # The sum overwrites the partial sums that went up, after all of these have arrived.
             self.rest.append(self.link.send(peer, tag, hop.transfer.tensor))
             return
         self.turn.wait([self.link.recv(peer, tag, hop.transfer.tensor)])
@@ -507,6 +507,6 @@ class _DirectRun:
     def _post(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer]
     ) -> list[PendingTransfer]:
-        """Starts transfers and returns them all."""
+        """Start transfers and return them all."""
         received, sent = start_transfers(self.link, self.turn.first_tag, sends, receives)
         return received + sent

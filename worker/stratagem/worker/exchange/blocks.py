@@ -1,9 +1,9 @@
-"""Brings blocks of parameters over a link, in rounds of all members.
+"""Bring blocks of parameters over a link, in rounds of all members.
 
-In each round every member says which block it needs, if any, and all send it theirs. So a member
-that has computed all its shards goes on to serve the others, and nobody must know in which order a
-model calls its blocks. Rounds have a share of the link, and a thread, of their own: sums of
-gradients are under way meanwhile.
+In each round every member names the block that it needs, if any, and all others send it their
+parts. So a member that has computed all its shards continues to serve the others, and the order in
+which a model calls its blocks need not be known. Rounds have a separate share of the link and a
+separate thread, since gradients are summed meanwhile.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from stratagem.worker.mesh.link import Link
 from stratagem.worker.mesh.staging import SideStream
 
 NOTHING: Final = -1
-"""What a member needs that has ended its passes."""
+"""The number of a block for a member that has ended its passes."""
 _ROUND: Final = plan_step(ShardOwners(0, 1, 1), 1)
 _WISH, _BLOCK = range(2)
 
@@ -35,10 +35,10 @@ class BlockRounds:
         self._link, self._held, self._own = link, held, own
         self.wishes = [torch.full((1,), NOTHING, device=_device(own)) for _ in range(link.size)]
         self.found: list[Tensor] = []
-        """Of the latest round: the bytes of the block, by rank."""
+        """The bytes of the block of the latest round, by rank."""
 
     def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> None:
-        """See `Method`: each round is another one."""
+        """See `Method`; there is nothing to prepare."""
 
     def run(self, prepared: None, turn: Turn) -> None:
         """See `Method`."""

@@ -2,9 +2,9 @@
 outlives memberships.
 
 A *set* is one full copy of all buckets. A member that computes one shard needs one set. A member
-that computes several shards keeps the partial sums it cannot add yet in further sets, which are
-made when first needed. Hooks bring each gradient into its slot as backward finishes it and say when
-a bucket is full. The module knows neither members nor the network, nor which shards there are.
+that computes several shards keeps the partial sums that it cannot add yet in further sets, which
+are made when first needed. Hooks bring each gradient into its slot as backward finishes it and
+report full buckets. The module knows neither members nor the network.
 """
 
 import weakref
@@ -31,8 +31,9 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         gives_back: bool = False,
     ) -> None:
-        """bucket_bytes: of a bucket of several parameters, at most. gives_back: a bucket but the
-        extras has memory from its first gradient until the exchange calls `give_back`."""
+        """Plan the buckets. bucket_bytes: the largest size of a bucket of several parameters.
+        gives_back: each bucket but the extras has memory only from its first gradient until the
+        exchange calls `give_back`."""
         frozen = [name for name, param in params if not param.requires_grad]
         if frozen:
             raise ValueError(f"parameters without gradient do not belong here: {frozen}")
@@ -54,7 +55,7 @@ class GradientBuckets:
             if param.dtype != self.layout.buckets[slot.bucket].dtype
         }
         self._narrow: dict[int, Tensor] = {}
-        """Gradients as autograd wants them, where the bucket is wider."""
+        """Gradients in the type of autograd, where the bucket has a wider one."""
         self._in_bucket: list[list[nn.Parameter]] = [[] for _ in self.layout.buckets]
         for slot, param in zip(self.layout.slots, self._params, strict=True):
             self._in_bucket[slot.bucket].append(param)
@@ -64,8 +65,8 @@ class GradientBuckets:
         self._is_freed = gives_back  # some buckets may have no memory
         self._on_full: Callable[[int], None] | None = None
         self._filled = [True] * len(self._params)
-        self._is_further = False  # a backward whose gradients are added to those that are here
-        self._came: list[bool] = []  # in the further backward that on_full hears of
+        self._is_further = False  # a backward whose gradients are added to existing ones
+        self._came: list[bool] = []  # by parameter, in a further backward with on_full
         self._num_missing = [0] * len(self.layout.buckets)
         for slot, param in zip(self.layout.slots, self._params, strict=True):
             hook = self._make_hook(slot.index, slot.bucket)
@@ -76,31 +77,30 @@ class GradientBuckets:
         return self.layout.buckets[-1].numel
 
     def tensors(self, index: int) -> list[Tensor]:
-        """Returns the flat buckets of one set, extras last. Set 0 is where sums end up."""
+        """Return the flat buckets of one set, extras last. Set 0 receives the sums."""
         while len(self._sets) <= index:
             self._add_set(self._make_flats(self.all))
         return self._sets[index]
 
     def views(self, index: int) -> list[Tensor]:
-        """Returns the gradients of one set, by parameter."""
+        """Return the gradients of one set, by parameter."""
         self.tensors(index)
         return self._views[index]
 
     def scratch(self, which: range) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns (these flat buckets, gradients in them) of a set that belongs to the caller;
-        zeros."""
+        """Return (these flat buckets, gradients in them) of a zeroed set of the caller's."""
         flats = self._make_flats(which)
         return flats, self.views_of(flats, which)
 
     def move_to(self, sets: Sequence[Sequence[Tensor]]) -> None:
-        """Moves the sets to this memory, which must be zeros; with none given, to memory of their
-        own. What they held is lost."""
+        """Move the sets to this memory, which must be zeros, or to new memory if none is given.
+        Their content is lost."""
         self._sets, self._views = [], []
         for flats in sets:
             self._add_set(list(flats))
 
     def free(self) -> None:
-        """Gives the memory of all sets back. A bucket gets some again with its first gradient."""
+        """Free the memory of all sets. A bucket gets memory again with its first gradient."""
         self.discard()
         self._is_freed = True
         for flats in self._sets:
@@ -108,7 +108,7 @@ class GradientBuckets:
                 flat.untyped_storage().resize_(0)
 
     def hold(self) -> None:
-        """Allocates the memory that was freed again, as zeros, so that all sets have memory, unless
+        """Allocate the memory that was freed again, as zeros, so that all sets have memory, unless
         buckets give it back anyway."""
         if self.gives_back:
             return
@@ -117,8 +117,8 @@ class GradientBuckets:
         self._is_freed = False
 
     def give_back(self, bucket: int) -> None:
-        """Frees the memory of a bucket in all sets: nothing reads or writes it any more, and no
-        `.grad` is left in it, where a backward pass that must not be would write."""
+        """Free the memory of a bucket in all sets: nothing may read or write it any more, and no
+        `.grad` may be left in it, to which an unexpected backward pass would write."""
         for param in self._in_bucket[bucket]:
             param.grad = None
         for flats in self._sets:
@@ -135,8 +135,7 @@ class GradientBuckets:
             flat.zero_()
 
     def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
-        """Directs the next gradients into this set; on_full is called with each bucket that is
-        full."""
+        """Direct the next gradients into this set; on_full is called with each full bucket."""
         self.tensors(index)
         self._filling, self._filling_set = self._views[index], index
         self._on_full = on_full
@@ -147,26 +146,24 @@ class GradientBuckets:
             param.grad = None
 
     def go_on(self, on_full: Callable[[int], None] | None) -> None:
-        """Adds a further backward to the set; on_full is called with the buckets that this one
-        completes."""
+        """Add a further backward to the set; on_full is called with completed buckets."""
         self._on_full, self._is_further = on_full, True
         if on_full is not None:
             self._came = [False] * len(self._params)
             self._num_missing = list(self._per_bucket)
 
     def reached(self) -> list[bool]:
-        """Returns for each parameter whether the set that was begun has its gradient."""
+        """Return for each parameter whether the set that was begun has its gradient."""
         return list(self._filled)
 
     def discard(self) -> None:
-        """Forgets the set that was begun, and all gradients."""
+        """Forget the set that was begun, and all gradients."""
         self._filling = self._on_full = None
         for param in self._params:
             param.grad = None
 
     def fill(self, gradients: Iterable[Tensor]) -> None:
-        """Copies gradients that were computed elsewhere, by parameter, into the set that was
-        begun."""
+        """Copy gradients that were computed elsewhere, by parameter, into the present set."""
         if self._filling is None:
             raise RuntimeError("begin comes first")
         for view, gradient in zip(self._filling, gradients, strict=True):
@@ -174,8 +171,8 @@ class GradientBuckets:
         self._filled = [True] * len(self._filled)
 
     def end(self, index: int, extras: Tensor, first: int = 0) -> None:
-        """Slots that backward did not reach become zero. Every bucket is full now. first: the first
-        bucket that has not been handed over."""
+        """Zero the slots that backward did not reach; every bucket is full now. first: the first
+        bucket that has not been launched."""
         if self._is_freed:
             self._hold_set(index, first)
         for filled, view in zip(self._filled, self._views[index], strict=True):
@@ -186,7 +183,7 @@ class GradientBuckets:
         self._is_further = False
 
     def expose(self) -> Tensor:
-        """Points every param.grad at its sum, in set 0, and returns the summed extras."""
+        """Point every param.grad at its sum, in set 0, and return the summed extras."""
         self.tensors(0)
         for index, (param, view) in enumerate(zip(self._params, self._views[0], strict=True)):
             if index in self._are_narrow:
@@ -198,19 +195,19 @@ class GradientBuckets:
         return self._sets[0][-1].to("cpu", copy=True)
 
     def extras(self) -> Tensor:
-        """Drops what backward has left in each param.grad, and returns the summed extras."""
+        """Drop every param.grad that backward has left, and return the summed extras."""
         for param in self._params:
             param.grad = None
         return self._sets[0][-1].to("cpu", copy=True)
 
     def divide(self, divisor: float) -> None:
-        """Divides the sums where they are widest, so that a narrow parameter rounds only once."""
+        """Divide the sums in their widest type, so that a narrow parameter rounds only once."""
         for flat in self.tensors(0)[:-1]:
             flat.div_(divisor)
         self.expose()
 
     def _make_flats(self, which: range) -> list[Tensor]:
-        # Zeros, not empty: the gaps between slots are exchanged too and must be finite.
+        # The gaps between slots are exchanged too and must be finite, hence zeros.
         buckets = self.layout.buckets[which.start : which.stop]
         if self.gives_back:  # they get zeros with their memory
             *others, extras = buckets
@@ -228,7 +225,7 @@ class GradientBuckets:
                 flat.untyped_storage().resize_(0)
 
     def views_of(self, flats: Sequence[Tensor], which: range) -> list[Tensor]:
-        """Returns the gradients in these flat buckets, in order of parameter."""
+        """Return the gradients in these flat buckets, in order of parameter."""
         return [
             flats[slot.bucket - which.start]
             .narrow(0, slot.offset, slot.shape.numel())
@@ -238,8 +235,7 @@ class GradientBuckets:
         ]
 
     def _add_again(self, index: int, bucket: int, param: Tensor) -> None:
-        """Adds a further gradient of the same shard; autograd added in place unless .grad was
-        taken."""
+        """Add a further gradient of the shard; autograd added in place unless .grad was taken."""
         if self._on_full is not None and self._num_missing[bucket] == 0:
             name = self.layout.slots[index].name
             raise RuntimeError(
@@ -259,7 +255,7 @@ class GradientBuckets:
             self._on_full(bucket)
 
     def _take(self, index: int, bucket: int, param: Tensor) -> None:
-        """Puts a gradient that backward has just finished into its slot."""
+        """Put a gradient that backward has just finished into its slot."""
         if self._filling is None:
             return  # a backward that is not part of a shard
         if self._filled[index]:
@@ -279,7 +275,7 @@ class GradientBuckets:
         self._count(bucket)
 
     def _make_hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
-        # Autograd keeps hooks where Python's collector does not look: a hook that led back to the
+        # Autograd keeps hooks out of reach of Python's collector: a hook that referred to the
         # parameter would keep the parameters, and all these sets, alive until exit.
         owner = weakref.ref(self)
 
@@ -293,9 +289,9 @@ class GradientBuckets:
 
 # ---- Buckets without permanent memory ----
 #
-# A lent bucket gives its memory back: it travels through a few windows, and sums are kept apart. It
-# has memory of its own from its first gradient until the transfer thread copies it into a window;
-# so no more of a gradient is in memory than backward is ahead of the exchange.
+# A lent bucket gives its memory back: it travels through a few windows, and sums are kept
+# elsewhere. It has its own memory from its first gradient until the transfer thread copies it into
+# a window, so only the part of a gradient by which backward is ahead of the exchange is in memory.
 
 NUM_WINDOWS: Final = 4
 
@@ -306,11 +302,11 @@ class LentBuckets:
     def __init__(self, buckets: GradientBuckets, kept: KeptSums) -> None:
         self.buckets, self.kept = buckets, kept
         self._windows: list[list[Tensor]] = []
-        """By set."""
+        """The windows by set."""
 
     def sets(self, sets: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Returns these sets as they travel: each bucket but the extras in a window that is also
-        that of other buckets, `NUM_WINDOWS` apart."""
+        """Return these sets for the exchange, with each bucket but the extras in a window, which
+        buckets `NUM_WINDOWS` apart share."""
         widest = max((bucket.size_bytes for bucket in self.buckets.layout.buckets[:-1]), default=0)
         while len(self._windows) < len(sets):
             made = torch.zeros(NUM_WINDOWS, widest, dtype=torch.uint8, device=self.buckets.device)
@@ -321,7 +317,7 @@ class LentBuckets:
         ]
 
     def fill(self, bucket: int, num_partials: int) -> None:
-        """Copies the partial sums of a bucket into its window, and gives its memory back."""
+        """Copy the partial sums of a bucket into its window, and free its memory."""
         if bucket == len(self.buckets.layout.buckets) - 1:
             return
         for index in range(num_partials):

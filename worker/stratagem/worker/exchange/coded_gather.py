@@ -1,9 +1,9 @@
 """All-gather of coded shards: every member sends its shards' messages to all others.
 
-Every member decodes all of them and adds them in the tree, so nothing but messages is sent. That is
-fewer bytes than exchanging sums as long as the messages of all shards together are smaller than two
-sets of gradients; `pays_off` is the rule, the same for all members. Messages go portion by portion,
-while backward and coding are still busy with the next ones.
+Every member decodes all of them and adds them in the tree, so only messages are sent. They are
+fewer bytes than sums as long as the messages of all shards together are smaller than two sets of
+gradients; `pays_off` is the rule, the same for all members. Messages are sent portion by portion,
+while backward and coding work on the next ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ from stratagem.worker.mesh.link import Link, PendingTransfer
 from stratagem.worker.mesh.staging import host_room
 
 ON_DEVICE: Final = ("nccl",)
-"""Engines that send from the memory of the device only."""
+"""The engines that send only from the memory of the device."""
 
 
 def pays_off(compressor: Compressor, num_shards: int) -> bool:
-    """Returns whether messages are fewer bytes than sums: an exchange of sums sends every gradient
-    to where it is added, and the sum back."""
+    """Return whether messages are fewer bytes than sums, whose exchange sends every gradient to the
+    member that adds it, and the sum back."""
     return num_shards * compressor.message_bytes < 2 * compressor.raw_bytes
 
 
@@ -37,11 +37,11 @@ class _Prepared:
     step: StepPlan
     sets: Sequence[Sequence[Tensor]]
     incoming: Sequence[Mapping[int, Tensor]]
-    """By portion, and by shard of another member: where its piece arrives."""
+    """The buffers of received pieces, by portion and by shard of another member."""
 
 
 class PayloadMethod:
-    """A `Method` that sends what the compressor has made of each shard."""
+    """A `Method` that sends the coded pieces of each shard."""
 
     suffix = " payloads"
 
@@ -68,7 +68,7 @@ class PayloadMethod:
         return _Prepared(step, sets, incoming)
 
     def _room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Allocates the buffer for a piece that goes to this device."""
+        """Allocate the buffer for a piece that goes to this device."""
         if self._link.name in ON_DEVICE:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return host_room((num_bytes,), torch.uint8, device)
@@ -76,8 +76,8 @@ class PayloadMethod:
     def run(self, prepared: _Prepared, turn: Turn) -> None:
         under_way = _UnderWay(self._portions, turn)
         if not self._link.in_order:
-            # Ahead of all sends: gloo announces a receive to the peer behind what it sends itself,
-            # so members that send first would take turns.
+            # Receives come before all sends: gloo announces a receive to the peer after its own
+            # sends, so members that send first would take turns.
             for portion in self._portions:
                 receives = self._receives(prepared, portion)
                 under_way.receives += start_transfers(self._link, turn.first_tag, (), receives)[:1]
@@ -85,7 +85,7 @@ class PayloadMethod:
         for portion in self._portions:
             self._send_ready(under_way, prepared, portion)
             turn.wait(under_way.receives[portion.index])
-            self._send_ready(under_way, prepared, portion)  # what is ready by now
+            self._send_ready(under_way, prepared, portion)  # those that are ready by now
             own = [[flats[bucket] for bucket in portion.buckets] for flats in sets]
             partials = dict(zip(step.nodes[self._link.rank], own, strict=False))
             incoming = prepared.incoming[portion.index]
@@ -95,8 +95,7 @@ class PayloadMethod:
         self._count(len(step.live))
 
     def _send_ready(self, under_way: "_UnderWay", prepared: _Prepared, awaited: Portion) -> None:
-        """Sends the pieces of this portion as soon as it was launched, and those behind it that
-        were launched by then."""
+        """Send the pieces of this portion once it was launched, and of later launched ones."""
         num_launched = under_way.turn.await_launch(awaited.buckets[-1])
         for portion in self._portions[under_way.num_sent :]:
             if portion.buckets[-1] >= num_launched:
@@ -110,7 +109,7 @@ class PayloadMethod:
             under_way.num_sent += 1
 
     def _sends(self, prepared: _Prepared, portion: Portion) -> list[Transfer]:
-        """Returns the sends of the own shards' pieces to all others."""
+        """Return the sends of the own shards' pieces to all others."""
         device = next((e.device for e in prepared.incoming[0].values()), torch.device("cpu"))
         pieces = {
             shard: self._compressor.piece(shard, portion).to(device) for shard in prepared.step.live
@@ -123,7 +122,7 @@ class PayloadMethod:
         ]
 
     def _receives(self, prepared: _Prepared, portion: Portion) -> list[Transfer]:
-        """Returns the receives of the others' pieces."""
+        """Return the receives of the others' pieces."""
         return [
             Transfer(self._owners[shard], self._tag(shard, portion), room)
             for shard, room in prepared.incoming[portion.index].items()
@@ -146,18 +145,18 @@ class _UnderWay:
     portions: Sequence[Portion]
     turn: Turn
     receives: list[list[PendingTransfer]] = field(default_factory=list)
-    """By portion."""
+    """The receives by portion."""
     sends: list[PendingTransfer] = field(default_factory=list)
     num_sent: int = 0
-    """Portions."""
+    """The number of portions sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summing:
     """One portion of the sum over all live shards, from partial sums and from pieces of the others.
 
-    May overwrite the partial sums; decodes a shard when its turn comes, and where it is added to
-    another at once, so that few are held.
+    It may overwrite the partial sums, and decodes a shard only when it is added, so that few are in
+    memory.
     """
 
     buckets: GradientBuckets
@@ -166,10 +165,10 @@ class Summing:
     partials: Mapping[Node, Sequence[Tensor]]
     """The flat buckets of the portion."""
     incoming: Mapping[int, Tensor]
-    """By shard."""
+    """The received pieces, by shard."""
 
     def total(self, num_live: int) -> Sequence[Tensor]:
-        """Returns the portion's flat buckets of the sum."""
+        """Return the portion's flat buckets of the sum."""
         return self._total(Node(0, num_live))
 
     def _total(self, node: Node) -> Sequence[Tensor]:
@@ -200,7 +199,7 @@ class Summing:
 def put(
     target: Sequence[Tensor], total: Sequence[Tensor], divisor: float | None, has_extras: bool
 ) -> None:
-    """Leaves the sum, divided, in the target; the extras, in the last bucket, are never divided."""
+    """Leave the sum, divided, in the target; the extras, in the last bucket, are never divided."""
     for flat, summed in zip(target, total, strict=True):
         if flat is not summed:
             flat.copy_(summed)

@@ -38,21 +38,21 @@ from stratagem.worker.mesh.staging import to_host
 # ---- Coders, and coding on the host ----
 
 State = Mapping[str, Tensor]
-"""A codec's state, where the coder works; its tensors are replaced, never changed."""
+"""A codec's state, on the device of the coder; its tensors are replaced, never changed."""
 
 
 class Coder(Protocol):
-    """Codes and decodes the gradients of one model, float32, in the order of the layout."""
+    """A coder and decoder of the gradients of one model, float32, in the order of the layout."""
 
     def initial_state(self) -> State: ...
 
     def code(self, gradients: Sequence[Tensor], state: State, key: int) -> tuple[Tensor, State]:
-        """Returns (the payload, uint8 on the CPU; the state after it), and leaves in the gradients
-        what the payload decodes to. Raises NonFiniteError, and has changed nothing then."""
+        """Return (the payload, uint8 on the CPU; the state after it), and replace the gradients by
+        their decoded values. Raises NonFiniteError before anything is changed."""
 
     def decode(self, payload: Tensor, key: int, gradients: Sequence[Tensor], *, adds: bool) -> None:
-        """Leaves in the gradients what a payload decodes to, or adds it. payload: uint8, on any
-        device."""
+        """Write the decoded values of a payload into the gradients, or add them. payload: uint8, on
+        any device."""
 
 
 def coder_of(
@@ -62,8 +62,8 @@ def coder_of(
     device: torch.device,
     numerics: int = CURRENT,
 ) -> Coder:
-    """Returns the coder for this codec and device. codec: of this section and layout, in numpy.
-    device: of the gradients."""
+    """Return the coder for this codec and device. codec: the codec of this section and layout, in
+    numpy. device: that of the gradients."""
     if not kernels.runs_programs(device):
         return HostCoder(codec)
     match spec.codec:
@@ -77,8 +77,8 @@ def coder_of(
 
 
 class HostCoder:
-    """Codes in numpy: copies gradients to the host, if they are not there, and what is decoded
-    back."""
+    """A coder in numpy, which copies gradients to the host, if they are not there, and decoded
+    values back."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -89,7 +89,7 @@ class HostCoder:
     def code(self, gradients: Sequence[Tensor], state: State, key: int) -> tuple[Tensor, State]:
         copies = [
             to_host(_flat(gradient)) for gradient in gradients
-        ]  # all under way before one is read
+        ]  # all are started before one is read
         values = [copy.wait().numpy() for copy in copies]
         before = {name: tensor.numpy() for name, tensor in state.items()}
         encoded, after = self._codec.encode(values, before, key)
@@ -122,15 +122,15 @@ FLOAT_BYTES: Final = 4
 
 class Form(Protocol):
     def encode(self, tensors: Sequence[Tensor], key: int, *, leaves_rest: bool) -> Tensor:
-        """Returns the payload (uint8, on the device) of vectors in order of the layout.
-        leaves_rest: what it did not carry takes the place of each tensor that is not sent as it is;
-        else nothing changes. Raises NonFiniteError, and has changed nothing then."""
+        """Return the payload (uint8, on the device) of vectors in order of the layout. leaves_rest:
+        each coded tensor is replaced by the part that the payload does not carry; otherwise nothing
+        changes. Raises NonFiniteError before anything is changed."""
 
     def decode(
         self, payload: Tensor, host: ByteArray, key: int, targets: Sequence[Tensor], *, adds: bool
     ) -> None:
-        """Leaves in the vectors what a payload says, or adds it. host: the payload's bytes again,
-        for the few that the host must read."""
+        """Write the decoded values of a payload into the vectors, or add them. host: a copy of the
+        payload, of which the host reads a few bytes."""
 
 
 class DeviceCoder:
@@ -139,7 +139,7 @@ class DeviceCoder:
     def __init__(
         self, form: Form, codec: Codec, layout: Sequence[TensorLayout], device: torch.device
     ) -> None:
-        """codec: in numpy; says what is kept."""
+        """Take a form of a codec. codec: the same in numpy, which defines the state."""
         self._form, self._device = form, device
         self._kept = {name: x.size for name, x in codec.initial_state().items()}
         names = [f"{RESIDUAL}{spec.name}" for spec in layout]
@@ -169,8 +169,7 @@ class DeviceCoder:
 
 
 def finite_totals(names: Sequence[str], tensors: Sequence[Tensor]) -> list[float]:
-    """Returns the sum of the magnitudes of each; raises NonFiniteError. Waits for the device
-    once."""
+    """Return each tensor's sum of magnitudes. Raises NonFiniteError. Waits for the device once."""
     totals = on_host([kernels.sum_magnitudes(tensor)[0] for tensor in tensors])
     for name, total in zip(names, totals, strict=True):
         if not np.isfinite(total):
@@ -179,7 +178,7 @@ def finite_totals(names: Sequence[str], tensors: Sequence[Tensor]) -> list[float
 
 
 def on_host(values: Sequence[Tensor]) -> NDArray[Any]:
-    """Returns small tensors of one shape as one array (n, ...)."""
+    """Return small tensors of one shape as one array (n, ...)."""
     if not values:
         return np.empty(0)
     array: NDArray[Any] = to_host(torch.stack(list(values))).wait().numpy()
@@ -187,12 +186,12 @@ def on_host(values: Sequence[Tensor]) -> NDArray[Any]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Returns the memory of a vector, on a device of little endian."""
+    """Return the memory of a vector, on a device of little endian."""
     return tensor.view(torch.uint8)
 
 
 def floats_of(payload: Tensor) -> Tensor:
-    """Returns a copy of bytes, which may begin at any address, as float32."""
+    """Return a copy of bytes, which may begin at any address, as float32."""
     return payload.clone().view(torch.float32)
 
 
@@ -204,7 +203,7 @@ def put(target: Tensor, values: Tensor, *, adds: bool) -> None:
 
 
 def _flats(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns flat views of contiguous float32 gradients."""
+    """Return flat views of contiguous float32 gradients."""
     return [gradient.detach().view(-1) for gradient in gradients]
 
 
@@ -216,8 +215,8 @@ def _flats(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 class TernaryForm:
-    """The payload has the tensors in order, each as a scale and its codes, or as its values where
-    that is no more bytes."""
+    """The form of ternary payloads: the tensors in order, each as a scale and its codes, or as its
+    values where these are no more bytes."""
 
     def __init__(
         self, spec: CompressionSpec, layout: Sequence[TensorLayout], bypassed: Sequence[str]
@@ -281,8 +280,8 @@ def quantised(
     *,
     leaves_rest: bool,
 ) -> tuple[FloatArray, list[Tensor]]:
-    """Returns (scales, codes of each) of finite tensors whose magnitudes have these sums.
-    leaves_rest: each tensor becomes what its codes do not carry. Waits for the device once."""
+    """Return (scales, codes of each) of finite tensors whose magnitudes have these sums.
+    leaves_rest: each tensor is replaced by its uncoded part. Waits for the device once."""
     thresholds = [
         float(threshold_of(threshold_fraction, total, x.numel()))
         for x, total in zip(tensors, totals, strict=True)
@@ -304,13 +303,13 @@ def quantised(
 
 
 def largest(tensors: Sequence[Tensor]) -> FloatArray:
-    """Returns max |x| of each tensor, which has elements; never -0. Waits for the device once."""
+    """Return max |x| of each tensor, which has elements; never -0. Waits for the device once."""
     ends = on_host([torch.stack(torch.aminmax(x)) for x in tensors])
     return np.array([max(-low, high) + 0.0 for low, high in ends], np.float32)
 
 
 def with_scales(scales: FloatArray, codes: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Returns [the scale's bytes, the codes] of each tensor."""
+    """Return [the scale's bytes, the codes] of each tensor."""
     if not codes:
         return []
     there = bytes_of(torch.from_numpy(scales).to(codes[0].device))
@@ -318,7 +317,7 @@ def with_scales(scales: FloatArray, codes: Sequence[Tensor]) -> list[list[Tensor
 
 
 def unpacked(payload: Tensor, host: ByteArray, numel: int) -> Tensor:
-    """Decodes the bytes of one tensor to float32 values."""
+    """Decode the bytes of one tensor to float32 values."""
     codes, scale = _codes_and_scale(payload, host)
     return kernels.unpack(codes, numel, scale)
 
@@ -337,7 +336,8 @@ _INT8_LEVELS = np.float32(127.0)
 
 
 class VsaForm:
-    """The bundle by its own codec, a scale per tensor in it, then small tensors as they are."""
+    """The form of vsa payloads: the bundle in its codec, a scale per tensor in it, then small
+    uncoded tensors."""
 
     def __init__(
         self, spec: CompressionSpec, layout: Sequence[TensorLayout], numerics: int
@@ -417,7 +417,7 @@ class VsaForm:
         return kernels.signs(key_seed(self._names[place]), self._codec.dimension, device)
 
     def _coded(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (the bundle's bytes, the values that they decode to)."""
+        """Return (the bundle's bytes, their decoded values)."""
         totals = finite_totals([BUNDLE], [vector])
         match self._inner:
             case "int8":
@@ -446,9 +446,9 @@ class VsaForm:
 
 
 def _int8(vector: Tensor, scale: float) -> Tensor:
-    """Returns the levels of `common.compression.quantize`, rounded to the nearest, ties to even."""
+    """Return the levels of `common.compression.quantize`, rounded to the nearest, ties to even."""
     if scale == 0:
         return torch.zeros_like(vector, dtype=torch.int8)
-    # Divided by a tensor: a number would be made its reciprocal, which rounds once more.
+    # The divisor is a tensor, since torch multiplies by the rounded reciprocal of a number.
     divisor = torch.full((), scale, device=vector.device)
     return (vector / divisor).round_().clamp_(-127, 127).to(torch.int8)

@@ -1,7 +1,7 @@
 """Compress a session's gradients: each logical shard is coded before it is added to others.
 
-The member that owns a shard codes its gradient, and every member, the owner too, adds what decoding
-gives. So sums have the same bits whichever member owns a shard and by any transport. The residuals
+The member that owns a shard codes its gradient, and every member, the owner too, adds the decoded
+values. So sums have the same bits whichever member owns a shard and by any transport. The residuals
 of the codec belong to the shard and change only when the step has been applied. The torch thread
 codes portions of a shard while the thread of an exchange sends and decodes earlier ones. The coded
 value is the shard's mean gradient, and its weight is sent with it; see common.compression.table.
@@ -29,9 +29,9 @@ from stratagem.worker.mesh.staging import to_host
 # ---- Portions of a shard ----
 #
 # A codec that codes each tensor by itself can begin while backward is still busy with the others,
-# so a portion is the tensors of one bucket. Where tensors share a payload, and on a device, which
-# coding would keep waiting in the middle of backward, one portion is all of them. Either way the
-# bits are the same.
+# so a portion is the tensors of one bucket. Where tensors share a payload, and on a device, where
+# coding in the middle of backward would cause waits, a single portion has all tensors. Either way
+# the bits are the same.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ class Portion:
 
     index: int
     buckets: range
-    """The last portion has the extras too, in its last bucket, which is not coded."""
+    """The buckets of the portion; the last bucket of the last portion is that of the extras, which
+    are not coded."""
     places: range
-    """Of its tensors among the parameters."""
+    """The places of its tensors among the parameters."""
     num_bytes: int
-    """Of its payload."""
+    """The size of its payload."""
     state_names: tuple[str, ...]
     coder: Coder
     has_extras: bool
@@ -53,8 +54,8 @@ class Portion:
 def plan_portions(
     layout: BucketLayout, codec: Codec, coder: Coder, device: torch.device
 ) -> list[Portion]:
-    """Returns the portions in order of their buckets, which are all buckets of the layout. coder:
-    of the codec, for all tensors, where gradients are on `device`."""
+    """Return the portions in order of their buckets, which are all buckets of the layout. coder:
+    that of all tensors, where gradients are on `device`."""
     buckets = range(len(layout.buckets))
     held = [_places(layout, bucket) for bucket in buckets[:-1]]
     is_here = device.type == "cpu" and isinstance(coder, HostCoder)
@@ -75,8 +76,7 @@ def plan_portions(
 
 
 def _places(layout: BucketLayout, bucket: int) -> range:
-    """Returns the parameters that a bucket holds: neighbours, as buckets take parameters in
-    order."""
+    """Return the parameters of a bucket: neighbours, as buckets take them in order."""
     held: Sequence[int] = [slot.index for slot in layout.slots if slot.bucket == bucket]
     return range(min(held), max(held) + 1)
 
@@ -88,28 +88,28 @@ _STATE_NAME: Final = re.compile(r"(residual|basis)/shard(\d+)/(.+)", re.DOTALL)
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that this member has sent, over some steps."""
+    """The bytes that this member has sent, over some steps."""
 
     sent_bytes: int = 0
     uncompressed_bytes: int = 0
-    """What the same steps would have sent as float32."""
+    """The bytes that the same steps would have sent as float32."""
 
 
 @dataclass(slots=True)
 class _Coded:
-    """The payloads, state and extras of one shard that is coded in the step under way."""
+    """The payloads, state and extras of one shard in the present step."""
 
     payloads: dict[int, Tensor]
-    """By portion: uint8 on the CPU. The last portion has the first parameters."""
+    """The payloads by portion: uint8 on the CPU. The last portion has the first parameters."""
     state: dict[str, Tensor]
     extras: Tensor | None = None
     is_spoiled: bool = False
-    """Whether something was not finite."""
+    """True if a value was not finite."""
 
 
 class Compressor:
-    """Codes and decodes shards of one model. A *message* is a payload and the shard's extras; a
-    *piece* is a portion's share of it, and the extras go with the last one."""
+    """A coder and decoder of shards of one model. A *message* is a payload and the shard's extras;
+    a *piece* is a portion's part of it, the last one with the extras."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Compressor:
         may_skip: bool = False,
         numerics: int = CURRENT,
     ) -> None:
-        """may_skip: gradients that are not finite do not end the run but spoil their step;
-        see `StepScalars.reached`."""
+        """Begin without residuals. may_skip: gradients that are not finite do not end the run but
+        spoil their step; see `StepScalars.reached`."""
         self.name, self.keeps_state = spec.codec, spec.keeps_state
         self.traffic = Traffic()
         self.layout = layout = tuple(
@@ -140,32 +140,30 @@ class Compressor:
         self.bypassed = self._codec.bypassed
         self._owned: range | None = None
         self._states: dict[int, State] = {}
-        self._coded: dict[int, _Coded] = {}  # of the step under way
-        self._units: dict[int, float] = {}  # of its own shards
+        self._coded: dict[int, _Coded] = {}  # of the present step
+        self._units: dict[int, float] = {}  # of own shards
         self._step = 0
 
     def portions(self, layout: BucketLayout) -> list[Portion]:
-        """Returns the portions in which shards are coded, for gradients in buckets of this
-        layout."""
+        """Return the portions of coded shards, for gradients in buckets of this layout."""
         if layout.digest not in self._portions:
             portions = plan_portions(layout, self._codec, self._coder, self._device)
             self._portions[layout.digest] = portions
         return self._portions[layout.digest]
 
     def begin_step(self, step: int, owned: range) -> None:
-        """Forgets a step that was not applied. `owned` may change only after `load_state`."""
+        """Begin a step; drop one not applied. `owned` may change only after `load_state`."""
         self._step, self._coded, self._units = step, {}, {}
         if self.keeps_state and owned != self._owned:
             self._own(owned)
 
     def weigh(self, shard: int, weight: float) -> None:
-        """Sets an own shard's weight, which is also the first of its extras; before it is coded."""
+        """Set an own shard's weight, also the first of its extras, before the shard is coded."""
         self._units[shard] = unit(weight, self._numerics)
 
     def code(self, shard: int, portion: Portion, gradients: Sequence[Tensor]) -> None:
-        """Codes a portion of the shard and leaves in its gradients, of all parameters, what was
-        coded. Where they are not finite, raises UserCodeError or makes them zero and spoils the
-        shard."""
+        """Code a portion of the shard and replace its gradients, of all parameters, by their
+        decoded values. If not finite, raise UserCodeError, or zero them and spoil the shard."""
         if shard not in self._units:
             raise RuntimeError(
                 "gradients came before the forward pass had ended: a micro-batch is one backward"
@@ -193,15 +191,14 @@ class Compressor:
         coded.state.update(after)
 
     def end(self, shard: int, extras: Tensor) -> None:
-        """Completes the message of a shard of which all is coded. Marks the extras where something
-        was not finite, by which all members know."""
+        """Complete the message of a coded shard. Values that were not finite are marked in the
+        extras, by which all members know."""
         if self._coded[shard].is_spoiled:
             extras[FIRST_REACHED] = torch.nan
         self._coded[shard].extras = extras.clone()
 
     def piece(self, shard: int, portion: Portion) -> Tensor:
-        """Returns the piece that others get of a coded portion of an own shard: uint8 on the
-        CPU."""
+        """Return the piece of a coded portion of an own shard, for others: uint8 on the CPU."""
         coded = self._coded[shard]
         payload = coded.payloads[portion.index]
         if not portion.has_extras:
@@ -214,19 +211,19 @@ class Compressor:
         return portion.num_bytes + 8 * beside
 
     def _with_weight(self, payload: Tensor, weight: Tensor) -> Tensor:
-        """Returns a piece that is not the last: what is decoded before the extras come, too, needs
-        the weight. weight: float64 (1,)."""
+        """Return a piece before the last one: its decoding needs the weight before the extras come.
+        weight: float64 (1,)."""
         return payload if self._numerics < 2 else torch.cat([payload, weight.view(torch.uint8)])
 
     def message(self, shard: int) -> Tensor:
-        """Returns the whole message of an own shard: uint8 on the CPU."""
+        """Return the whole message of an own shard: uint8 on the CPU."""
         coded = self._coded[shard]
         assert coded.extras is not None
         payloads = [coded.payloads[index] for index in sorted(coded.payloads, reverse=True)]
         return torch.cat([*payloads, coded.extras.view(torch.uint8)])
 
     def cut(self, message: Tensor, portions: Sequence[Portion]) -> list[Tensor]:
-        """Cuts a whole message into its pieces, by portion."""
+        """Cut a whole message into its pieces, by portion."""
         sizes = [portion.num_bytes for portion in reversed(portions)]
         *payloads, extras = torch.split(message, [*sizes, 8 * self._num_extras])
         last, *others = payloads
@@ -243,8 +240,8 @@ class Compressor:
         *,
         adds: bool = False,
     ) -> Tensor:
-        """Decodes another member's piece: leaves the portion's gradients in `gradients`, or adds
-        them, and returns the extras in the piece (float64, on the CPU; none but in the last)."""
+        """Decode another member's piece: write the portion's gradients into `gradients`, or add
+        them, and return the extras in the piece (float64, on the CPU; only in the last one)."""
         extras = to_host(piece[portion.num_bytes :]).wait().clone().view(torch.float64)
         payload, key = piece[: portion.num_bytes], self._key(shard)
         its = unit(float(extras[0]), self._numerics) if extras.numel() else 1.0
@@ -259,14 +256,14 @@ class Compressor:
         return extras if portion.has_extras else extras[:0]
 
     def applied(self) -> None:
-        """Makes the step's residuals the shards' state: the step has been applied."""
+        """Make the step's residuals the shards' state, once the step has been applied."""
         if self.keeps_state:
             self._states.update({shard: encoded.state for shard, encoded in self._coded.items()})
         self._coded = {}
 
     def rescale(self, factor: float) -> None:
-        """Scales the residuals because gradients will be so many times as large from now on.
-        factor: a power of two. What else is kept holds directions only."""
+        """Scale the residuals because gradients will be larger by this factor from now on. factor:
+        a power of two. Other parts of the state have directions only."""
         self._states = {
             shard: {
                 name: kept * factor if name.startswith(RESIDUAL) else kept
@@ -280,13 +277,13 @@ class Compressor:
         self.traffic.uncompressed_bytes += uncompressed_bytes
 
     def take_traffic(self) -> Traffic:
-        """Returns the bytes sent since the last call."""
+        """Return the bytes sent since the last call."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
 
     def state(self) -> dict[str, Tensor]:
-        """Returns `residual/shard<k>/<parameter>` and the like, of the own shards; none before a
-        step."""
+        """Return the state of the own shards by name, as in `residual/shard<k>/<parameter>`; none
+        before a step."""
         return {
             _full_name(shard, name): values
             for shard, state in sorted(self._states.items())
@@ -294,7 +291,7 @@ class Compressor:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what a state holds of any shards; other tensors are left alone."""
+        """Load the tensors of any shards from a state; other tensors are ignored."""
         by_shard: dict[int, dict[str, Tensor]] = {}
         initial = self._coder.initial_state()
         for full, tensor in tensors.items():
@@ -342,8 +339,8 @@ def compressor_of(
     absorbs: bool,
     numerics: int,
 ) -> Compressor | None:
-    """Returns the compressor that the job asks for, or None. absorbs: the loss is scaled, and a
-    step whose gradient is not finite is tried again with a smaller scale."""
+    """Return the compressor of the job, or None. absorbs: the loss is scaled, and a step whose
+    gradient is not finite is repeated with a smaller scale."""
     spec = exchanged_codec(job.compression, job.strategy)
     if spec is None:
         return None

@@ -2,8 +2,8 @@
 
 A node is a logical shard. Its parameters go only to the members that own neighbours of it. The
 owner of a node does not change any bits, because every sum is taken in order of node number, in
-float64. The exchange works bucket by bucket: while it mixes one, the next ones are under way. Used
-by one thread; only `cut` may come from another. The module knows neither model nor optimizer.
+float64. The exchange works bucket by bucket: while it mixes one, the next ones are transferred.
+Used by one thread; only `cut` may be called from another one.
 """
 
 import threading
@@ -26,18 +26,18 @@ from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 # ---- Gossip averaging ----
 
 WINDOW: Final = 3
-"""Buckets under way at once."""
+"""The number of buckets in transfer at once."""
 SLICE_ELEMENTS: Final = 1 << 15
-"""Mixed at once, so that the float64 sums stay in the cache."""
+"""The number of elements mixed at once, so that the float64 sums stay in the cache."""
 MAX_TAG: Final = 2**31 - 1
 
 Term = Callable[[int, int], Tensor]
-"""(node, index) -> a flat float64 tensor."""
+"""A function (node, index) -> a flat float64 tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Routes:
-    """The nodes that are sent to and received from each other member, ascending."""
+    """The nodes that are sent to, and received from, each other member, ascending."""
 
     out: Mapping[int, tuple[int, ...]]
     back: Mapping[int, tuple[int, ...]]
@@ -45,7 +45,7 @@ class _Routes:
 
 @dataclass(slots=True)
 class _Transit:
-    """One bucket under way: by node its parameters, own and received, and the transfers."""
+    """One bucket in transfer: its own and received parameters by node, and the transfers."""
 
     flats: dict[int, Tensor]
     receives: list[PendingTransfer]
@@ -57,8 +57,8 @@ R = TypeVar("R")
 
 
 def _raising_anew(exchange: Callable[P, R]) -> Callable[P, R]:
-    """Lets an exchange raise another ExchangeError of the same words: the traceback of the first
-    would keep works alive, and with them the group."""
+    """Let an exchange raise a new ExchangeError with the same message: the traceback of the first
+    one would keep transfers alive, and with them the group."""
 
     @wraps(exchange)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,8 +72,8 @@ def _raising_anew(exchange: Callable[P, R]) -> Callable[P, R]:
 
 
 class GossipExchange:
-    """Mixes among the members of one membership. A failed exchange leaves parameters half mixed: a
-    caller that gets ExchangeError must drop them."""
+    """A gossip exchange among the members of one membership. A failed exchange leaves parameters
+    half mixed: after ExchangeError the caller must drop them."""
 
     shares_memory: Final = False
 
@@ -87,10 +87,10 @@ class GossipExchange:
         deadline_s: float,
         public: PublicCopies | None = None,
     ) -> None:
-        """nodes: of each member by rank, contiguous; weights: of each node, ascending by node;
-        public: the copies that coded moves go to.
+        """Plan the exchange and take over the link; None when there is one member only.
 
-        Takes the link over; None when there is one member only.
+        nodes: those of each member by rank, contiguous; weights: those of each node, ascending by
+        node; public: the copies to which coded moves are added.
         """
         self._link, self._rank, self._size = link, rank, len(nodes)
         self._waiter = None if link is None else Waiter(link, deadline_s=deadline_s)
@@ -112,8 +112,8 @@ class GossipExchange:
 
     @_raising_anew
     def mix(self, step: int, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
-        """Does the round of a step: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors;
-        over public copies where there are any.
+        """Do the round of a step: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors, with
+        public copies where there are any.
 
         Products and sums are float64, in order of j, rounded once. All members call it equally
         often, with tensors of the same shapes. Returns the distances of each own node. Raises
@@ -161,12 +161,12 @@ class GossipExchange:
 
     @_raising_anew
     def sum_in_order(self, sizes: Sequence[int], term: Term) -> list[Tensor]:
-        """Returns for each index the sum of term(node, index) over all nodes, in order of node;
+        """Return for each index the sum of term(node, index) over all nodes, in order of node;
         float64.
 
         sizes: elements by index. A running sum goes from member to member and the result comes back
-        the same way, so no member sends more than twice the size of it. Every member gets the same
-        bits, whichever member owns a node. Raises ExchangeError.
+        the same way, so no member sends more than twice its size. Every member gets the same bits,
+        whichever member owns a node. Raises ExchangeError.
         """
         first_tag = self._tags(2 * len(sizes))
         before, after = self._rank - 1, self._rank + 1
@@ -191,13 +191,13 @@ class GossipExchange:
         return totals
 
     def cut(self) -> None:
-        """Ends the exchange from any thread: waits raise, here and soon at the peers."""
+        """End the exchange, from any thread: waits raise here, and soon at the peers."""
         self._is_cut = True
         if self._waiter is not None:
             self._waiter.fail("the exchange was cut")
 
     def close(self) -> None:
-        """Frees the link."""
+        """Free the link."""
         self._pool.clear()
         self._scratch.clear()
         if self._waiter is not None and self._link is not None:
@@ -221,7 +221,7 @@ class GossipExchange:
         tensors: Mapping[int, Sequence[Tensor]],
         first_tag: int,
     ) -> _Transit:
-        """Puts a bucket of the own nodes on its way, and asks for the neighbours'."""
+        """Start the transfers of a bucket of the own nodes, and of the neighbours' one."""
         bucket, tag = buckets[index], first_tag + index * self.num_nodes
         like = tensors[self._own[0]][bucket.indices[0]]
         flats = {
@@ -235,7 +235,7 @@ class GossipExchange:
     def _exchange(
         self, flats: Mapping[int, Tensor], first_tag: int
     ) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
-        """Sends what the neighbours' owners need and asks for theirs; (receives, sends)."""
+        """Start the transfers to and from the neighbours' owners; return (receives, sends)."""
         if self._link is None:
             return [], []
         out, back = (
@@ -247,7 +247,7 @@ class GossipExchange:
     def _mixed(
         self, node: int, bucket: Bucket, flats: Mapping[int, Tensor], distances: Distances
     ) -> Tensor:
-        """Returns the node's new values, rounded to the bucket's dtype; adds to its distances."""
+        """Return the node's new values, rounded to the bucket's dtype, and add to its distances."""
         device = flats[node].device
         mixed = self._flat(-1, 0, bucket, device)
         buffers = [self._buffer(i, device) for i in range(4)]
@@ -255,8 +255,8 @@ class GossipExchange:
             acc, value, own, away = (buffer[: part.stop - part.start] for buffer in buffers)
             own.copy_(flats[node][part])
             for place, (j, weight) in enumerate(self._weights[node].items()):
-                # Product and sum apart, so that none of them is fused: the bits must not depend
-                # on where in a vector an element stands.
+                # Product and sum are separate, so that they are never fused: the bits must not
+                # depend on the place of an element in a vector.
                 target = value if place else acc
                 target.copy_(flats[j][part])
                 if j != node:
@@ -269,7 +269,7 @@ class GossipExchange:
         return mixed
 
     def _flat(self, node: int, index: int, bucket: Bucket, device: torch.device) -> Tensor:
-        """Returns storage for a bucket of a node; the next buckets but WINDOW use it again."""
+        """Return storage for a bucket of a node, which the bucket WINDOW later reuses."""
         key, size_bytes = (node, index % WINDOW), bucket.numel * bucket.dtype.itemsize
         held = self._pool.get(key)
         if held is None or held.numel() < size_bytes or held.device != device:
@@ -285,8 +285,7 @@ class GossipExchange:
         return held
 
     def _tags(self, count: int) -> int:
-        """Reserves `count` tags and returns the first; every member takes them in the same
-        order."""
+        """Reserve `count` tags and return the first; every member takes them in the same order."""
         if self._next_tag + count > MAX_TAG:
             self._next_tag = 0
         first = self._next_tag
@@ -309,7 +308,7 @@ class GossipExchange:
 
 
 def _routes(rank: int, nodes: Sequence[range], weights: Sequence[Mapping[int, float]]) -> _Routes:
-    """Plans the routes: a node goes once to each member that owns a neighbour of it."""
+    """Plan the routes: a node goes once to each member that owns a neighbour of it."""
 
     def needed(by: int, of: int) -> tuple[int, ...]:
         wanted = {j for node in nodes[by] for j in weights[node]}
@@ -323,7 +322,7 @@ def _routes(rank: int, nodes: Sequence[range], weights: Sequence[Mapping[int, fl
 
 
 def _square(flat: Tensor) -> float:
-    """Returns ‖flat‖²."""
+    """Return ‖flat‖²."""
     return float(torch.dot(flat, flat))
 
 
@@ -335,22 +334,22 @@ def _slices(numel: int) -> Iterator[slice]:
 # ---- Waits that can be abandoned ----
 #
 # A transfer whose connection was cut may never report it (gloo), and a thread that waits for it
-# cannot be called back. So a thread of its own waits, which the caller can leave behind.
+# cannot be interrupted. So a separate thread waits, which the caller can abandon.
 
 
 class Waiter:
-    """Waits on behalf of one thread for the transfers of one link, which it cuts on failure."""
+    """A thread that waits for the transfers of one link, which it cuts on failure."""
 
     def __init__(self, link: Link, *, deadline_s: float) -> None:
         self._link, self._deadline_s = link, deadline_s
         self._changed = threading.Condition()
-        self._works: list[PendingTransfer] | None = None  # guarded by _changed, as all below
+        self._works: list[PendingTransfer] | None = None  # guarded by _changed, as is all below
         self._error = ""
         self._is_closed = False
         threading.Thread(target=self._main, name="gossip", daemon=True).start()
 
     def wait(self, works: Sequence[PendingTransfer]) -> None:
-        """Returns when all have ended well. Raises ExchangeError, soon after a cut in any case."""
+        """Wait until all have succeeded. Raises ExchangeError, always soon after a cut."""
         with self._changed:
             if works and not self._error:
                 self._works = list(works)
@@ -361,14 +360,14 @@ class Waiter:
                 raise ExchangeError(self._error)
 
     def fail(self, reason: str) -> None:
-        """Makes the present wait and all later ones raise. From any thread, any number of times."""
+        """Make the present wait and all later ones raise; from any thread, any number of times."""
         with self._changed:
             self._error = self._error or reason
             self._changed.notify_all()
         self._link.cut()
 
     def close(self) -> None:
-        """Lets the thread end."""
+        """Let the thread end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -379,7 +378,7 @@ class Waiter:
                 while works:
                     works.pop(0).wait(self._deadline_s)
             except ExchangeError as error:
-                # Only the words are kept: a traceback would keep works, and with them the group.
+                # Only the message is kept: a traceback would keep transfers and the group alive.
                 self.fail(str(error))
             except BaseException as error:  # a defect of ours must not leave the caller waiting
                 self.fail(f"the thread that waits has ended: {error!r}")

@@ -1,8 +1,7 @@
-"""ParameterServer, the worker's end: GetGradients and ApplyGradients on one session.
+"""The worker's end of ParameterServer: GetGradients and ApplyGradients on one session.
 
-Owns which server transport is open, at which membership and step, and turns its outbox and inbox
-into streams. Lives on the event loop; the torch thread only says what it opened and applied. Knows
-neither the plan nor the coordinator.
+The module keeps the open server transport, with its membership and step, and turns its outbox and
+inbox into streams. It runs on the event loop; the torch thread only reports its progress.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ class GradientPort:
     # ---- Posts of the torch thread ----
 
     def open(self, membership: int, applied: int, transport: ServerTransport) -> None:
-        """Sets the exchange of a membership; `applied` steps have been applied so far."""
+        """Set the exchange of a membership, after `applied` steps."""
         self._transport, self._membership, self._applied = transport, membership, applied
         self._wake()
 
@@ -51,7 +50,7 @@ class GradientPort:
         self._wake()
 
     def close(self) -> None:
-        """Removes the exchange, which the session has left."""
+        """Remove the exchange, which the session has left."""
         self._transport = None
         self._wake()
 
@@ -60,7 +59,7 @@ class GradientPort:
     async def outgoing(
         self, membership: int, wait_s: float
     ) -> AsyncGenerator[pb.GetGradientsResponse, None]:
-        """Streams the partial sums of the next step that is exchanged, bucket by bucket.
+        """Stream the partial sums of the next step that is exchanged, bucket by bucket.
 
         Raises UnavailableError when the session does not join the membership within wait_s.
         """
@@ -96,10 +95,9 @@ class GradientPort:
         rest: AsyncIterator[pb.ApplyGradientsRequest],
         wait_s: float,
     ) -> int:
-        """Stages the sums of a step, applies them on commit and returns the number of steps
-        applied.
+        """Stage the sums of a step, apply them on commit and return the number of steps applied.
 
-        A step that was applied before is answered at once: the caller has lost our answer.
+        A step that was applied before is answered at once, since the caller has lost the answer.
         """
         transport = await self._at(header.fence.membership, wait_s)
         if header.step <= self._applied:
@@ -120,7 +118,7 @@ class GradientPort:
         return await self._until_applied(header.fence.membership, header.step)
 
     async def _at(self, membership: int, wait_s: float) -> ServerTransport:
-        """Returns the transport of a membership, as soon as the session has joined it."""
+        """Return the transport of a membership, as soon as the session has joined it."""
         try:
             async with asyncio.timeout(wait_s):
                 while self._transport is None or self._membership < membership:
@@ -150,13 +148,13 @@ async def _stage(
     manifest: Manifest,
     requests: AsyncIterator[pb.ApplyGradientsRequest],
 ) -> None:
-    """Takes chunks until the commit; nothing is applied when the stream ends without it."""
+    """Take chunks until the commit; nothing is applied when the stream ends without it."""
     writer = ChunkWriter(
         manifest.total_bytes,
         lambda offset, data: transport.stage(step, offset, data),
         purpose=Purpose.GRADIENTS,
     )
-    # As patient as the exchange itself: sums come as fast as the slowest member computes.
+    # The deadline is that of the exchange, as sums come as fast as the slowest member computes.
     await receive_chunks(requests, writer, transport.deadline_s)
     async with asyncio.timeout(transport.deadline_s):
         last = await anext(requests, None)

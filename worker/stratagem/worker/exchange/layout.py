@@ -1,10 +1,10 @@
-"""The layout of an exchange says where each parameter lies in the buckets, and which member adds
-what.
+"""The layout of an exchange: the place of each parameter in the buckets, and the additions of each
+member.
 
-The bucket layout follows from names, shapes and dtypes only and never changes afterwards, so that a
-run which resumes, or a member which joins late, adds in the same places. Parameters go in reverse
-order, which is about the order in which backward finishes them; the first bucket is small so that
-the exchange starts early. The last bucket holds the extras.
+The bucket layout follows from names, shapes and dtypes only and never changes, so that a run that
+resumes, or a member that joins late, adds in the same places. Parameters go in reverse order, which
+is about the order in which backward finishes them; the first bucket is small so that the exchange
+starts early. The last bucket holds the extras.
 """
 
 import hashlib
@@ -25,22 +25,22 @@ from stratagem.common.numerics.shards import Node, assign_shards, pairwise_sum, 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 CODED_BUCKET_BYTES = 4 << 20
-"""With a codec, where the link waits for a bucket to be coded as well as for its backward."""
+"""The size of a bucket with a codec, where the link waits for coding as well as backward."""
 LENT_BUCKET_BYTES = 4 << 20
-"""Where buckets are given back, so that few bytes of gradients are under way at once."""
+"""The size of a bucket that gives its memory back, so that few bytes of gradients exist at once."""
 SLOT_BYTES = 64
-"""Slots begin at multiples of this: the bits of a GEMM depend on the alignment of its operands."""
+"""The alignment of slots, on which the bits of a GEMM depend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place. `index` is its place among the parameters as they were given."""
+    """One parameter's place in a bucket. `index` is its place among the given parameters."""
 
     index: int
     name: str
     bucket: int
     offset: int
-    """In elements of the bucket."""
+    """The offset in elements of the bucket."""
     shape: torch.Size
 
 
@@ -59,9 +59,9 @@ class FlatVector:
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
     slots: tuple[Slot, ...]
-    """In the order of the parameters."""
+    """The slots, in the order of the parameters."""
     buckets: tuple[FlatVector, ...]
-    """The last one is the extras."""
+    """The buckets; the last one is that of the extras."""
 
     @property
     def digest(self) -> str:
@@ -76,7 +76,7 @@ def plan_layout(
     num_extras: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> BucketLayout:
-    """Fills buckets greedily in reverse order; a bucket has one dtype and at least one slot."""
+    """Fill buckets greedily in reverse order; a bucket has one dtype and at least one slot."""
     slots: list[Slot] = []
     dtypes: list[torch.dtype] = []
     sizes: list[int] = []  # elements
@@ -104,7 +104,7 @@ def _bucket_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 # ---- Whole tensors as flat buckets ----
 #
-# These buckets are for tensors that travel as they are. Gradients have storage of their own, by the
+# These buckets are for tensors that are sent uncoded. Gradients have separate storage, by the
 # layout above.
 
 FLAT_BYTES: Final = 4 << 20
@@ -112,17 +112,16 @@ FLAT_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors of one dtype that travel together; a large one alone."""
+    """Tensors of one dtype that travel together; a large tensor travels alone."""
 
     indices: tuple[int, ...]
-    """Places among the tensors that were given."""
+    """The places among the given tensors."""
     dtype: torch.dtype
     numel: int
 
 
 def plan_buckets(tensors: Sequence[Tensor]) -> tuple[Bucket, ...]:
-    """Groups the tensors in order, as many to a bucket as fit; follows from shapes and dtypes
-    only."""
+    """Group the tensors in order, as many to a bucket as fit, by shapes and dtypes only."""
     groups: list[list[int]] = []
     numel = 0
     for index, tensor in enumerate(tensors):
@@ -141,7 +140,7 @@ def plan_buckets(tensors: Sequence[Tensor]) -> tuple[Bucket, ...]:
 
 
 def flatten(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """Copies the bucket's tensors into a flat one, converting to its dtype."""
+    """Copy the bucket's tensors into a flat one, converting to its dtype."""
     start = 0
     for index in bucket.indices:
         tensor = tensors[index]
@@ -151,7 +150,7 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> Tensor:
 
 
 def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies a flat bucket back into its tensors and rounds to each tensor's dtype."""
+    """Copy a flat bucket back into its tensors, rounded to each tensor's dtype."""
     start = 0
     for index in bucket.indices:
         tensor = tensors[index]
@@ -161,14 +160,14 @@ def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 # ---- Owners of shards ----
 #
-# The plan of a step says which member holds which partial sums, and what it adds locally before any
-# exchange. All members know the two numbers that describe a step: how many shards there are and how
-# many of them have rows.
+# The plan of a step determines the partial sums of each member, and its local additions before any
+# exchange. All members know the two numbers that describe a step: that of the shards, and that of
+# the shards with rows.
 
 
 @dataclass(frozen=True, slots=True)
 class ShardOwners:
-    """The members among whom the logical shards are divided, and which one this is."""
+    """The members among whom the logical shards are divided, and this member's rank."""
 
     rank: int
     size: int
@@ -188,7 +187,7 @@ class ShardOwners:
 
 @dataclass(frozen=True, slots=True)
 class SetAddition:
-    """One addition that a member does after a shard: the set `source` onto the set `target`."""
+    """One addition of a member after a shard: the set `source` onto the set `target`."""
 
     target: int
     source: int
@@ -200,18 +199,18 @@ class StepPlan:
 
     num_live: int
     live: range
-    """Its own shards that have rows."""
+    """The member's shards that have rows."""
     sets: tuple[int, ...]
-    """For each live shard of its own, the set that its gradients go into."""
+    """The set for the gradients of each own live shard."""
     folds: tuple[tuple[SetAddition, ...], ...]
-    """For each live shard of its own, what is added once it is there."""
+    """The additions after each own live shard."""
     nodes: tuple[tuple[Node, ...], ...]
-    """By rank: the partial sums that each member ends up with, in order. Its own are in the sets
-    0, 1, ... in the same order."""
+    """The final partial sums of each member, by rank, in order. The own ones are in the sets 0, 1,
+    ... in the same order."""
 
 
 def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
-    """Plans a step: keeps partial sums on a stack and adds the top two whenever they are
+    """Plan a step: partial sums are on a stack, of which the top two are added whenever they are
     siblings."""
     if not 1 <= num_live <= party.num_shards:
         raise ValueError(f"num_live must be 1 to {party.num_shards}, got {num_live}")
@@ -236,7 +235,7 @@ def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
 
 
 def num_sets(party: ShardOwners) -> int:
-    """Returns how many sets the member needs at most; with fewer live shards it needs no more."""
+    """Return the largest number of sets that the member needs; fewer live shards need no more."""
     return max([0, *plan_step(party, party.num_shards).sets]) + 1
 
 
@@ -245,24 +244,24 @@ def num_sets(party: ShardOwners) -> int:
 # By the rules of `numerics` 2 each block of 65,536 elements of a parameter gives its norm in
 # float64, and the squares of all blocks, in order of parameter, are added over the binary tree of
 # neighbours. So a holder of only some blocks can find its part, and the whole has the same bits,
-# also with another number of threads. By the rules of 1 it is the norm of the parameters' norms, in
-# their type.
+# also with another number of threads. By the rules of `numerics` 1 it is the norm of the
+# parameters' norms, in their type.
 
 BLOCK: Final = 65_536
 _FEW: Final = 256
-"""Numbers that Python adds before numpy has begun."""
+"""The number of values that Python adds faster than numpy."""
 
 
 def parts_of(grads: Sequence[Tensor], numerics: int) -> list[Tensor]:
-    """Returns for each gradient what `total_norm` needs: the norms of its blocks (1-d; 0-d where
-    there is just one), or its norm."""
+    """Return the input of `total_norm` for each gradient: the norms of its blocks (1-d; 0-d for a
+    single block), or its norm."""
     if numerics < 2:
         return [torch.linalg.vector_norm(grad, 2.0) for grad in grads]
     return [_of_blocks(grad) for grad in grads]
 
 
 def divided(grad: Tensor, divisor: float, numerics: int) -> Tensor:
-    """Divides a gradient in place and returns what `total_norm` needs of the result."""
+    """Divide a gradient in place and return the input of `total_norm` for it."""
     if numerics >= 2 and grad.is_cpu and grad.is_contiguous():
         return _of_blocks(grad, divisor)
     (part,) = parts_of([grad.div_(divisor)], numerics)
@@ -270,7 +269,7 @@ def divided(grad: Tensor, divisor: float, numerics: int) -> Tensor:
 
 
 def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
-    """Returns the 2-norm (0-d) of gradients of which these are the parts; 0 for none."""
+    """Return the 2-norm (0-d) of the gradients with these parts; 0 for none."""
     if not parts:
         return torch.zeros((), dtype=torch.float32 if numerics < 2 else torch.float64)
     device = parts[0].device
@@ -288,15 +287,15 @@ def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
 
 
 class FewGradients:
-    """Computes the bits of `parts_of` faster for gradients on the CPU that stay in a core's cache,
-    where calls cost more than numbers: room for their copies is made once."""
+    """A faster `parts_of` with the same bits, for gradients on the CPU that stay in a core's cache,
+    where calls cost more than arithmetic: buffers for their copies are allocated once."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
-        """shapes: of at most one block each."""
+        """Allocate the buffers. shapes: at most one block each."""
         self._copies = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
 
     def parts(self, grads: Sequence[Tensor | None], numerics: int) -> list[Tensor]:
-        """Returns the result of `parts_of` for the gradients that are not None."""
+        """Return the result of `parts_of` for the gradients that are not None."""
         here = [grad for grad in grads if grad is not None]
         if not here or numerics < 2:
             return list(torch._foreach_norm(here, 2.0)) if here else []
@@ -308,12 +307,12 @@ class FewGradients:
 
 
 def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
-    """Returns the norm of each block; a divisor is applied first, block by block, while they are in
+    """Return the norm of each block; a divisor is applied first, block by block, while they are in
     the cache."""
     flat = grad.detach().reshape(-1)
     if not grad.is_cpu:
         return _norms(flat)
-    # A cast inside the norm would take twice as long: its copy is a new one every time.
+    # A cast inside the norm would take twice as long, with a new copy every time.
     wide = torch.empty(min(BLOCK, flat.numel()), dtype=torch.float64)
     norms = []
     for block in torch.split(flat, BLOCK):
@@ -325,7 +324,7 @@ def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
 
 
 def _norms(flat: Tensor) -> Tensor:
-    """Returns the norm of each block, computed for all whole blocks at once."""
+    """Return the norm of each block, computed for all whole blocks at once."""
     if flat.numel() <= BLOCK:
         norm: Tensor = torch.linalg.vector_norm(flat, 2.0, dtype=torch.float64)
         return norm

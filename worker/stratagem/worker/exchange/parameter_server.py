@@ -1,11 +1,11 @@
 """Carry partial sums to a coordinator that adds them, and carry the sums back.
 
-`ServerTransport` hands over between the torch thread and an event loop. On the torch side it is a
+`ServerTransport` connects the torch thread and an event loop. On the torch side it is a
 `ReductionTransport`. On the loop's side it is an *outbox*, partial sums bucket by bucket as
-backward finishes them, and an *inbox*, a buffer of its own into which sums are staged and which
+backward finishes them, and an *inbox*, a separate buffer into which sums are staged and which
 counts only when committed. So a stream that breaks can start again, in either direction. On a CUDA
-device the outbox is copied to the host bucket by bucket, during backward (`mesh.staging`).
-The module knows neither gRPC nor the coordinator.
+device the outbox is copied to the host bucket by bucket, during backward (`mesh.staging`). The
+module knows neither gRPC nor the coordinator.
 """
 
 import asyncio
@@ -52,34 +52,34 @@ class Freight(Protocol):
     """The payloads of one step, up and down; begun again for the next step."""
 
     inbox: list[Tensor]
-    """What comes back is staged here, one after the other."""
+    """The buffers for the returned values, in order."""
 
     @property
     def layout(self) -> tuple[TensorLayout, ...]:
-        """The tensors that are coded; empty where the entries are sums."""
+        """Return the tensors that are coded; empty where the entries are sums."""
 
     def begin(
         self, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
-        """Starts a step; arguments as in `ReductionTransport.begin`."""
+        """Start a step; arguments as in `ReductionTransport.begin`."""
 
     def entries(self) -> tuple[StreamVector, ...]:
-        """Returns the vectors that this member sends up, in order."""
+        """Return the vectors that this member sends up, in order."""
 
     def part(self, bucket: int) -> list[Tensor]:
-        """Returns the vectors that can be sent once this bucket and those before it are final."""
+        """Return the vectors that can be sent once this bucket and the earlier ones are final."""
 
     def unload(self) -> None:
-        """Leaves the sums, divided, in set 0, once all of the inbox is staged."""
+        """Write the sums, divided, into set 0, once all of the inbox is staged."""
 
 
 class SumFreight:
-    """Partial sums, sent as they are in the buckets."""
+    """Uncoded partial sums, sent from the buckets."""
 
     layout: tuple[TensorLayout, ...] = ()
 
     def __init__(self, layout: BucketLayout, rank: int, device: torch.device) -> None:
-        """device: where the buckets are."""
+        """Plan the vectors. device: that of the buckets."""
         self._rank = rank
         self.inbox = [host_room((bucket.numel,), bucket.dtype, device) for bucket in layout.buckets]
         self._nodes: tuple[Node, ...] = ()
@@ -106,7 +106,7 @@ class SumFreight:
 
 
 class CodedFreight:
-    """Coded messages of the member's shards; what comes down, see the head of the module."""
+    """Coded messages of the member's shards; the values that come down are described above."""
 
     def __init__(self, buckets: GradientBuckets, compressor: Compressor, rank: int) -> None:
         self._buckets, self._compressor, self._rank = buckets, compressor, rank
@@ -117,7 +117,7 @@ class CodedFreight:
         self._divisor: float | None = None
 
     def pays_off(self, step: StepPlan) -> bool:
-        """Returns whether coded messages are fewer bytes than partial sums, over all members."""
+        """Return whether coded messages are fewer bytes than partial sums, over all members."""
         num_sums = sum(len(nodes) for nodes in step.nodes)
         compressor = self._compressor
         return step.num_live * compressor.message_bytes < num_sums * compressor.raw_bytes
@@ -201,13 +201,13 @@ def _entry(bucket: int, node: Node, tensor: Tensor) -> StreamVector:
 
 @dataclass(slots=True)
 class _Open:
-    """The step under way."""
+    """The present step."""
 
     number: int
     freight: Freight
     inbox: list[memoryview]
     outbox: list[list[HostCopy]] = field(default_factory=list)
-    """By launched bucket."""
+    """The copies by launched bucket."""
     num_staged_bytes: int = 0
     is_committed: bool = False
 
@@ -217,8 +217,7 @@ class _Open:
 
 
 class ServerTransport:
-    """A `ReductionTransport` on the torch thread; header, partials, stage and commit on the
-    loop."""
+    """A `ReductionTransport` on the torch thread; streams of its content on the loop."""
 
     name = "server"
 
@@ -231,7 +230,7 @@ class ServerTransport:
         deadline_s: float,
         coded: CodedFreight | None = None,
     ) -> None:
-        """coded: goes instead of sums in the steps in which it is fewer bytes."""
+        """Begin. coded: replaces sums in the steps in which it is fewer bytes."""
         self.deadline_s = deadline_s
         self.num_buckets = len(layout.buckets)
         self._sums, self._coded = SumFreight(layout, rank, side.device), coded
@@ -290,8 +289,8 @@ class ServerTransport:
     # The event loop.
 
     async def step_after(self, applied: int) -> int:
-        """Returns the first step under way beyond these; waits for one. Steps without exchange are
-        passed over, so its number need not be the next."""
+        """Wait for the first step after these, and return its number, which need not be the next
+        one, as steps without exchange are skipped."""
         while True:
             with self._changed:
                 if self._error:
@@ -303,23 +302,22 @@ class ServerTransport:
             await self._wait(waiter)
 
     async def freight(self, step: int) -> Freight:
-        """Returns what is sent, and what must be staged, in the step. Waits for it to begin."""
+        """Wait for the step to begin, and return its payloads."""
         return (await self._until(step, lambda _: True)).freight
 
     async def partials(self, step: int, bucket: int) -> list[memoryview]:
-        """Returns what is sent of one bucket, in the header's order; in a coded step only the last
-        bucket has anything. Waits until it is final; it stays so until the step is committed."""
+        """Wait until a bucket is final, and return its payload in the header's order; in a coded
+        step only the last bucket has any. It stays valid until the step is committed."""
         opened = await self._until(step, lambda state: len(state.outbox) > bucket)
         return [bytes_of(await copy.arrive()) for copy in opened.outbox[bucket]]
 
     @property
     def codec(self) -> str:
-        """The codec of the messages in coded steps; "" where no step is ever coded."""
+        """Return the codec of the messages in coded steps; "" where no step is ever coded."""
         return "" if self._coded is None else self._coded.codec
 
     def stage(self, step: int, offset: int, data: bytes | memoryview) -> None:
-        """Takes the next bytes of the sums. Offset 0 starts again and drops all that came
-        before."""
+        """Store the next bytes of the sums. Offset 0 starts again and drops all earlier bytes."""
         with self._changed:
             opened = self._current(step)
             expected = 0 if offset == 0 else opened.num_staged_bytes
@@ -333,7 +331,7 @@ class ServerTransport:
             opened.num_staged_bytes = offset + len(data)
 
     def commit(self, step: int) -> None:
-        """Releases finish. Every byte must have been staged."""
+        """Let `finish` continue. Every byte must have been staged."""
         with self._changed:
             opened = self._current(step)
             total_bytes = opened.num_expected_bytes
@@ -350,8 +348,8 @@ class ServerTransport:
         return self._open
 
     async def _until(self, step: int, is_ready: Callable[[_Open], bool]) -> _Open:
-        """Waits until the step has begun and is_ready. Raises ExchangeError when cut, or when a
-        later step is under way."""
+        """Wait until the step has begun and is_ready. Raises ExchangeError when cut, or when a
+        later step has begun."""
         while True:
             with self._changed:
                 if self._error:
@@ -365,7 +363,7 @@ class ServerTransport:
             await self._wait(waiter)
 
     def _waiter(self) -> asyncio.Future[None]:
-        """Returns a future that is done at the next change; _changed is held."""
+        """Return a future that is done at the next change; _changed is held."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiters[waiter] = loop
@@ -379,7 +377,7 @@ class ServerTransport:
                 self._waiters.pop(waiter, None)
 
     def _notify(self) -> None:
-        """Wakes both sides; _changed is held."""
+        """Wake both sides; _changed is held."""
         self._changed.notify_all()
         for waiter, loop in self._waiters.items():
             if not loop.is_closed():

@@ -1,10 +1,9 @@
 """Keep the public copies of gossip nodes: the state of a node that its neighbours know (CHOCO-SGD).
 
-A node sends its coded move since the last round. The node and all receivers add what decoding gives
-to their copy, so all copies of a node have the same bits. The part of the move that a payload did
-not carry stays in the difference between node and copy and is part of the next move: the copies are
-the error feedback (https://arxiv.org/abs/1902.00340). The module knows neither members nor the
-network.
+A node sends its coded move since the last round. The node and all receivers add the decoded move to
+their copy, so all copies of a node have the same bits. The part of the move that a payload did not
+carry stays in the difference between node and copy and is part of the next move: the copies are the
+error feedback (https://arxiv.org/abs/1902.00340). The module knows neither members nor the network.
 """
 
 import math
@@ -35,19 +34,19 @@ from stratagem.worker.mesh.staging import to_host
 
 @dataclass(slots=True)
 class Distances:
-    """Squared norms that a round of mixing measured of one node i; x before the round.
+    """The squared norms that a round of mixing measured for one node i; x before the round.
 
     Under a codec x_j is the public copy of node j.
     """
 
     moved: float = 0.0
-    """‖x_i' - x_i‖², how far mixing moved it."""
+    """‖x_i' - x_i‖², the move by mixing."""
     apart: float = 0.0
-    """Σ_j w_ij ‖x_i - x_j‖², how far it was from its neighbours."""
+    """Σ_j w_ij ‖x_i - x_j‖², the distance to its neighbours."""
 
 
 def neighbour_distance(distances: Sequence[Distances]) -> float:
-    """Returns the nodes' root mean square distance to their neighbours before a round of mixing.
+    """Return the nodes' root mean square distance to their neighbours before a round of mixing.
 
     sqrt(Σ_i Σ_j w_ij ‖x_i - x_j‖² / 2n) over n nodes i. Over all N nodes the sum is 2 xᵀ(I - W)x,
     so with the eigenvalues 1 > λ₂ ≥ … ≥ λ_N of the mixing matrix it is between sqrt(1 - λ₂) and
@@ -73,7 +72,8 @@ class PublicCopies:
         weights: Sequence[Mapping[int, float]],
         numerics: int,
     ) -> None:
-        """params: of any node. weights: of each node's neighbours and itself, by node."""
+        """Make the copies. params: those of any node. weights: those of each node's neighbours and
+        itself, by node."""
         spec = job.compression
         assert spec is not None
         self._layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in params)
@@ -91,7 +91,7 @@ class PublicCopies:
         self._states: dict[int, State] = {}
 
     def encode(self, node: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns the payload of an own node's move in a step (uint8)."""
+        """Return the payload of an own node's move in a step (uint8)."""
         moves = [x - copy for x, copy in zip(_flats(tensors), self._copies[node], strict=True)]
         try:
             payload, self._states[node] = self._codec.encode(
@@ -106,14 +106,14 @@ class PublicCopies:
         return torch.from_numpy(payload)
 
     def advance(self, node: int, step: int, payload: Tensor) -> None:
-        """Adds a node's decoded move to its copy, as every member that has a copy does."""
+        """Add a node's decoded move to its copy, as every member that has a copy does."""
         data: ByteArray = to_host(payload).wait().numpy()
         decoded = self._codec.decode(data, derive(self._seed, step, node))
         copies = self._copies[node]
         self._copies[node] = [c + move for c, move in zip(copies, decoded, strict=True)]
 
     def mix(self, node: int, weights: Mapping[int, float], tensors: Sequence[Tensor]) -> Distances:
-        """Mixes x_i <- x_i + γ Σ_j w_ij (copy_j - copy_i), in place; distances are of the copies.
+        """Mix x_i <- x_i + γ Σ_j w_ij (copy_j - copy_i), in place; distances are of the copies.
 
         Products and sums are float64, in order of j, rounded once.
         """
@@ -133,8 +133,7 @@ class PublicCopies:
         return distances
 
     def state(self, node: int) -> dict[str, Tensor]:
-        """Returns what is kept of an own node, by `public/<parameter>` and the codec's own
-        names."""
+        """Return the state of an own node, by `public/<parameter>` and the codec's names."""
         copies = {
             f"{PUBLIC}{spec.name}": torch.from_numpy(copy)
             for spec, copy in zip(self._layout, self._copies[node], strict=True)
@@ -143,7 +142,7 @@ class PublicCopies:
         return {**copies, **kept}
 
     def load(self, node: int, tensors: Mapping[str, Tensor]) -> None:
-        """Loads a node's tensors; in a state that has no copies yet they begin as its model."""
+        """Load a node's tensors; without copies in the state they begin as its model."""
         self._copies[node] = [
             _array(f"{PUBLIC}{spec.name}", spec.numel, tensors)
             if f"{PUBLIC}{spec.name}" in tensors
@@ -162,14 +161,14 @@ class PublicCopies:
         self.traffic.uncompressed_bytes += num_payloads * self.raw_bytes
 
     def take_traffic(self) -> Traffic:
-        """Returns the bytes sent since the last call."""
+        """Return the bytes sent since the last call."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
 
 
 def _flats(tensors: Sequence[Tensor]) -> list[FloatArray]:
     copies = [to_host(tensor.detach().reshape(-1)) for tensor in tensors]
-    return [copy.wait().numpy() for copy in copies]  # all were under way before one is read
+    return [copy.wait().numpy() for copy in copies]  # all were started before one is read
 
 
 def _array(name: str, numel: int, tensors: Mapping[str, Tensor]) -> FloatArray:

@@ -4,7 +4,7 @@ The sum has the same bits whichever member computes a shard and by any transport
 in the tree of `common.numerics.shards`, each slot in its fixed place. Reduction overlaps with
 backward: while the last own shard runs, the transport gets each bucket when it is full, in order;
 with a codec, when the buckets that are coded together are full and coded. Used by one thread; only
-`cut` may come from another. The module knows neither model nor optimizer.
+`cut` may be called from another one. The module knows neither model nor optimizer.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,24 +46,24 @@ from stratagem.worker.mesh.staging import SideStream
 # ---- Single member without peers ----
 #
 # A member with no peers and only one shard has the sums already. Its gradients stay where autograd
-# puts them. Large ones are divided and measured while they are warm, as backward finishes each, and
-# small ones all at once in the end. The bits are those of the buckets.
+# puts them. Large ones are divided and measured while they are in the cache, as backward finishes
+# each, and small ones all at once in the end. The bits are those of the buckets.
 
 _AS_SUMMED: Final = (torch.float32, torch.float64)
-"""Gradients of these are summed as they are; narrower ones need wider storage."""
+"""The types of gradients that are summed without conversion; narrower ones need wider storage."""
 SMALL_BYTES: Final = 1 << 20
-"""Gradients of this size together stay in a core's cache; calls cost more than memory."""
+"""The size of gradients that together stay in a core's cache, where calls cost more than memory."""
 
 
 class SingleMemberReducer:
-    """Divides and measures the gradients of the only member in place; `fits` must hold of the
-    parameters. A step has the same calls as with `GradientReducer`."""
+    """A reducer that divides and measures the gradients of the only member in place; `fits` must be
+    true for the parameters. A step has the same calls as with `GradientReducer`."""
 
     name: Final = "solo"
     shares_memory: Final = False
     slices: Final = None
     parameters: Final = None
-    """There are no other members that could own any."""
+    """No other members can own parameters."""
 
     def __init__(self, params: Sequence[tuple[str, nn.Parameter]], numerics: int = CURRENT) -> None:
         self._names, self._params = [name for name, _ in params], [param for _, param in params]
@@ -83,20 +83,20 @@ class SingleMemberReducer:
 
     @staticmethod
     def fits(params: Sequence[tuple[str, nn.Parameter]]) -> bool:
-        """Returns whether the gradients need no buckets to have the same bits: float32 or float64,
-        and contiguous."""
+        """Return whether the gradients have the same bits without buckets: float32 or float64, and
+        contiguous."""
         return all(p.dtype in _AS_SUMMED and p.is_contiguous() for _, p in params)
 
     def begin_step(
         self, step: int, owned: range, num_live: int, *, divisor: float | None = None
     ) -> None:
-        """Starts a step as `GradientReducer.begin_step` does; the one shard is always live."""
+        """Start a step as `GradientReducer.begin_step` does; the one shard is always live."""
         if owned != range(1) or num_live != 1:
             raise ValueError(f"one shard is owned here, not {owned} of {num_live}")
         self._divisor, self._scalars, self._is_divided = divisor, None, False
 
     def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
-        """Begins the shard: the next backward is its first."""
+        """Begin the shard: the next backward is its first."""
         self._num_to_come = num_micro_batches - 1
         self._norms = [None] * len(self._params)
         for param in self._params:
@@ -104,28 +104,28 @@ class SingleMemberReducer:
         self._is_last = self._num_to_come == 0
 
     def next_micro_batch(self) -> None:
-        """Lets the next backward add to the shard that was begun."""
+        """Let the next backward add to the shard that was begun."""
         if self._num_to_come < 1:
             raise RuntimeError("the shard has no further micro-batch")
         self._num_to_come -= 1
         self._is_last = self._num_to_come == 0
 
     def weigh(self, weight: float) -> None:
-        """Sets the divisor of the sums, which must be known before the last backward."""
+        """Set the divisor of the sums, which must be known before the last backward."""
         self._divisor = weight
 
     def reached(self) -> list[bool]:
-        """Returns for each parameter whether backward has reached it in this shard."""
+        """Return for each parameter whether backward has reached it in this shard."""
         return [param.grad is not None for param in self._params]
 
     def end_shard(self, shard: int, scalars: StepScalars) -> None:
-        """Completes the gradients; the scalars go with them."""
+        """Complete the gradients, with the scalars."""
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
         self._is_last, self._scalars = False, scalars
 
     def finish(self) -> StepScalars:
-        """Divides what is not divided yet and returns the scalars as they came. Raises
+        """Divide the gradients that are not divided yet and return the scalars unchanged. Raises
         ExchangeError after cut."""
         if self._is_cut:
             raise ExchangeError("the exchange was cut")
@@ -136,7 +136,7 @@ class SingleMemberReducer:
         return self._scalars
 
     def divide(self, divisor: float) -> None:
-        """Divides the gradients that were not divided in the last backward."""
+        """Divide the gradients that were not divided in the last backward."""
         if self._is_divided:
             return
         self._is_divided = True
@@ -149,7 +149,7 @@ class SingleMemberReducer:
                 self._norms[index] = divided(grad, divisor, self._numerics)
 
     def norms(self) -> list[Tensor]:
-        """Returns the result of `layout.parts_of` for the gradients that exist."""
+        """Return the result of `layout.parts_of` for the gradients that exist."""
         small = self._few.parts(self._small_gradients(), self._numerics)
         if not self._large:
             return small
@@ -166,21 +166,21 @@ class SingleMemberReducer:
         return [self._params[index].grad for index in self._small]
 
     def discard(self) -> None:
-        """Gives the step up: nothing of what was added stays in any gradient."""
+        """Abandon the step, and remove its additions from all gradients."""
         self._is_last = False
         for param in self._params:
             param.grad = None
 
     def free_gradients(self) -> None:
-        """Gives the storage of gradients back, after the update."""
+        """Free the storage of gradients, after the update."""
         self.discard()
 
     def cut(self) -> None:
-        """Makes finish raise; from any thread."""
+        """Make finish raise; from any thread."""
         self._is_cut = True
 
     def close(self) -> None:
-        """Removes the hooks; gradients are left alone from now on."""
+        """Remove the hooks, so that gradients are no longer changed."""
         for hook in self._hooks:
             hook.remove()
 
@@ -200,7 +200,7 @@ class SingleMemberReducer:
 
 
 def _smallest(params: Sequence[nn.Parameter]) -> list[int]:
-    """Returns the places, in order, of the smallest parameters whose gradients stay in the cache
+    """Return the places, in order, of the smallest parameters whose gradients stay in the cache
     together; none on other devices than the CPU."""
     if any(param.device.type != "cpu" for param in params):
         return []
@@ -217,7 +217,7 @@ def _smallest(params: Sequence[nn.Parameter]) -> list[int]:
 
 
 class GradientReducer:
-    """Sums gradients among the members of one membership. A failed exchange stays failed."""
+    """The sum of gradients over the members of one membership. A failed exchange stays failed."""
 
     def __init__(
         self,
@@ -228,18 +228,18 @@ class GradientReducer:
         slices: SliceExchange | None = None,
         parameters: ParameterTransport | None = None,
     ) -> None:
-        """compressor: what is added of each shard is what its codec leaves of it. slices: where
-        sums stay with the owners of slices. parameters: where these do, too."""
+        """Begin. compressor: codes each shard before it is added. slices: where sums stay with the
+        owners of slices. parameters: where parameters do, too."""
         self.buckets, self.party, self.transport = buckets, party, transport
         self.slices, self.parameters = slices, parameters
         self._compressor = compressor
         self._portions = compressor.portions(buckets.layout) if compressor else []
-        self._num_coded = 0  # portions of the shard that was begun
+        self._num_coded = 0  # portions of the present shard
         buckets.hold()
         self._steps: dict[int, StepPlan] = {}
         self._step: StepPlan | None = None
         self._num_done = 0  # own live shards
-        self._num_to_come = 0  # micro-batches of the shard that was begun, after the present one
+        self._num_to_come = 0  # further micro-batches of the present shard
         self._full = [False] * len(buckets.layout.buckets)
         self._next_bucket = 0
 
@@ -255,11 +255,11 @@ class GradientReducer:
     def begin_step(
         self, step: int, owned: range, num_live: int, *, divisor: float | None = None
     ) -> None:
-        """Starts step number `step`; shards from num_live on have no rows and do not exist.
+        """Start step number `step`; shards from num_live on have no rows and do not exist.
 
-        A caller that knows the total weight already, as all members must then, passes it as
-        divisor: the sums come divided, with the bits that dividing afterwards would give, for a
-        fraction of the memory traffic. The extras are never divided.
+        A caller that knows the total weight already, as then all members must, passes it as
+        divisor: the sums arrive divided, with the same bits as a later division, for a fraction of
+        the memory traffic. The extras are never divided.
         """
         if owned != self.party.owned:
             raise ValueError(f"member {self.party.rank} owns {self.party.owned}, not {owned}")
@@ -275,10 +275,10 @@ class GradientReducer:
         self._launch()
 
     def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
-        """Begins a shard: the next backward is its first; own live shards come in ascending order.
+        """Begin a shard: the next backward is its first; own live shards come in ascending order.
 
-        Each further one is announced by `next_micro_batch`. Buckets are handed over during the
-        last backward of the last shard, never before: one exchange for all of them.
+        Each further one is announced by `next_micro_batch`. Buckets are launched only during the
+        last backward of the last shard, in one exchange.
         """
         plan = self._current()
         if plan.live[self._num_done : self._num_done + 1] != range(shard, shard + 1):
@@ -288,34 +288,34 @@ class GradientReducer:
         self.buckets.begin(plan.sets[self._num_done], self._on_full(plan))
 
     def next_micro_batch(self) -> None:
-        """Lets the next backward add to the shard that was begun."""
+        """Let the next backward add to the shard that was begun."""
         if self._num_to_come < 1:
             raise RuntimeError("the shard has no further micro-batch")
         self._num_to_come -= 1
         self.buckets.go_on(self._on_full(self._current()))
 
     def reached(self) -> list[bool]:
-        """Returns for each parameter whether backward has reached it in this shard."""
+        """Return for each parameter whether backward has reached it in this shard."""
         return self.buckets.reached()
 
     def weigh(self, weight: float) -> None:
-        """Does nothing: the weight of one shard is not that of the step."""
+        """Do nothing: the weight of one shard is not that of the step."""
 
     def divide(self, divisor: float) -> None:
-        """Divides the sums, after finish, where the divisor was not known before."""
+        """Divide the sums, after finish, where the divisor was not known before."""
         (self.buckets if self.slices is None else self.slices).divide(divisor)
 
     def norms(self) -> list[Tensor] | None:
-        """Returns None: the 2-norms of the summed gradients are not known here."""
+        """Return None: the 2-norms of the summed gradients are not known here."""
         return None
 
     def discard(self) -> None:
-        """Gives the step up: nothing of what was added stays in any gradient."""
+        """Abandon the step, and remove its additions from all gradients."""
         self._step = None
         self.buckets.discard()
 
     def end_shard(self, shard: int, scalars: StepScalars) -> None:
-        """Completes the shard's gradients; the scalars (num_extras in all) go with them."""
+        """Complete the shard's gradients, with the scalars (num_extras in all)."""
         plan = self._current()
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
@@ -335,8 +335,8 @@ class GradientReducer:
         self._launch()
 
     def finish(self) -> StepScalars:
-        """Waits for all sums. Afterwards every param.grad is the sum over shards, unless sums stay
-        with the owners of slices; returns the summed scalars. Raises ExchangeError when a peer is
+        """Wait for all sums, and return the summed scalars. Afterwards every param.grad is the sum
+        over shards, unless sums stay with the owners of slices. Raises ExchangeError when a peer is
         lost or silent, or after cut."""
         plan = self._current()
         if self._num_done < len(plan.live):
@@ -347,18 +347,18 @@ class GradientReducer:
         return StepScalars.of(extras, len(self.buckets.layout.slots))
 
     def free_gradients(self) -> None:
-        """Gives the storage of gradients back, after the update; a lone member can."""
+        """Free the storage of gradients, after the update, where the member has no peers."""
         if isinstance(self.transport, SoloTransport):
             self.buckets.free()
 
     def cut(self) -> None:
-        """Ends the exchange from any thread: finish raises, and soon the peers' do."""
+        """End the exchange, from any thread: `finish` raises here, and soon at the peers."""
         self.transport.cut()
         if self.parameters is not None:
             self.parameters.cut()
 
     def close(self) -> None:
-        """Frees the transport. The buckets stay, for the next membership."""
+        """Free the transport. The buckets stay, for the next membership."""
         self.transport.close()
         if self.parameters is not None:
             self.parameters.close()
@@ -369,7 +369,7 @@ class GradientReducer:
         return self._step
 
     def _on_full(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """Returns the callback for full buckets of the next backward; None before the last one."""
+        """Return the callback for full buckets of the next backward; None before the last one."""
         is_last = self._num_to_come == 0 and self._num_done == len(plan.live) - 1
         return self._mark_full if is_last else None
 
@@ -381,8 +381,8 @@ class GradientReducer:
         self._launch()
 
     def _is_full(self, portion: int) -> bool:
-        """Returns whether all buckets of the portion are full; the extras, which come last, are not
-        coded."""
+        """Return whether all buckets of the portion are full, except that of the extras, which is
+        not coded."""
         buckets = self._portions[portion].buckets
         return all(self._full[bucket] for bucket in buckets if bucket < len(self._full) - 1)
 
@@ -393,7 +393,7 @@ class GradientReducer:
         self._num_coded += 1
 
     def _launch(self) -> None:
-        """Hands over full buckets, never one before its predecessor: the order is data."""
+        """Launch full buckets, never one before its predecessor: the order is fixed."""
         while self._next_bucket < len(self._full) and self._may_launch(self._next_bucket):
             bucket = self._next_bucket
             self._next_bucket += 1
@@ -401,7 +401,7 @@ class GradientReducer:
             self.transport.launch(bucket)
 
     def _may_launch(self, bucket: int) -> bool:
-        """Returns whether the bucket is full and, where shards are coded, coded already."""
+        """Return whether the bucket is full and, where shards are coded, coded."""
         is_done = not self._portions or self._num_done == len(self._current().live)
         return self._full[bucket] and (is_done or bucket < self._coded_buckets)
 
@@ -417,7 +417,7 @@ class GradientReducer:
 
 
 Reducer = GradientReducer | SingleMemberReducer
-"""Any reducer: a step has the same calls with each."""
+"""Either reducer; a step has the same calls with both."""
 
 
 def solo_exchange(
@@ -435,11 +435,12 @@ def mesh_exchange(
     deadline_s: float = 30.0,
     compressor: Compressor | None = None,
 ) -> GradientReducer:
-    """Takes the link over. deadline_s bounds every single wait for a peer.
+    """Return the reducer over a link, which it takes over. deadline_s bounds every single wait for
+    a peer.
 
     all_reduce: "direct", whose sums have the bits of the tree, or "ring" or "native", whose sums
-    depend on the members. With a compressor messages are sent where they are fewer bytes than
-    sums, with the same bits; shared memory sends nothing anyway.
+    depend on the members. With a compressor messages are sent where they are fewer bytes than sums,
+    with the same bits; shared memory sends nothing anyway.
     """
     party = ShardOwners(link.rank, link.size, num_shards)
     transport: ReductionTransport
@@ -479,7 +480,7 @@ def server_exchange(
     deadline_s: float = 30.0,
     compressor: Compressor | None = None,
 ) -> tuple[GradientReducer, ServerTransport]:
-    """Returns the reducer and its transport, the other end for the event loop that talks to the
+    """Return the reducer and its transport, the other end for the event loop that talks to the
     coordinator."""
     coded = None if compressor is None else CodedFreight(buckets, compressor, rank)
     side = SideStream(buckets.device)

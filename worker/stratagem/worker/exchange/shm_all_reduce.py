@@ -1,12 +1,11 @@
 """Sum gradients in shared memory: all members map each other's buckets, and nothing is sent.
 
-Once all members say that a bucket is full, each adds its own slice over all members' partial sums,
-in the tree, and writes the sum into the same slice of every member's set 0. No other member reads
-or writes that slice, so one barrier per bucket is enough, and one at the end of the step. The
-transport has no thread: it adds a bucket when the torch thread comes by with the next one, or in
-`finish`. Adding costs little, and waking another thread costs as much and takes a core from
-backward. Where members own slices, sums stay with them, and the others read the updated parameters
-in place.
+Once a bucket of all members is full, each adds its own slice over all members' partial sums, in the
+tree, and writes the sum into the same slice of every member's set 0. No other member reads or
+writes that slice, so one barrier per bucket is enough, and one at the end of the step. The
+transport has no thread: it adds a bucket when the torch thread launches the next one, or in
+`finish`. Adding costs little, and waking a thread costs as much and takes a core from backward.
+Where members own slices, sums stay with them, and the others read the updated parameters in place.
 """
 
 from collections.abc import Sequence
@@ -39,14 +38,14 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.shm import SharedGroup
 
 BLOCK_BYTES = 256 << 10
-"""What is added, divided and copied in one go, so that it stays in the cache of one core."""
+"""The size of a block that is added, divided and copied at once, to stay in a core's cache."""
 
 NUM_WINDOWS = 2
-"""A member hands a bucket over when all have handed over the one before it, and so have added up
-the one before that."""
+"""The number of windows: a member launches a bucket when all have launched the previous one, and so
+have added the one before that."""
 
 MemberSets = Sequence[Sequence[Sequence[Tensor]]]
-"""By rank, set and bucket."""
+"""Tensors by rank, set and bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Block:
 
     additions: tuple[Addition, ...]
     total: Tensor
-    """What the additions end in; a part of this member's set 0."""
+    """The result of the additions, a part of this member's set 0."""
     copies: tuple[Tensor, ...]
     """The same place in the set 0 of every other member."""
     is_extras: bool
@@ -70,8 +69,8 @@ class Block:
 
 
 class SharedTransport:
-    """A `ReductionTransport` among the members of a group, which it owns. The buckets are in its
-    memory until it is closed."""
+    """A `ReductionTransport` among the members of a group, which it takes over. The buckets are in
+    its memory until it is closed."""
 
     name = SharedGroup.name
 
@@ -86,9 +85,10 @@ class SharedTransport:
         held: HeldBlocks | None = None,
         kept: KeptSums | None = None,
     ) -> None:
-        """owners: of the sums, where these stay with them. held: of the parameters, where these
-        do, too. kept: the own sums, where buckets give their memory back: then they take turns in
-        a few windows of shared memory, and those that are mirrored come into shared memory, too."""
+        """Move the buckets to shared memory. owners: the owners of the sums, where these stay with
+        them. held: the parts of the parameters, where these do, too. kept: the own sums, where
+        buckets give their memory back: buckets then share a few windows of shared memory, which
+        also has the mirrored sums."""
         self.deadline_s = deadline_s
         self._group, self._buckets, self._party = group, buckets, party
         self._owners = owners
@@ -122,21 +122,21 @@ class SharedTransport:
         if kept is None:
             buckets.move_to(self._sets[party.rank])
         self._sums = self._place_sums([s[stop:] for s, stop in zip(segments, stops, strict=True)])
-        """By rank, where others find the sums of its slices."""
+        """The sums of each rank's slices, as others see them."""
         self._num_buckets = len(buckets.layout.buckets)
         self._prepared: dict[int, list[list[Block]]] = {}
         self._blocks: list[list[Block]] = []
         self._divisor: float | None = None
         self._first_token = 0
         self._given: Sequence[Sequence[Tensor]] = ()
-        """The own partial sums of the step, where they are copied into windows."""
+        """The own partial sums of the step, if they are copied into windows."""
         self._num_launched = 0
         self._num_reduced = 0
         self._error = ""
 
     def _place_sums(self, memory: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Returns by rank where the sums of slices stand; the own ones stand there from now on.
-        memory: of each member what is left of its segment."""
+        """Return the sums of slices by rank, and move the own ones there. memory: the rest of each
+        member's segment."""
         if self._kept is None or self._kept.mirrored is None or self._owners is None:
             return [sets[0] for sets in self._sets]
         layout, owners = self._buckets.layout, self._owners
@@ -183,14 +183,14 @@ class SharedTransport:
             raise
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """See `SliceTransport`. What others have read of the step before they have read when they
-        launch this step's buckets."""
+        """See `SliceTransport`. Others have read the norms of the previous step when they launch
+        this step's buckets."""
         self._norms[self._party.rank].copy_(own)
         self.meet()
         return self._norms
 
     def open_sums(self) -> Sequence[Tensor]:
-        """See `SliceTransport`: that member's own buckets, or what it keeps apart."""
+        """See `SliceTransport`: that member's buckets, or its separate sums."""
         self.meet()
         return self._sums[(self._party.rank - 1) % self._party.size]
 
@@ -211,7 +211,7 @@ class SharedTransport:
         self._group.cut()
 
     def close(self) -> None:
-        # A member that was frozen may go on writing into this memory when it wakes up.
+        # A frozen member may continue to write into this memory when it wakes up.
         self._buckets.move_to(())
         self._prepared.clear()
         self._blocks, self._sets, self._sums, self._norms = [], [], [], []
@@ -220,9 +220,8 @@ class SharedTransport:
         self._group.close()
 
     def _fill_window(self, bucket: int) -> None:
-        """Copies the own partial sums to where others read them, once these have added up what
-        stood there: a member adds a bucket before it hands the next one over. Raises
-        ExchangeError."""
+        """Copy the own partial sums to their window, once the others have added its earlier
+        content: a member adds a bucket before it launches the next one. Raises ExchangeError."""
         while self._num_reduced < bucket:
             count = self._first_token + self._num_reduced + 1
             self._group.hear(count, self._first_token + self._num_buckets + 1, self.deadline_s)
@@ -242,7 +241,7 @@ class SharedTransport:
         self._first_token = last
 
     def meet(self) -> None:
-        """Blocks until all members are here."""
+        """Block until all members are here."""
         self._first_token += 1
         self._group.send_token()
         self._group.hear(self._first_token, self._first_token, self.deadline_s)
@@ -254,13 +253,13 @@ class SharedTransport:
 
 
 class SharedParameters:
-    """A `ParameterTransport` in memory that all members map: each reads what it needs when it needs
-    it. Nobody writes there before all have handed over their last bucket of the step."""
+    """A `ParameterTransport` in memory that all members map, so that each reads it when needed.
+    Nobody writes there before all have launched their last bucket of the step."""
 
     def __init__(
         self, transport: SharedTransport, held: HeldBlocks, rank: int, segments: Sequence[Tensor]
     ) -> None:
-        """segments: by rank, with what that member holds of all blocks."""
+        """Map the segments: by rank, that member's parts of all blocks."""
         self.held = held
         self._transport, self._rank = transport, rank
         self._parts: list[Sequence[Tensor]] = [
@@ -285,7 +284,7 @@ class SharedParameters:
         self._transport.meet()
 
     def cut(self) -> None:
-        """See `ParameterTransport`: the transport is."""
+        """See `ParameterTransport`: the transport is cut instead."""
 
     def close(self) -> None:
         """See `ParameterTransport`."""
@@ -299,9 +298,8 @@ def prepare_blocks(
     owners: SliceOwners | None = None,
     kept: KeptSums | None = None,
 ) -> list[list[Block]]:
-    """Returns by bucket the blocks that this member adds; together the members' blocks are each
-    bucket once. owners: of the sums, where these stay with them. kept: where they end then, if not
-    in set 0."""
+    """Return by bucket the blocks that this member adds; the blocks of all members cover each
+    bucket once. owners: those of sums that stay with them. kept: their place then, if not set 0."""
     own = sets[party.rank][0]
     blocks = []
     for bucket, flat in enumerate(own):
@@ -316,14 +314,14 @@ def prepare_blocks(
 
 
 class _Staying(NamedTuple):
-    """Whether sums stay with who adds them up, and where: in set 0 unless kept elsewhere."""
+    """The owners of sums that stay with them, and their place if not set 0."""
 
     stays: bool
     kept: KeptSums | None
 
 
 def _equal_slice(flat: Tensor, party: ShardOwners) -> tuple[int, int]:
-    """Returns this member's slice of a flat bucket; each begins on SLOT_BYTES."""
+    """Return this member's slice of a flat bucket; each begins at a multiple of SLOT_BYTES."""
     step = SLOT_BYTES // flat.element_size()
     mine = split_rows(-(-flat.numel() // step), party.size)[party.rank]
     return mine.start * step, min(mine.stop * step, flat.numel())
@@ -363,9 +361,9 @@ def _block(
 
 
 def _offsets(layout: BucketLayout, num_windows: int | None) -> list[int]:
-    """Returns the offset in bytes of each bucket in a set, and last the size of the set.
+    """Return the offset in bytes of each bucket in a set, and finally the size of the set.
 
-    num_windows: buckets but the extras take turns in as many windows; None: each has a place.
+    num_windows: buckets but the extras share this many windows; None: each has its place.
     """
     sizes = [-(-bucket.size_bytes // SLOT_BYTES) * SLOT_BYTES for bucket in layout.buckets]
     if num_windows is None:

@@ -4,7 +4,7 @@ their own slice (ZeRO, https://arxiv.org/abs/1910.02054).
 A slice is a run of whole blocks of `layout.BLOCK` elements in each bucket. So the norm of a
 gradient is made of the same blocks whoever owns them, and the part of a parameter that a member
 updates ends with a block or with the parameter: kernels that treat the last elements of a tensor
-apart, and round them otherwise, do so at the same elements as with the whole parameter. The
+separately, with another rounding, do so at the same elements as with the whole parameter. The
 division follows from the layout and the number of members only.
 """
 
@@ -21,19 +21,19 @@ from stratagem.worker.exchange.layout import BLOCK, SLOT_BYTES, BucketLayout, Sl
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """The elements [first, stop) of a parameter, which are one member's, and their place."""
+    """The elements [first, stop) of a parameter that belong to one member, and their place."""
 
     index: int
-    """Of the parameter, among all of them."""
+    """The number of the parameter."""
     first: int
     stop: int
     bucket: int
     offset: int
-    """Of the first, in elements of the bucket."""
+    """The offset of the first element, in elements of the bucket."""
 
     @property
     def num_blocks(self) -> int:
-        """Return how many norms describe its gradient; one where it has no element."""
+        """Return the number of norms of its gradient; one where it has no element."""
         return max(1, -(-(self.stop - self.first) // BLOCK))
 
 
@@ -42,21 +42,21 @@ class SliceOwners:
     """The slices of all members."""
 
     slices: tuple[tuple[tuple[int, int], ...], ...]
-    """By bucket, without the extras, and by rank: the elements [start, stop), which may be none."""
+    """The elements [start, stop), which may be none, by bucket, without the extras, and by rank."""
     parts: tuple[tuple[OwnedPart, ...], ...]
-    """By rank, in order of parameter: at most one of each."""
+    """The parts by rank, in order of parameter, at most one of each."""
 
     @property
     def num_norms(self) -> tuple[int, ...]:
-        """Return by rank how many norms describe the gradients of its parts."""
+        """Return by rank the number of norms of the gradients of its parts."""
         return tuple(sum(part.num_blocks for part in own) for own in self.parts)
 
     def mirrored_rank(self, rank: int) -> int:
-        """Return whose parts the member of this rank keeps a copy of: of the one before it."""
+        """Return the rank whose parts this rank mirrors: the one before it."""
         return (rank - 1) % len(self.parts)
 
     def places_of_norms(self) -> list[list[tuple[int, range]]]:
-        """Return for each parameter where its norms stand, in order: the ranks, and the places
+        """Return for each parameter the places of its norms, in order: the ranks, and the places
         among the norms of each."""
         found: dict[int, list[tuple[int, int, range]]] = {}
         for rank, own in enumerate(self.parts):
@@ -69,7 +69,7 @@ class SliceOwners:
 
 
 def divide_slices(layout: BucketLayout, size: int) -> SliceOwners:
-    """Divides every bucket but the extras among `size` members: in order of rank, and as equally as
+    """Divide every bucket but the extras among `size` members: in order of rank, and as equally as
     whole blocks allow."""
     slices = []
     parts: list[dict[int, OwnedPart]] = [{} for _ in range(size)]
@@ -81,7 +81,7 @@ def divide_slices(layout: BucketLayout, size: int) -> SliceOwners:
         for block in blocks:
             numel = block.stop - block.first
             rank = (2 * before + numel) * size // (2 * total) if total else 0
-            rank = min(rank, size - 1)  # a block without elements behind the last one
+            rank = min(rank, size - 1)  # a block without elements after the last one
             before += numel
             if starts[rank] is None:
                 starts[rank] = block.offset
@@ -94,10 +94,10 @@ def divide_slices(layout: BucketLayout, size: int) -> SliceOwners:
 
 
 def _blocks(layout: BucketLayout, bucket: int) -> Iterator[OwnedPart]:
-    """Yields the blocks of a bucket in the order in which they lie there."""
+    """Yield the blocks of a bucket in their order there."""
 
     def place(slot: Slot) -> tuple[int, int]:
-        return slot.offset, -slot.index  # slots without elements share their offset with the next
+        return slot.offset, -slot.index  # slots without elements share the offset of the next one
 
     for slot in sorted((s for s in layout.slots if s.bucket == bucket), key=place):
         numel = slot.shape.numel()
@@ -107,7 +107,7 @@ def _blocks(layout: BucketLayout, bucket: int) -> Iterator[OwnedPart]:
 
 
 def _ranges(starts: list[int | None], numel: int) -> tuple[tuple[int, int], ...]:
-    """Returns the range of each member: it ends where the next one that has any begins."""
+    """Return the range of each member, which ends where the next one that is not empty begins."""
     ranges: list[tuple[int, int]] = []
     end = numel
     for start in reversed(starts):
@@ -118,8 +118,7 @@ def _ranges(starts: list[int | None], numel: int) -> tuple[tuple[int, int], ...]
 
 # ---- Sums of own slices ----
 #
-# The sums have storage of their own where the buckets of gradients are given back as soon as they
-# are summed up.
+# The sums have separate storage where the buckets of gradients give their memory back.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +127,18 @@ class KeptSums:
 
     flats: list[Tensor]
     starts: tuple[int, ...]
-    """Of the slices, in elements of their buckets."""
+    """The starts of the slices, in elements of their buckets."""
     mirrored: "KeptSums | None" = None
-    """A place for those of the member before this one, which are mirrored here."""
+    """The storage for the mirrored sums of the member before this one."""
 
     def part(self, bucket: int, start: int, stop: int) -> Tensor:
-        """Returns the sums of these elements of a bucket; of none where they are no slice."""
+        """Return the sums of these elements of a bucket; none where they are no slice."""
         if start == stop:
             return self.flats[bucket][:0]
         return self.flats[bucket].narrow(0, start - self.starts[bucket], stop - start)
 
     def move_to(self, flats: Sequence[Tensor]) -> None:
-        """Has sums stand here from now on; those of before are not copied."""
+        """Move the sums here; earlier values are not copied."""
         self.flats[:] = flats
 
 
@@ -151,7 +150,7 @@ def keep_sums(
     *,
     is_mirrored: bool = False,
 ) -> KeptSums:
-    """Makes the storage of a member's sums. is_mirrored: also of those of the member before it."""
+    """Allocate the storage of a member's sums. is_mirrored: and of the member before it."""
     ranges = [slices[rank] for slices in owners.slices]
     flats = [
         torch.zeros(stop - start, dtype=layout.buckets[bucket].dtype, device=device)
@@ -166,7 +165,7 @@ def keep_sums(
 def shared_bytes(
     kept: KeptSums | None, layout: BucketLayout, owners: SliceOwners | None, size: int
 ) -> list[int]:
-    """Returns by rank how much memory `kept_in` needs for a member's sums; none where they are not
+    """Return by rank the memory that `kept_in` needs for a member's sums; none where they are not
     mirrored."""
     if kept is None or kept.mirrored is None or owners is None:
         return [0] * size
@@ -174,7 +173,7 @@ def shared_bytes(
 
 
 def kept_in(memory: Tensor, layout: BucketLayout, owners: SliceOwners, rank: int) -> list[Tensor]:
-    """Returns a member's flat sums by bucket in this memory, which is bytes; each begins on
+    """Return a member's flat sums by bucket in these bytes of memory; each begins at a multiple of
     SLOT_BYTES."""
     found, start = list[Tensor](), 0
     for bucket, (num_bytes, size) in enumerate(_places(layout, owners, rank)):
@@ -184,7 +183,7 @@ def kept_in(memory: Tensor, layout: BucketLayout, owners: SliceOwners, rank: int
 
 
 def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[int, int]]:
-    """Returns by bucket the bytes of a member's sums, and those up to the next ones."""
+    """Return by bucket the bytes of a member's sums, and those with the gap to the next ones."""
     widths = [bucket.dtype.itemsize for bucket in layout.buckets]
     ranges = [slices[rank] for slices in owners.slices]
     sizes = [(b - a) * width for (a, b), width in zip(ranges, widths, strict=False)]
@@ -193,14 +192,14 @@ def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[
 
 # ---- Held parts of each block ----
 #
-# A member holds one run of bytes of each block of the model, which travels as one message. Each
-# part begins on `SLOT_BYTES`. The places follow from the division of the parameters and the blocks
-# only.
+# A member has one run of bytes of each block of the model, which travels as one message. Each part
+# begins at a multiple of `SLOT_BYTES`. The places follow from the division of the parameters and
+# the blocks only.
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """A part of a parameter, and where its bytes begin among those of its owner and block."""
+    """A part of a parameter, and the offset of its bytes among those of its owner and block."""
 
     part: OwnedPart
     start: int
@@ -208,12 +207,12 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
-    """What each member holds of each block."""
+    """The parts of each block at each member."""
 
     parts: tuple[tuple[tuple[HeldPart, ...], ...], ...]
-    """By rank and block."""
+    """The parts by rank and block."""
     sizes: tuple[tuple[int, ...], ...]
-    """By rank and block, in bytes; multiples of SLOT_BYTES."""
+    """The sizes by rank and block, in bytes; multiples of SLOT_BYTES."""
 
     @property
     def num_blocks(self) -> int:
@@ -223,8 +222,8 @@ class HeldBlocks:
 def hold_blocks(
     owners: SliceOwners, blocks: Sequence[Sequence[int]], item_bytes: Sequence[int]
 ) -> HeldBlocks:
-    """Places the parts of all members. blocks: of each the numbers of its parameters. item_bytes:
-    of an element of each parameter."""
+    """Place the parts of all members. blocks: the numbers of the parameters of each. item_bytes:
+    the size of an element of each parameter."""
     block_of = {index: number for number, block in enumerate(blocks) for index in block}
     parts, sizes = [], []
     for own in owners.parts:

@@ -31,10 +31,10 @@ def sliced_exchange(
     held: HeldBlocks | None = None,
     deadline_s: float = 30.0,
 ) -> GradientReducer:
-    """Makes the exchange of a member whose sums stay with the owners of slices. Takes the link
-    over; None: the only member. is_mirrored: a member updates the slice of the one before it, too.
-    held: of the parameters, where each member keeps its parts only. deadline_s bounds every single
-    wait for a peer."""
+    """Make the exchange of a member whose sums stay with the owners of slices, and take over the
+    link; None: the only member. is_mirrored: a member also updates the slice of the one before it.
+    held: the parts of the parameters, where each member keeps only its own. deadline_s bounds every
+    single wait for a peer."""
     if link is None:
         party, solo = ShardOwners(0, 1, num_shards), SoloTransport()
         slices = SliceExchange(buckets, owners, 0, solo)
@@ -75,13 +75,13 @@ def sliced_exchange(
 
 # ---- Fragments of replicas ----
 #
-# Replicas are joined fragment by fragment, with a reducer for each fragment. At most one fragment
-# is under way on a member. All reducers use one link, each with tags of its own, because a member
-# may have begun the next fragment while another member still ends this one.
+# Replicas are joined fragment by fragment, with a reducer for each fragment. A member exchanges at
+# most one fragment at a time. All reducers use one link, with different tags, because a member may
+# have begun the next fragment while another member still ends this one.
 
 
 class FragmentLink:
-    """A fragment's share of a link, which is closed with the first of its shares."""
+    """A fragment's share of a link, which is closed with its first share."""
 
     def __init__(self, link: Link, fragment: int, num_fragments: int) -> None:
         self._link, self._fragment, self._num_fragments = link, fragment, num_fragments
@@ -93,22 +93,22 @@ class FragmentLink:
         )
 
     def send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
-        """Sends under the fragment's own tag."""
+        """Send under the fragment's own tag."""
         return self._link.send(peer, self._tag(tag), tensor)
 
     def recv(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
-        """Receives under the fragment's own tag."""
+        """Receive under the fragment's own tag."""
         return self._link.recv(peer, self._tag(tag), tensor)
 
     def _tag(self, tag: int) -> int:
         return tag % (MAX_TAG // self._num_fragments) * self._num_fragments + self._fragment
 
     def cut(self) -> None:
-        """Makes every wait of all fragments fail."""
+        """Make every wait of all fragments fail."""
         self._link.cut()
 
     def close(self) -> None:
-        """Frees the link when the last fragment is closed, so that nothing writes any more."""
+        """Free the link when the last fragment is closed, so that nothing writes any more."""
         if self._fragment == self._num_fragments - 1:
             self._link.close()
 
@@ -121,20 +121,20 @@ class FragmentExchange:
 
     @property
     def name(self) -> str:
-        """The engine, for people."""
+        """Return the engine, for people."""
         return self.reducers[0].name
 
     @property
     def shares_memory(self) -> bool:
-        """True if it goes through memory that members of a host share."""
+        """Return whether it uses memory that members of a host share."""
         return self.reducers[0].shares_memory
 
     def cut(self) -> None:
-        """Makes what is under way raise; from any thread."""
+        """Make all transfers raise; from any thread."""
         for reducer in self.reducers:
             reducer.cut()
 
     def close(self) -> None:
-        """Frees everything."""
+        """Free everything."""
         for reducer in self.reducers:
             reducer.close()

@@ -25,7 +25,7 @@ from stratagem.worker.mesh.link import Link
 
 
 class SliceExchange:
-    """Exchanges what the owners of slices have made of the sums of a step."""
+    """The exchange of the results of the owners of slices in a step."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class SliceExchange:
         is_mirrored: bool = False,
         kept: KeptSums | None = None,
     ) -> None:
-        """is_mirrored: see `sliced_exchange`. kept: the own sums, where they are not in buckets."""
+        """Plan the exchange. is_mirrored: see `sliced_exchange`. kept: the own sums, where they are
+        not in buckets."""
         self._buckets, self._owners, self._rank = buckets, owners, rank
         self._transport, self._kept = transport, kept
         self._own = owners.parts[rank]
@@ -45,7 +46,7 @@ class SliceExchange:
         self._places = owners.places_of_norms()
 
     def divide(self, divisor: float) -> None:
-        """Divides the own sums, where they are widest."""
+        """Divide the own sums, in their widest type."""
         if self._kept is not None:
             for flat in self._kept.flats:
                 flat.div_(divisor)
@@ -55,14 +56,14 @@ class SliceExchange:
             flat[start:stop].div_(divisor)
 
     def sums(self) -> list[Tensor]:
-        """Returns the sums of the own parts, flat and in order, in the storage of the exchange."""
+        """Return the sums of the own parts, flat and in order, in the storage of the exchange."""
         if self._kept is not None:
             return [_kept_part_of(self._kept, part) for part in self._own]
         return [_part_of(self._buckets.tensors(0), part) for part in self._own]
 
     def mirrored_sums(self) -> list[Tensor]:
-        """Returns the sums of the parts of the member before this one, which updates them as this
-        one does; none where no slice is mirrored. Raises ExchangeError."""
+        """Return the sums of the parts of the member before this one, which both update; none where
+        no slice is mirrored. Raises ExchangeError."""
         if self._mirrored is None:
             return []
         sources, parts = self._transport.open_sums(), self._owners.parts[self._mirrored]
@@ -84,12 +85,12 @@ class SliceExchange:
         reached: Sequence[float],
         are_finite: Callable[[], bool],
     ) -> tuple[list[Tensor], bool]:
-        """Returns what `layout.total_norm` needs of all gradients, and whether all elements
-        of all of them are finite. Raises ExchangeError.
+        """Return the input of `layout.total_norm` for all gradients, and whether all their elements
+        are finite. Raises ExchangeError.
 
-        own: of each own part the norms of its blocks, if there is a gradient. reached: by
-        parameter, 0 where there is none. are_finite: looks at all elements of the own ones, where
-        their norms do not say it.
+        own: the norms of the blocks of each own part, if it has a gradient. reached: by parameter,
+        0 where there is no gradient. are_finite: checks all elements of the own gradients, where
+        their norms are not enough.
         """
         values = [
             torch.zeros(part.num_blocks, dtype=torch.float64, device=self._buckets.device)
@@ -108,7 +109,7 @@ class SliceExchange:
         return found, all(bool(each[-1]) for each in given)
 
     def share(self, pieces: Sequence[Tensor], params: Sequence[nn.Parameter]) -> None:
-        """Brings the updated own parts, flat and in order, into the parameters of all members, and
+        """Copy the updated own parts, flat and in order, into the parameters of all members, and
         theirs into these. Raises ExchangeError, after which the parameters may be of two steps."""
         with torch.no_grad():
             _copy(self.sums(), [piece.detach() for piece in pieces])
@@ -145,7 +146,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 # ---- All-gather of slices over a link ----
 #
-# Slices need not be equally long. Each member sends each of its pieces to every other one. The
+# Slices may have different sizes. Each member sends each of its pieces to every other one. The
 # transfers are prepared once.
 
 
@@ -158,13 +159,13 @@ class Gathering:
 
 
 class GatherRun:
-    """Carries out gatherings in the transfer thread."""
+    """A method that carries out gatherings in the transfer thread."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     def run(self, prepared: Gathering, turn: Turn) -> None:
-        turn.await_launch(0)  # the device may still be writing what is sent
+        turn.await_launch(0)  # the device may still be writing the pieces
         received, sent = start_transfers(
             self._link, turn.first_tag, prepared.sends, prepared.receives
         )
@@ -184,8 +185,8 @@ class LinkSlices:
         is_mirrored: bool = False,
         kept: KeptSums | None = None,
     ) -> None:
-        """is_mirrored: each member gets the sums of the one before it, and so not its updates.
-        kept: the own sums, where they are not in buckets."""
+        """Prepare the transfers. is_mirrored: each member gets the sums of the one before it
+        instead of its updates. kept: the own sums, where they are not in buckets."""
         self._transport, self._run, self._buckets = transport, GatherRun(link), buckets
         self._size, self._rank = link.size, link.rank
         counts = [count + 1 for count in owners.num_norms]
@@ -197,7 +198,7 @@ class LinkSlices:
         self._gather_norms = _prepare(link, norms, [self._norms], 0)
         cuts = cut_slices(buckets.layout, owners)
         self._given: Sequence[Tensor] = ()
-        if kept is not None:  # there is no slice that all members have in their buckets
+        if kept is not None:  # the slices of the others are in no bucket
             if kept.mirrored is not None:
                 self._gather_sums = _prepare_kept(link, cuts, owners, kept, kept.mirrored)
                 self._given = kept.mirrored.flats
@@ -217,12 +218,12 @@ class LinkSlices:
         return list(torch.split(host, [len(each) for each in self._by_rank]))
 
     def open_sums(self) -> Sequence[Tensor]:
-        """See `SliceTransport`: they come into the own buckets, or where they are kept apart."""
+        """See `SliceTransport`: they are received into the own buckets or separate storage."""
         self._transport.run_between(self._run, self._gather_sums)
         return self._given
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
-        """See `SliceTransport`: all come into the own buckets."""
+        """See `SliceTransport`: all are received into the own buckets."""
         self._transport.run_between(self._run, self._gather_slices)
         return [self._buckets.tensors(0)] * self._size
 
@@ -231,15 +232,15 @@ class LinkSlices:
 
 
 def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
-    """Returns how many tags the gatherings of one step use."""
+    """Return the number of tags of the gatherings of one step."""
     return 1 + 2 * len(cut_slices(buckets.layout, owners))
 
 
 def _prepare_kept(
     link: Link, cuts: Sequence[Cut], owners: SliceOwners, kept: KeptSums, mirrored: KeptSums
 ) -> Gathering:
-    """Returns this member's transfers, after which the next one has its sums, and this one those of
-    the member before it; tags as with `_prepare` after the slices."""
+    """Return the transfers that bring this member's sums to the next one, and those of the member
+    before it here; their tags follow those of `_prepare`."""
     before, after = owners.mirrored_rank(link.rank), (link.rank + 1) % link.size
     sends: list[Transfer] = []
     receives: list[Transfer] = []
@@ -260,9 +261,8 @@ def _prepare(
     *,
     without: Set[tuple[int, int]] = frozenset(),
 ) -> Gathering:
-    """Returns this member's transfers, after which every flat tensor has the slices of all; they
-    use as many tags from `first_tag` on as there are pieces. without: (owner, peer) between which
-    nothing goes."""
+    """Return this member's transfers that bring the slices of all members into every flat tensor;
+    they use a tag for each piece, from `first_tag` on. without: pairs (owner, peer) to skip."""
     sends: list[Transfer] = []
     receives: list[Transfer] = []
     for number, cut in enumerate(cuts):

@@ -1,9 +1,9 @@
-"""Carries partial sums from member to member over a link, in a thread of its own.
+"""Carry partial sums from member to member over a link, in a separate thread.
 
-One named thread per exchange issues everything, in an order that is data. How partial sums become
-the sum is the method's: `direct` by default, `ring` or `native` where the job gave up on bits.
-Any failed wait cuts the link, so that the peers fail at once and not at their deadlines.
-On a CUDA device the thread works on a stream of its own, concurrently with backward.
+One named thread per exchange issues all transfers, in a fixed order. The method determines how
+partial sums become the sum: `direct` by default, `ring` or `native` where the job gave up equal
+bits. Any failed wait cuts the link, so that the peers fail at once and not at their deadlines. On a
+CUDA device the thread works on a separate stream, concurrently with backward.
 """
 
 import threading
@@ -20,8 +20,8 @@ from stratagem.worker.mesh.staging import SideStream
 
 MAX_TAG = 2**31 - 1
 ABANDON_S = 0.2
-"""After a cut, a wait that has not ended by then never will: when a connection ends while gloo
-writes to it, the transfer under way may never be notified."""
+"""The time after a cut at which a wait is abandoned: when a connection ends while gloo writes to
+it, the transfer may never be notified."""
 
 
 class Turn(Protocol):
@@ -29,24 +29,23 @@ class Turn(Protocol):
 
     @property
     def first_tag(self) -> int:
-        """Tags from here on, `num_tags` of them, are free in this step."""
+        """Return the first of the `num_tags` tags that are free in this step."""
 
     @property
     def divisor(self) -> float | None: ...
 
     def await_launch(self, bucket: int) -> int:
-        """Blocks until the bucket was launched and returns the number launched by then. Raises
-        ExchangeError."""
+        """Block until the bucket is launched; return the number launched. Raises ExchangeError."""
 
     def wait(self, works: list[PendingTransfer]) -> None:
-        """Waits for all works and empties the list. Raises ExchangeError."""
+        """Wait for all works and empty the list. Raises ExchangeError."""
 
 
 class Run(Protocol):
-    """What the thread carries out for one call."""
+    """A piece of work that the thread carries out for one call."""
 
     def run(self, prepared: Any, turn: Turn) -> None:
-        """Does all transfers, in an order that is data."""
+        """Do all transfers, in a fixed order."""
 
 
 class Method(Protocol):
@@ -54,18 +53,18 @@ class Method(Protocol):
 
     @property
     def suffix(self) -> str:
-        """Added to the engine's name for people; empty for the usual method."""
+        """Return the text added to the engine's name for people; empty for the default method."""
 
     @property
     def num_tags(self) -> int:
-        """The number of tags that one step uses."""
+        """Return the number of tags that one step uses."""
 
     def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> Any:
-        """Returns what `run` needs for all steps with so many live shards. Makes tensors, moves
-        nothing."""
+        """Return the input of `run` for all steps with this many live shards. Allocates tensors,
+        transfers nothing."""
 
     def run(self, prepared: Any, turn: Turn) -> None:
-        """Exchanges one step; afterwards set 0 holds the sums."""
+        """Exchange one step; afterwards set 0 holds the sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class _Turn:
 
 
 class MeshTransport:
-    """A `ReductionTransport` among the members of a link, which it owns."""
+    """A `ReductionTransport` among the members of a link, which it takes over."""
 
     def __init__(
         self,
@@ -95,7 +94,8 @@ class MeshTransport:
         deadline_s: float,
         num_further_tags: int = 0,
     ) -> None:
-        """num_further_tags: of each step, behind those of the method, for `run_between`."""
+        """Start the thread. num_further_tags: the tags of each step for `run_between`, after those
+        of the method."""
         self.deadline_s = deadline_s
         self._link, self._method, self._side = link, method, side
         self._num_tags = max(1, method.num_tags + num_further_tags)
@@ -105,7 +105,7 @@ class MeshTransport:
         self._run: _Turn | None = None  # guarded by _changed, as all below
         self._num_launched = 0  # buckets
         self._mark: torch.cuda.Event | None = None
-        """Where the device has the last of them."""
+        """The event after the last launched bucket on the device."""
         self._error = ""
         self._is_closed = False
         self._is_waiting = False
@@ -143,9 +143,8 @@ class MeshTransport:
         self._side.join()
 
     def run_between(self, method: Run, prepared: Any) -> None:
-        """Has the thread carry out something else between `finish` and the next step, with tags
-        from `num_tags` of the step's method on, and blocks until it is done. Raises
-        ExchangeError."""
+        """Let the thread carry out other work between `finish` and the next step, with tags from
+        `num_tags` of the step's method on, and block until it is done. Raises ExchangeError."""
         mark = self._side.mark()
         first_tag = self._first_tag + self._method.num_tags
         with self._changed:
@@ -166,11 +165,11 @@ class MeshTransport:
             self._fail("the exchange was closed")
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended, ABANDON_S)
-            # A thread that is left in its wait raises as soon as that ends: it never again
-            # touches the buckets, which belong to the next membership now.
+            # An abandoned thread raises as soon as its wait ends: it never again touches the
+            # buckets, which now belong to the next membership.
             self._changed.wait_for(lambda: self._has_ended or self._is_waiting)
-        self._side.join()  # what was prepared may be freed then
-        self._run = None  # its works hold the group
+        self._side.join()  # the prepared tensors may be freed then
+        self._run = None  # its transfers refer to the group
         self._prepared.clear()
         self._link.close()
 
@@ -194,7 +193,7 @@ class MeshTransport:
             try:
                 run.method.run(run.prepared, run)
             except ExchangeError as error:
-                # Only the words are kept: a traceback would keep works, and with them the group.
+                # Only the message is kept: a traceback would keep transfers and the group alive.
                 self._fail(str(error))
                 return
             except BaseException as error:  # a defect of ours must not leave finish waiting

@@ -1,8 +1,6 @@
-"""The interfaces of transports define what an exchange moves: step scalars, sums, parameters and
-slices.
+"""The interfaces of transports, which carry step scalars, sums, parameters and slices.
 
-A transport carries partial sums, blocks of parameters or slices between members; for a member
-without peers there are transports that carry nothing.
+A member without peers has transports that carry nothing.
 """
 
 import math
@@ -19,60 +17,59 @@ from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 
 # ---- Step scalars ----
 #
-# The scalars are added up over shards together with the gradients and travel in the last bucket.
-# Only `StepScalars` knows their order.
+# The scalars are added over shards together with the gradients and travel in the last bucket. Only
+# `StepScalars` knows their order.
 
 FIRST_REACHED: Final = 3
 """The place of the first parameter's `reached`, after weight, sum of the loss, and stop."""
 
 END: Final = float(1 << 32)
-"""What a member adds to `stop` that wishes the training to end before this step: more than there
-are shards."""
+"""The number that a member adds to `stop` to end the training before this step: more than the
+number of shards."""
 
 
 def num_scalars(num_params: int, num_rest: int) -> int:
-    """Returns how many float64 values the scalars of a step with so many parameters are."""
+    """Return the number of float64 values in the scalars of a step."""
     return FIRST_REACHED + num_params + num_rest
 
 
 @dataclass(slots=True)
 class StepScalars:
     """The scalars of one shard, or their sums over all shards. Those that Python needs are not in a
-    tensor: making one of them would take longer than all else done with them in a small model's
-    step."""
+    tensor, whose creation would take longer than all other use of them in a small model's step."""
 
     weight: float
-    """Rows or tokens that the loss counted."""
+    """The number of rows or tokens that the loss counted."""
     loss_sum: float
-    """Sum of mean loss · weight."""
+    """The sum of mean loss · weight."""
     stop: float
-    """How many shards were computed by members that wish to stop after this step, and `END`."""
+    """The number of shards of members that request a stop after this step, plus `END` as above."""
     reached: Sequence[float]
-    """By parameter: how many shards' backward reached it. A codec makes the first of them NaN where
-    a gradient was not finite, by which all members know."""
+    """The number of shards whose backward reached each parameter. A codec sets the first to NaN
+    where a gradient was not finite, by which all members know."""
     rest: Tensor
-    """1-d float64 on the CPU: changes of the buffers, and what else the trainer appends."""
+    """Changes of the buffers, and further values of the trainer: 1-d float64 on the CPU."""
 
     @classmethod
     def of(cls, flat: Tensor, num_params: int) -> "StepScalars":
-        """Takes one tensor on the CPU apart, of which `flat` is the inverse."""
+        """Return the scalars in one tensor on the CPU; the inverse of `flat`."""
         num_head = FIRST_REACHED + num_params
         weight, loss_sum, stop, *reached = flat[:num_head].tolist()
         return cls(weight, loss_sum, stop, reached, flat[num_head:])
 
     def flat(self) -> Tensor:
-        """Returns all scalars as one tensor."""
+        """Return all scalars as one tensor."""
         head = [self.weight, self.loss_sum, self.stop, *self.reached]
         return torch.cat([torch.tensor(head, dtype=torch.float64), self.rest])
 
     @property
     def loss(self) -> float:
-        """The mean loss; NaN where nothing was counted."""
+        """Return the mean loss; NaN where nothing was counted."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     @property
     def is_spoiled(self) -> bool:
-        """True if a codec met a gradient that was not finite."""
+        """Return whether a codec met a gradient that was not finite."""
         return math.isnan(self.reached[0])
 
 
@@ -80,31 +77,32 @@ class StepScalars:
 
 
 class ReductionTransport(Protocol):
-    """Turns every member's partial sums of each bucket into the sum, in set 0 of every member."""
+    """A transport that turns every member's partial sums of each bucket into the sum, in set 0 of
+    every member."""
 
     @property
     def name(self) -> str:
-        """The engine's name for people: "solo", "shm", "gloo ring", ..."""
+        """Return the engine's name for people: "solo", "shm", "gloo ring", ..."""
 
     def begin(
         self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
-        """Starts a step. sets holds set 0 and every set with a partial sum of this member. The sums
-        of all buckets but the last, the extras, are divided by divisor."""
+        """Start a step. sets: set 0 and every set with a partial sum of this member. The sums of
+        all buckets but the last, the extras, are divided by divisor."""
 
     def launch(self, bucket: int) -> None:
-        """Declares this member's partial sums of the bucket final. Called once per bucket, in
-        order. Returns at once."""
+        """Declare this member's partial sums of the bucket final; called once per bucket, in order.
+        Returns at once."""
 
     def finish(self) -> None:
-        """Blocks until all sums are here and no peer reads this member's sets any more. Raises
+        """Block until all sums are complete and no peer reads this member's sets any more. Raises
         ExchangeError."""
 
     def cut(self) -> None:
-        """Makes finish raise, soon and from any thread."""
+        """Make finish raise, soon and from any thread."""
 
     def close(self) -> None:
-        """Frees threads and links. Nothing writes into the sets afterwards."""
+        """Free threads and links. Nothing writes into the sets afterwards."""
 
 
 class SoloTransport:
@@ -158,35 +156,34 @@ class SoloTransport:
 
 
 class ParameterTransport(Protocol):
-    """Gives a member what all hold of a block, while none of them changes it: from the end of
-    `updated` to the next step's sums."""
+    """A transport that gives a member all parts of a block, while none of them changes: from the
+    end of `updated` to the next step's sums."""
 
     held: HeldBlocks
 
     def memory(self) -> Sequence[Tensor]:
-        """Returns by block the bytes in which this member has to keep its own parts."""
+        """Return by block the bytes in which this member must keep its parts."""
 
     def fetch(self, block: int) -> Sequence[Tensor]:
-        """Returns by rank the bytes of the parts of a block; valid until the next call. Raises
+        """Return by rank the bytes of the parts of a block; valid until the next call. Raises
         ExchangeError."""
 
     def end_passes(self) -> None:
-        """Says that this member needs no block before the next step or evaluation, and gives others
-        theirs until all say so. Raises ExchangeError."""
+        """Declare that this member needs no block before the next step or evaluation, and serve the
+        others until all have declared it. Raises ExchangeError."""
 
     def updated(self) -> None:
-        """Says that the own parts are those after the step; blocks until all are. Raises
-        ExchangeError."""
+        """Declare the own parts updated by the step; block until all are. Raises ExchangeError."""
 
     def cut(self) -> None:
-        """Makes what is under way raise; from any thread."""
+        """Make what is under way raise; from any thread."""
 
     def close(self) -> None:
-        """Frees threads and links. The memory stays with who holds it."""
+        """Free threads and links. The memory stays with its users."""
 
 
 class LoneParameters:
-    """The parameters of a lone member, which holds all of them."""
+    """The parameters of a lone member, which has all of them."""
 
     def __init__(self, held: HeldBlocks, device: torch.device) -> None:
         self.held = held
@@ -208,7 +205,7 @@ class LoneParameters:
 
 
 def own_memory(held: HeldBlocks, rank: int, device: torch.device) -> list[Tensor]:
-    """Returns by block new memory for what a member holds."""
+    """Return by block new memory for a member's parts."""
     return [torch.zeros(size, dtype=torch.uint8, device=device) for size in held.sizes[rank]]
 
 
@@ -216,24 +213,24 @@ def own_memory(held: HeldBlocks, rank: int, device: torch.device) -> list[Tensor
 
 
 class SliceTransport(Protocol):
-    """Brings to all members what each has made of its slice. All make the same calls in the same
-    order, between a step's `finish` and the next step's `begin`."""
+    """A transport of each member's slice to all members. All make the same calls in the same order,
+    between a step's `finish` and the next step's `begin`."""
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Returns the float64 numbers that each member gives, by rank; valid until the next call.
-        Raises ExchangeError."""
+        """Return the float64 numbers of each member, by rank; valid until the next call. Raises
+        ExchangeError."""
 
     def open_sums(self) -> Sequence[Tensor]:
-        """Blocks until the sums of the slice of the member before this one are final, which
-        `gather_norms` ends. Returns flat buckets in which they stand; only that slice of each
-        where sums are kept apart. Raises ExchangeError."""
+        """Block until the sums of the slice of the member before this one are final, which
+        `gather_norms` ends. Return flat buckets with them; only that slice of each where sums are
+        separate. Raises ExchangeError."""
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
-        """Declares the own slices of set 0 final, and blocks until all are. Returns by rank flat
-        buckets in which the slices of that member stand. Raises ExchangeError."""
+        """Declare the own slices of set 0 final, and block until all are. Return by rank flat
+        buckets with the slices of that member. Raises ExchangeError."""
 
     def close_slices(self) -> None:
-        """Blocks until no other member reads the own slices any more. Raises ExchangeError."""
+        """Block until no other member reads the own slices any more. Raises ExchangeError."""
 
 
 # ---- Transfers and additions ----
@@ -246,7 +243,7 @@ class SliceTransport(Protocol):
 class Transfer:
     peer: int
     tag: int
-    """Within the step."""
+    """The tag within the step."""
     tensor: Tensor
 
 
@@ -268,8 +265,8 @@ class Addition:
 def start_transfers(
     link: Link, first_tag: int, sends: Sequence[Transfer], receives: Sequence[Transfer]
 ) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
-    """Starts transfers, peer by peer; returns (receives, sends). Of two members the lower one sends
-    first, so that a link which goes by order alone finds a receive for every send."""
+    """Start transfers, peer by peer; return (receives, sends). The lower of two members sends
+    first, so that a link that matches by order alone has a receive for every send."""
     received, sent = list[PendingTransfer](), list[PendingTransfer]()
     for peer in range(link.size):
         out = [t for t in sends if t.peer == peer]

@@ -1,10 +1,8 @@
-"""All-reduces whose order of addition depends on the members: only where the job gave up on equal
-bits.
+"""All-reduces whose order of addition depends on the members, for jobs that gave up equal bits.
 
-`RingMethod` is the ring all-reduce of Patarasuk & Yuan (2009); `NativeMethod` hands each bucket to
-the backend's own. In both a member first adds up its own shards, so that every element is sent
-2(N - 1)/N times, for any number of shards. All members end with the same bits, but other members,
-or another number of them, give others.
+`RingMethod` is the ring all-reduce of Patarasuk & Yuan (2009); `NativeMethod` uses that of the
+backend. In both a member first adds its own shards, so that every element is sent 2(N - 1)/N times,
+for any number of shards. All members get the same bits, which depend on the members.
 """
 
 from collections.abc import Sequence
@@ -22,13 +20,13 @@ from stratagem.worker.mesh.link import CollectiveLink, Link
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One bucket of a member: what it sends, and where the sum ends up."""
+    """One bucket of a member: the tensor that it sends and that receives the sum."""
 
     total: Tensor
     others: tuple[Tensor, ...]
-    """Partial sums that are added onto total first."""
+    """The partial sums that are first added to total."""
     is_empty: bool
-    """This member has no live shard: it contributes zeros."""
+    """True if this member has no live shard and contributes zeros."""
     is_extras: bool
 
     def fold(self) -> None:
@@ -43,10 +41,10 @@ class Whole:
 
 
 class RingMethod:
-    """The ring all-reduce: N - 1 steps add a chunk on its way round the ring, N - 1 more bring the
-    sums round.
+    """The ring all-reduce: N - 1 steps add a chunk on its way around the ring, N - 1 more carry the
+    sums around.
 
-    Sends 2(N - 1) L elements in total for L elements; chunk sizes differ by at most one.
+    It sends 2(N - 1) L elements in total for L elements; chunk sizes differ by at most one.
     """
 
     suffix = " ring"
@@ -88,7 +86,7 @@ class RingMethod:
 
 
 class NativeMethod:
-    """Calls the backend's own all-reduce, with all launched buckets under way at once."""
+    """The backend's all-reduce, with all launched buckets in transfer at once."""
 
     suffix = " native"
     num_tags = 0
@@ -112,7 +110,7 @@ class NativeMethod:
 
 
 def wholes(step: StepPlan, rank: int, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
-    """Returns one `Whole` per bucket."""
+    """Return one `Whole` per bucket."""
     num_partials = len(step.nodes[rank])
     return [
         Whole(

@@ -1,12 +1,11 @@
 """Keep the blobs that the coordinator has uploaded: committed states and inline data, named by
 digest.
 
-The store keeps of each run all data, the newest states, and those that plans wait for or load, in
-memory or, above a limit, in a file. A later call may continue an incomplete upload; a blob is
-visible once all its bytes are here. The newest two states are kept, or two for each federation of
-the run whose clients train here, as far as memory allows it: the state of a federation comes as
-soon as the round before has ended, and its clients have their turn after those of the others. Lives
-on the event loop and knows nothing of sessions.
+The store keeps, for each run, all data, the newest states, and those that plans wait for or load,
+in memory or, above a limit, in a file. A later call may continue an incomplete upload; a blob is
+visible once it is complete. The newest two states are kept, or two for each federation of the run
+whose clients train here, as far as memory allows: the state of a federation comes as soon as its
+previous round has ended, and its clients wait for those of the others. Used on the event loop.
 """
 
 import asyncio
@@ -43,12 +42,12 @@ from stratagem.v1 import tensor_pb2
 
 _STATM: Final = Path("/proc/self/statm")
 _RSS: Final = 1
-"""Which of its numbers counts resident pages."""
+"""The index of the number of resident pages."""
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the bytes of tensors on a GPU; elsewhere what of this process is in memory, where the
-    system does not tell, the most it ever was."""
+    """Return the bytes of tensors on a GPU; elsewhere the resident memory of this process, or its
+    peak where the system does not report the present value."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
@@ -63,17 +62,17 @@ def memory_bytes(device: torch.device) -> int:
 # The digest is a name here and is not computed again: the coordinator has checked the file against
 # it, and the checksum of every chunk, made from the bytes as they are read there, protects the
 # transfer. SHA-256 of a state costs more than receiving it (0.5 to 1.8 GB/s of one core, which
-# trains meanwhile). It would find only failing memory besides; workers that hold the same state
-# find more of that, as they compare what they have computed. Only a blob that has come in several
-# streams is hashed again: they may have been those of different callers.
+# trains meanwhile), and would only detect failing memory; workers with the same state detect more
+# of that, as they compare their results. Only a blob that has come in several streams is hashed, as
+# these may have been those of different callers.
 
 NUM_STATES: Final = 2
-"""Kept of a run, or of each of its federations."""
+"""The number of states kept of a run, or of each of its federations."""
 MAX_FEDERATIONS: Final = 8
-"""Of a run for which states are kept."""
+"""The number of federations of a run for which states are kept."""
 MAX_UPLOADS: Final = 16
 MAX_DROPPED: Final = 1000
-"""Digests of dropped states that are remembered of each run."""
+"""The number of digests of dropped states that are remembered for each run."""
 RETRY_AFTER_S: Final = 1.0
 
 Tensors = Mapping[str, Tensor]
@@ -82,7 +81,7 @@ Tensors = Mapping[str, Tensor]
 class Blob(Protocol):
     """One blob: its storage from the first byte on, and after `finish` its content.
 
-    `load` gives tensors that the caller must not change.
+    The caller must not change the tensors that `load` returns.
     """
 
     purpose: Purpose
@@ -97,8 +96,8 @@ class Blob(Protocol):
 
 @contextmanager
 def _room_needed() -> Iterator[None]:
-    """Turn the errors of a disk that is full or away, and of memory, into UnavailableError, which
-    is waited for. The message has no path: it goes to the coordinator."""
+    """Turn the errors of a full or missing disk, and of memory, into UnavailableError, after which
+    the caller retries. The message has no path, since it goes to the coordinator."""
     try:
         yield
     except (OSError, MemoryError) as error:
@@ -114,8 +113,8 @@ class _InMemory:
         self._tensors: Tensors = {}
         try:
             self.sink, self._views = allocate(manifest)
-        except (MemoryError, RuntimeError) as error:  # torch has no type of its own for it
-            # Where there is as much, it is freed as other runs end.
+        except (MemoryError, RuntimeError) as error:  # torch's type for lack of memory
+            # Where the machine has enough memory, the end of other runs will free it.
             there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             raise LimitError(
                 f"{manifest.total_bytes} bytes are more than this worker's memory; give it a "
@@ -168,28 +167,28 @@ class _OnDisk:
         return tensors, manifest.metadata
 
     def drop(self) -> None:
-        with suppress(OSError):  # what a full disk has not taken is not needed any more
+        with suppress(OSError):  # data that a full disk has not taken are not needed any more
             self._file.close()
         self._path.unlink(missing_ok=True)
 
 
 class BlobUpload:
-    """One blob on its way in. Survives the stream that carried its first part."""
+    """One incoming blob, which survives the stream that carried its first part."""
 
     def __init__(self, digest: str, manifest: Manifest, blob: Blob) -> None:
         self.digest = digest
         self.manifest = manifest
         self.is_open = False
         self.is_broken = False
-        """Not all that was taken is stored, so that no later stream can continue it."""
+        """True if a received part was not stored, so that no later stream can continue it."""
         self.term = 0
-        """Term of the coordinator whose stream has it open."""
+        """The term of the coordinator whose stream has it open."""
         self.num_streams = 0
         self._blob = blob
         self.writer = ChunkWriter(manifest.total_bytes, self._sink, purpose=manifest.purpose)
 
     def fill(self, pieces: Iterable[memoryview]) -> None:
-        """Take all bytes, which have been checked; takes its time, so in a thread."""
+        """Store all bytes, which have been checked. To be called in a thread."""
         for piece in pieces:
             self._sink(self.writer.received, piece)
             self.writer.received += len(piece)
@@ -208,8 +207,8 @@ class BlobUpload:
             raise
 
     def read(self, file: tensor_pb2.OpenFile, limit_s: float) -> None:
-        """Take what is offered, where that can be read and nothing is here yet: what is missing
-        after limit_s comes as chunks. Takes its time, so in a thread."""
+        """Read the offered file, where that is possible and nothing has been received yet; bytes
+        that are missing after limit_s come as chunks. To be called in a thread."""
         if self.writer.received:
             return
         with suppress(IntegrityError, UnreadableFileError):
@@ -219,7 +218,7 @@ class BlobUpload:
                         self.writer.take(piece)
 
     def check(self) -> None:
-        """Raise IntegrityError unless the bytes have the digest; takes its time, so in a thread."""
+        """Raise IntegrityError unless the bytes have the digest. To be called in a thread."""
         try:
             digest = self._blob.digest()
         except (OSError, ValueError) as error:
@@ -228,7 +227,7 @@ class BlobUpload:
             raise IntegrityError(f"the bytes of several streams have the digest {digest}")
 
     def finish(self) -> Blob:
-        """Return the blob. Raise IntegrityError while bytes are missing."""
+        """Return the blob. Raises IntegrityError while bytes are missing."""
         self.writer.finish()
         with self._or_broken():
             self._blob.finish()
@@ -243,24 +242,24 @@ class _RunBlobs:
     """The blobs of one run."""
 
     held: OrderedDict[str, Blob] = field(default_factory=OrderedDict)
-    """The least recently used first."""
+    """The blobs, the least recently used first."""
     wanted: dict[object, str] = field(default_factory=dict)
-    """Digests that plans wait for or load, by who does."""
+    """The digests that plans wait for or load, by plan."""
     federations: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Those whose clients have trained here last."""
+    """The federations whose clients have trained here last."""
     dropped: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Digests of states that were here; the newest MAX_DROPPED."""
+    """The digests of dropped states, the newest MAX_DROPPED."""
 
     def note_federation(self, federation: str) -> None:
-        """Note that a client of it trains."""
+        """Note that a client of a federation trains."""
         self.federations[federation] = None
         self.federations.move_to_end(federation)
         if len(self.federations) > MAX_FEDERATIONS:
             self.federations.popitem(last=False)
 
     def drop_old_states(self, has_room: Callable[[], bool]) -> None:
-        """Drop the least recently used states above the number that is kept, or above NUM_STATES
-        while there is no room, but for those that plans want."""
+        """Drop the least recently used states above the kept number, or above NUM_STATES while
+        there is no room, except for those that plans want."""
         states = [digest for digest, blob in self.held.items() if blob.purpose is not Purpose.DATA]
         num_kept = NUM_STATES * max(len(self.federations), 1)
         wanted = set(self.wanted.values())
@@ -285,12 +284,12 @@ class ReceivedBlobs:
         worker_id: str = "",
         max_uploads: int = MAX_UPLOADS,
     ) -> None:
-        """data_dir: of files of blobs, which a killed worker of this name may have left; workers on
-        other machines may use it, too. None: all are held in memory."""
+        """Begin without blobs. data_dir: the folder for files of blobs, also of a killed worker of
+        this name; workers on other machines may use it, too. None: all blobs are in memory."""
         self.data_dir = data_dir
-        self._prefix = f"received-{worker_id}+"  # no name has the plus: none begins with another
+        self._prefix = f"received-{worker_id}+"  # no worker id has a plus
         self._folder: OwnFolder | None = None
-        """Made for the first blob that needs it."""
+        """The folder, made for the first blob that needs it."""
         if data_dir is not None:
             remove_abandoned(data_dir, self._prefix)
         self._max_memory_bytes = max_memory_bytes
@@ -307,17 +306,17 @@ class ReceivedBlobs:
         return run.held[digest]
 
     def was_dropped(self, run_id: str, digest: str) -> bool:
-        """Return True for a state that was here and had to give way to newer ones."""
+        """Return whether a state was here and has been replaced by newer ones."""
         run = self._runs.get(run_id)
         return run is not None and digest in run.dropped
 
     def want(self, run_id: str, digest: str, who: object) -> None:
-        """Keep a blob from when it is here until `release`, whatever else comes: parties of a run
-        that train on this worker by turns would drop each other's states before they are read."""
+        """Keep a blob from its arrival until `release`: parties of a run that train on this worker
+        by turns would otherwise drop each other's states before they are read."""
         self._runs.setdefault(run_id, _RunBlobs()).wanted[who] = digest
 
     def note_federation(self, run_id: str, federation: str) -> None:
-        """Note whose client reads a state of the run now, before it does."""
+        """Note the federation of a client that will now read a state of the run."""
         self._runs.setdefault(run_id, _RunBlobs()).note_federation(federation)
 
     def release(self, run_id: str, who: object) -> None:
@@ -336,9 +335,10 @@ class ReceivedBlobs:
         return blob
 
     def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
-        """Open the upload of this blob, new or where it broke off; the caller ends `is_open`.
+        """Open the upload of this blob, new or at its break; the caller resets `is_open`.
 
-        One that a coordinator of an earlier term has open is dropped: that one may be frozen.
+        An upload that a coordinator of an earlier term has open is dropped, since that one may be
+        frozen.
         """
         upload = self._uploads.get((run_id, digest))
         if upload is not None and upload.is_open and upload.term >= term:
@@ -358,12 +358,12 @@ class ReceivedBlobs:
         return upload
 
     def forget(self, run_id: str, upload: BlobUpload) -> None:
-        """Drop an upload, so that the next stream begins from the start, unless it was replaced."""
+        """Drop an upload, unless it was replaced, so that the next stream begins from the start."""
         if self._uploads.get((run_id, upload.digest)) is upload:
             self._uploads.pop((run_id, upload.digest)).drop()
 
     def _forget_oldest(self) -> None:
-        """Drop the oldest idle uploads above the limit: abandoned ones may not pile up."""
+        """Drop the oldest idle uploads above the limit, as abandoned ones would accumulate."""
         idle = [key for key, upload in self._uploads.items() if not upload.is_open]
         for run_id, digest in idle[: max(0, len(self._uploads) - self._max_uploads + 1)]:
             self._uploads.pop((run_id, digest)).drop()
@@ -377,7 +377,7 @@ class ReceivedBlobs:
             )
 
     def commit(self, run_id: str, upload: BlobUpload) -> None:
-        """Make a complete upload a blob. Raises StaleError when another has taken its place."""
+        """Turn a complete upload into a blob. Raises StaleError when it has been replaced."""
         if self._uploads.get((run_id, upload.digest)) is not upload:
             raise StaleError(f"the upload of blob {upload.digest} was dropped")
         blob = upload.finish()
@@ -390,7 +390,7 @@ class ReceivedBlobs:
         for key in [key for key in self._uploads if key[0] == run_id]:
             self._uploads.pop(key).drop()
         if self._folder is not None:
-            with suppress(OSError):  # it has none, or a file of it cannot be deleted
+            with suppress(OSError):  # there is none, or a file in it cannot be deleted
                 (self._folder.path / run_id).rmdir()
 
     def clear(self) -> None:
@@ -402,7 +402,7 @@ class ReceivedBlobs:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the blobs that are held in memory, and of all uploads that are under way."""
+        """Return the bytes of the blobs in memory, and of all unfinished uploads."""
         used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.held.values())
         return used + sum(upload.manifest.total_bytes for upload in self._uploads.values())
 
@@ -410,7 +410,7 @@ class ReceivedBlobs:
         has_room = self.memory_bytes + manifest.total_bytes <= self._max_memory_bytes
         if self.data_dir is None or has_room:
             return _InMemory(manifest)
-        if self._folder is not None and not self._folder.path.exists():  # somebody has tidied up
+        if self._folder is not None and not self._folder.path.exists():  # somebody has removed it
             self._folder.remove()
             self._folder = None
         if self._folder is None:

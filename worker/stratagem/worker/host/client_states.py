@@ -1,9 +1,9 @@
 """Store the private state of federated clients on this worker, by run, client and round.
 
-A state is a safetensors file, on the disk before its name is told to anybody, and read by the
-digest that was told. The states of one client that are needed no more go when it writes the next
-one; those of a run stay when it ends, for they are what the site has of it. Of more than MAX_RUNS
-runs, that which was written longest ago is forgotten. Knows nothing of models.
+A state is a safetensors file, which is on the disk before its digest is reported, and is checked
+against that digest when it is read. Unneeded states of a client are deleted when it writes the next
+one; the states of a run stay after its end, as they are the site's. The least recently written runs
+above MAX_RUNS are deleted.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
-from stratagem.common.base.files import whole_file
+from stratagem.common.base.files import sync_folder, whole_file
 from stratagem.common.base.ids import check_run_id
 from stratagem.common.process.failpoints import failpoint
 
@@ -27,10 +27,10 @@ _SUFFIX: Final = ".safetensors"
 
 
 class ClientStateStore:
-    """The states of all clients that are trained here. Used by the torch thread."""
+    """The states of all clients that train here. Used by the torch thread."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:
-        """folder: of the worker, which outlives its process."""
+        """Take the folder of the worker, which outlives its process."""
         self._folder, self._worker_id = folder, worker_id
 
     def path(self, run_id: str, client: int, round_num: int) -> Path:
@@ -39,8 +39,7 @@ class ClientStateStore:
         return folder / f"round-{round_num}{_SUFFIX}"
 
     def load(self, run_id: str, client: int, round_num: int, digest: str) -> dict[str, Tensor]:
-        """Return the tensors of a state. Raises NotFoundError where it is not here as it was
-        written."""
+        """Return the tensors of a state. Raises NotFoundError if it is missing or has changed."""
         try:
             data = self.path(run_id, client, round_num).read_bytes()
         except OSError as error:
@@ -60,11 +59,12 @@ class ClientStateStore:
         tensors: Mapping[str, Tensor],
         kept_rounds: Collection[int] = (),
     ) -> str:
-        """Write a state and drop those of all rounds that are not kept; return its digest, once it
-        is durable. Raises InvalidInputError where the disk does not take it."""
+        """Write a state and drop those of all rounds that are not kept; return its digest once it
+        is durable. Raises InvalidInputError where the disk refuses it."""
         path = self.path(run_id, client, round_num)
         own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        # One entry alone: several would stand in any order, and equal states have equal digests.
+        # There is only one entry, since the order of several could differ, and equal states must
+        # have equal digests.
         data = save(own, {"kept_by": f"client {client} of run {run_id}, round {round_num}"})
         try:
             self._make_room(path.parent.parent)
@@ -74,7 +74,7 @@ class ClientStateStore:
                 failpoint("worker.client_state.before_sync")
             os.utime(path.parent.parent)
             for folder in (path.parent, path.parent.parent, self._folder):
-                _sync(folder)
+                sync_folder(folder)
         except OSError as error:
             text = f"worker {self._worker_id} cannot write what its client keeps: {error.strerror}"
             raise InvalidInputError.at("strategy.options", text) from None
@@ -94,17 +94,9 @@ class ClientStateStore:
             ) from None
 
     def _make_room(self, folder: Path) -> None:
-        """Forget the runs written longest ago before the first state of another one."""
+        """Delete the least recently written runs before the first state of another one."""
         if folder.exists() or not self._folder.exists():
             return
         runs = sorted(self._folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)
         for run in runs[: max(0, len(runs) - MAX_RUNS + 1)]:
             shutil.rmtree(run, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

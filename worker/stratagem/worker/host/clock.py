@@ -1,4 +1,4 @@
-"""The clocks, retries and torch thread of a worker process are shared by all its sessions."""
+"""The clocks, retries and torch thread of a worker process, shared by all its sessions."""
 
 import os
 import queue
@@ -18,16 +18,16 @@ from stratagem.worker.host.stalls import Activity, per_thread
 
 # ---- Clock number ----
 #
-# Processes compare this number to tell whether they read the same clock.
+# Processes compare this number to find out whether they read the same clock.
 
 NO_NUMBER: Final = 0
-"""Of a clock that nobody can be known to share."""
+"""The number of a clock that may be shared with no other process."""
 
 
 @cache
 def clock_number() -> int:
-    """Return the number of the clock that `time.perf_counter` reads. On Linux processes share it
-    that run since the same boot of one kernel and in one time namespace; containers do, too."""
+    """Return the number of the clock that `time.perf_counter` reads. On Linux, processes in one
+    boot of one kernel and in one time namespace share it, also across containers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         namespace = os.readlink("/proc/self/ns/time")
@@ -38,18 +38,18 @@ def clock_number() -> int:
 
 # ---- Offset to the coordinator's clock ----
 #
-# With the offset, times of different workers can be compared. A call is answered with the
-# coordinator's time. It was read between sending and receiving; if both ways took equally long, in
-# the middle. The error is at most half the round trip, so the call with the shortest one counts
-# (Cristian, 1989). Written on the event loop, read in the torch thread.
+# With the offset, times of different workers can be compared. The answer to a call has the
+# coordinator's time, read between sending and receiving, in the middle if both ways took equally
+# long. The error is at most half the round trip, so the call with the shortest one counts
+# (Cristian, 1989). The offset is written on the event loop and read in the torch thread.
 
 NUM_KEPT: Final = 16
-"""Calls that are remembered; older ones would miss a drift of the clocks."""
+"""The number of remembered calls; older ones would miss a drift of the clocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Seconds to add to this machine's time, and how wrong that may be."""
+    """The seconds to add to this machine's time, and the largest error."""
 
     seconds: float = 0.0
     error_s: float = float("inf")
@@ -57,11 +57,11 @@ class Offset:
 
 @dataclass(slots=True)
 class CoordinatorClock:
-    """Estimates the offset to the coordinator's clock from the latest readings of it."""
+    """An estimate of the offset to the coordinator's clock, from the latest readings."""
 
     _readings: deque[Offset] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
     offset: Offset = Offset()
-    """The best known; without any reading nothing is added."""
+    """The best estimate; 0 before any reading."""
 
     def note(self, sent_s: float, received_s: float, coordinator_s: float) -> None:
         """Add a reading: our times of sending and receiving a call, and the time in its answer."""
@@ -84,29 +84,28 @@ def new_backoff() -> Backoff:
 # ---- Torch thread ----
 #
 # torch computes and the user's code runs in this one thread. Jobs run one after another in the
-# order of their submission, and others see whose job runs and whether it moves. A job reports its
-# own outcome and does not raise.
+# order of their submission, and other threads see the running job and its progress. A job reports
+# its outcome and does not raise.
 
 Job = Callable[[], None]
 
 
 class TorchThread:
-    """Runs jobs first in, first out, with a fixed number of torch threads."""
+    """A thread that runs jobs first in, first out, with a fixed number of torch threads."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._jobs: queue.SimpleQueue[tuple[Job, object] | None] = queue.SimpleQueue()
         self._present: tuple[Job, object] | None = None
         self.activity = Activity()
-        # A daemon, so that user code that never returns cannot keep a drained process alive.
+        # It is a daemon, so that user code that never returns cannot keep a drained process alive.
         self._thread = threading.Thread(target=self._work, name="torch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, job: Job, owner: object = None) -> None:
-        """Run the job after all that were submitted before it. owner: whose job it is, for those
-        who look at the thread."""
+        """Run the job after all earlier ones. owner: that of the job, for observers."""
         self._jobs.put((job, owner))
 
     @property
@@ -116,7 +115,7 @@ class TorchThread:
 
     @property
     def owner(self) -> object:
-        """Return whose job runs now; None where nobody's does."""
+        """Return the owner of the running job; None where there is none."""
         present = self._present
         return None if present is None else present[1]
 
@@ -127,22 +126,22 @@ class TorchThread:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for the one that runs."""
+        """Return the number of jobs that wait for the running one."""
         return self._jobs.qsize()
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the jobs handed in so far; False when they did not end in time."""
+        """End after the jobs submitted so far; return False when they did not end in time."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        # The setting belongs to the calling thread, so it is made here and nowhere else.
+        # The setting is per thread, so it is made here.
         torch.set_num_threads(self._num_threads)
         per_thread.activity = self.activity
         while (present := self._jobs.get()) is not None:
             self._present = present
             self.activity.num_moves += 1
             present[0]()
-            # A finished job must not keep its session's tensors alive.
+            # A finished job must not keep the tensors of its session alive.
             self._present = present = None

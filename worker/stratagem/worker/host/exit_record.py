@@ -1,9 +1,9 @@
-"""Record how this process ends, for the next worker process of the same name.
+"""Record the end of this process, for the next worker process of the same name.
 
-The record is two files of the data folder: one in shared memory with what is executed, the step,
-and the lines that the job's code prints; one in which a fatal signal is explained. They outlive
+The record is two files of the data folder: one in shared memory with the present plan, the step,
+and the lines that the job's code prints; one with the explanation of a fatal signal. They outlive
 SIGKILL and cost a training step a microsecond. The next process reads both before it registers, and
-takes their place once it has: one that ends before that has left no record.
+replaces them afterwards, so a process that ends before that leaves no record.
 """
 
 import faulthandler
@@ -33,11 +33,11 @@ log = structlog.get_logger(__name__)
 MAX_LINES: Final = 10
 MAX_LINE_CHARS: Final = 300
 MAX_FRAMES: Final = 4
-"""Stack frames of a fault that are reported."""
+"""The number of stack frames of a fault that are reported."""
 _NOT_THE_USERS: Final = ("/site-packages/", "/lib/python", "/stratagem/worker/")
 """Parts of paths that mark code as not the job's own."""
 _HEAD: Final = struct.Struct("<8sqqII")
-"""Magic, step, bytes printed so far, whether it was stopped, length of the text."""
+"""The magic number, step, bytes printed so far, stopped or not, length of the text."""
 _MAGIC: Final = b"lastwrd1"
 _STEP, _PRINTED, _STOPPED, _LENGTH = 8, 16, 24, 28
 _TEXT: Final = 64
@@ -55,15 +55,15 @@ _FAULTS: Final = {
 
 
 class LastWords:
-    """Writes the exit record of this process, and reads that of the one before (`previous`).
+    """The exit record of this process, and that of the previous one (`previous`).
 
-    Without a folder nothing is kept, and nothing is known of the process before.
+    Without a folder there is neither.
     """
 
     def __init__(
         self, folder: Path | None, name: str, incarnation: str, supervisor: str = ""
     ) -> None:
-        """supervisor: see WorkerSettings.previous_exit."""
+        """Read the previous record. supervisor: see WorkerSettings.previous_exit."""
         self.previous = pb.PreviousExit()
         self._map: mmap.mmap | None = None
         self._run_id = ""
@@ -86,7 +86,7 @@ class LastWords:
 
     def _begin(self) -> None:
         with create_private(self._own) as file:
-            # Not truncate: a page that a full disk has no room for would end us with SIGBUS.
+            # After truncate, a page for which a full disk has no room would end us with SIGBUS.
             file.write(bytes(_SIZE))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
@@ -94,20 +94,20 @@ class LastWords:
         self._say({"incarnation": self._incarnation, "pid": os.getpid()})
 
     def explain_faults(self) -> None:
-        """Have fatal signals of this process explained to the next one."""
+        """Let fatal signals of this process be explained to the next one."""
         if self._map is not None:
             self._fault_file = create_private(self._own_faults)
             faulthandler.enable(self._fault_file, all_threads=False)
 
     def registered(self) -> None:
-        """Replace the previous process's record by our own: the coordinator has seen it now."""
+        """Replace the previous process's record, which the coordinator has now seen."""
         if self._file is not None and self._faults is not None:
             for own, file in ((self._own, self._file), (self._own_faults, self._faults)):
-                with suppress(OSError):  # done before, removed, or a folder that takes no files
+                with suppress(OSError):  # done before, removed, or a folder without write access
                     own.replace(file)
 
     def stopped(self) -> None:
-        """Record that this process was asked to end: how it ends is then no fault of its work."""
+        """Record that this process was asked to end, so that its end is no fault of its work."""
         if self._map is not None:
             struct.pack_into("<I", self._map, _STOPPED, 1)
 
@@ -119,7 +119,7 @@ class LastWords:
         if self._map is None:
             yield
             return
-        if run_id != self._run_id:  # lines of a run are for those who may see the run
+        if run_id != self._run_id:  # only those who may see the run may see its lines
             struct.pack_into("<q", self._map, _PRINTED, 0)
             self._run_id = run_id
         self.step(-1)
@@ -131,7 +131,7 @@ class LastWords:
             self._say(who)
 
     def step(self, number: int) -> None:
-        """Record how many steps have been applied (of a client: begun)."""
+        """Record the number of applied steps (for a client: begun ones)."""
         if self._map is not None:
             struct.pack_into("<q", self._map, _STEP, number)
 
@@ -160,7 +160,7 @@ class LastWords:
 
 
 def _read(file: Path, faults: Path, supervisor: str) -> pb.PreviousExit:
-    """Read what is known of the process before; without an incarnation nothing is."""
+    """Read the record of the previous process; it is empty without an incarnation."""
     try:
         data = file.read_bytes()
         magic, step, printed, stopped, length = _HEAD.unpack_from(data)
@@ -189,16 +189,16 @@ def _lines(ring: bytes, printed: int) -> list[str]:
     else:
         begin = printed % _ROOM
         text = (ring[begin:] + ring[:begin]).partition(b"\n")[2]
-    return [_shown(line) for line in text.decode(errors="replace").splitlines()[-MAX_LINES:]]
+    return [_printable(line) for line in text.decode(errors="replace").splitlines()[-MAX_LINES:]]
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     """Return a line without characters that could move a terminal's cursor."""
     return "".join(c if c.isprintable() else " " for c in text)[:MAX_LINE_CHARS]
 
 
 def _add_status(told: pb.PreviousExit, pid: object, supervisor: str) -> None:
-    """Add what the supervisor says, "[PID:]STATUS" or "[PID:]stopped", if it is of that process."""
+    """Add the supervisor's "[PID:]STATUS" or "[PID:]stopped", if it is about that process."""
     of, _, status = supervisor.rpartition(":")
     if not status or (of and of != str(pid)):
         return
@@ -206,11 +206,11 @@ def _add_status(told: pb.PreviousExit, pid: object, supervisor: str) -> None:
         told.stopped = True
     else:
         number = int(status)
-        told.status = 128 - number if 128 < number < 128 + 32 else number  # as shells say it
+        told.status = 128 - number if 128 < number < 128 + 32 else number  # as in shells
 
 
 def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
-    """Add the signal, and its place in the job's code, as faulthandler has written them down."""
+    """Add the signal, and its place in the job's code, from the output of faulthandler."""
     try:
         lines = faults.read_text(errors="replace").splitlines()
     except OSError:
@@ -223,14 +223,14 @@ def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
         told.status = -signal.Signals[_FAULTS[fault[1]]]
     found_frames = (line.strip() for line in lines if line.lstrip().startswith("File "))
     frames = list(dict.fromkeys(found_frames))  # recursion once
-    told.last_lines.extend(map(_shown, [lines[0], *_shown_frames(frames)]))
+    told.last_lines.extend(map(_printable, [lines[0], *_shown_frames(frames)]))
     del told.last_lines[: max(0, len(told.last_lines) - MAX_LINES)]
 
 
 def _shown_frames(frames: list[str]) -> list[str]:
-    """Return a few frames, innermost first; the user's own, if not the innermost, precedes them.
+    """Return a few frames, innermost first; if the user's frame is not among them, it comes first.
 
-    The user's is the first that is in no installed package and in no library of Python.
+    The user's frame is the first one in no installed package and in no library of Python.
     """
     own = next(
         (frame for frame in frames if not any(part in frame for part in _NOT_THE_USERS)), None
@@ -242,7 +242,7 @@ def _shown_frames(frames: list[str]) -> list[str]:
 
 
 def check_previous_exit(value: str) -> str:
-    """Raise ValueError for what no supervisor would say."""
+    """Raise ValueError for a text that no supervisor reports."""
     _, _, status = value.rpartition(":")
     if value and status != "stopped":
         try:
@@ -254,10 +254,10 @@ def check_previous_exit(value: str) -> str:
 
 # ---- Faults of a CUDA device ----
 #
-# An assertion that fails in a kernel, or a failing device, leaves the process a context in which
-# every later call fails. So the process has to be replaced. Errors by which only the present call
-# fails, such as a lack of memory, are none of these. The driver's words say whose fault it is: an
-# assertion fails because of the job's own numbers, and would fail on any device.
+# After a failed assertion in a kernel, or a failure of the device, every later call of the process
+# fails, so the process must be replaced. Errors of a single call, such as a lack of memory, are not
+# among these. The driver's message tells the cause: an assertion fails because of the job's
+# numbers, and would fail on any device.
 
 _OF_THE_JOB: Final = ("device-side assert triggered",)
 _OF_THE_DEVICE: Final = (
@@ -272,7 +272,7 @@ _OF_THE_DEVICE: Final = (
     "launch timed out",
     "unknown error",
 )
-"""What the driver says of errors that stay (CUDA Runtime API, cudaError_t): those that leave "the
+"""The driver's messages for lasting errors (CUDA Runtime API, cudaError_t): those that leave "the
 process in an inconsistent state"."""
 HINT: Final = (
     "An index was outside of its table, such as a label that is not below the number of classes; "
@@ -282,16 +282,16 @@ HINT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceFault:
-    """Why the device is lost to this process."""
+    """The reason why the device is lost to this process."""
 
     reason: str
-    """The driver's words."""
+    """The driver's message."""
     is_the_jobs: bool
-    """True where the job would bring it about anywhere."""
+    """True where the job would cause it anywhere."""
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return the fault that this error, or one that it was raised from, tells of, if any."""
+    """Return the fault that this error, or one that led to it, reports, if any."""
     for behind in led_to(error):
         if isinstance(behind, torch.AcceleratorError):
             reason = str(behind).partition("\n")[0]
@@ -302,8 +302,8 @@ def device_fault(error: BaseException) -> DeviceFault | None:
 
 
 def told_fault(error: BaseException, fault: DeviceFault, activity: str) -> UserCodeError:
-    """Return the error for a job whose own numbers have brought the fault about. The call that
-    raised it need not be the one that failed: a device is ahead of its host."""
+    """Return the error for a job whose numbers have caused the fault. Another call than the one
+    that raised it may have failed, since a device works behind its host."""
     trace = error.traceback if isinstance(error, UserCodeError) else ""
     named = f"{fault.reason}. {HINT}"
     return UserCodeError("torch.AcceleratorError", named, trace, activity=activity)
@@ -311,14 +311,14 @@ def told_fault(error: BaseException, fault: DeviceFault, activity: str) -> UserC
 
 @dataclass(slots=True)
 class DeviceHealth:
-    """Whether this process still has its device. Written in the torch thread."""
+    """The health of this process's device. Written in the torch thread."""
 
     fault: DeviceFault | None = None
     on_lost: Callable[[DeviceFault], None] = field(default=lambda _: None)
     """Called once, in the torch thread."""
 
     def lose(self, fault: DeviceFault) -> None:
-        """Take in that the device is lost; later faults are consequences of the first."""
+        """Note that the device is lost; later faults are consequences of the first."""
         if self.fault is None:
             self.fault = fault
             self.on_lost(fault)

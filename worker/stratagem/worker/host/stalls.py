@@ -1,7 +1,7 @@
-"""Detect a stalled thread: when to report it, when to end the process, and what its stack says of
-the cause.
+"""Detect a stalled thread: the times to report it and to end the process, and the cause by its
+stack.
 
-A step may take any time, so nothing is a fault until another task needs the thread.
+A step may take any time, so a stall is no fault until another task needs the thread.
 """
 
 import sys
@@ -16,17 +16,17 @@ from typing import Final, NamedTuple
 # The rules are pure functions.
 
 USUAL: Final = 2.0
-"""A stay is long if it takes this many times as long as any that has ended before."""
+"""A stay is long if it exceeds this multiple of the longest earlier one."""
 AGAIN: Final = 1.5
-"""A stall is reported again when it has lasted so many times as long as the last time."""
+"""A stall is reported again when it has lasted this multiple of the last reported time."""
 LATE: Final = 10.0
-"""A pause between two looks counts as so many times as long as it should be at most."""
+"""A pause between two looks counts as at most this multiple of its planned length."""
 MAX_NAMED: Final = 3
-"""Members that are named one by one."""
+"""The largest number of members that are named."""
 
 _OURS: Final = "stratagem.worker."
 _WAITING: Final = ("exchange.", "mesh.", "party.", "session.control", "pipeline.store")
-"""Modules that the torch thread stays in only to wait for others."""
+"""The modules in which the torch thread stays only to wait for others."""
 _AWAITED: Final = (
     ("party.state", "the state of {others}"),
     ("party.", "{others} to join"),
@@ -42,20 +42,19 @@ _INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """report_s: from when on a stay is reported. grace_s: how long a plan that was ended may keep
-    the thread at one thing while others wait for it. compile_s: added to that where it may be long
-    for once."""
+    """The limits of stays. report_s: the time after which a stay is reported. grace_s: the time
+    that a stay of an ended plan may last while others wait for the thread. compile_s: added to that
+    where a single stay may be long."""
 
     report_s: float = 60.0
     grace_s: float = 30.0
     compile_s: float = 900.0
 
     def patience_s(self, *, is_run_over: bool, has_stepped: bool, is_compiling: bool) -> float:
-        """Return how long the thread may stay at one thing that nobody wants, while others wait.
+        """Return the time that an unneeded stay may last while others wait.
 
-        A run that goes on comes back to a process that takes its place, and would be late there
-        again: its first step here, of which nobody knows how long it takes, is given more time. A
-        run that is over does not come back.
+        A run that continues would return to the replacing process and be late there again, so its
+        first step here, of unknown duration, gets more time. A run that is over does not return.
         """
         is_first = not (is_run_over or has_stepped)
         return self.grace_s + (self.compile_s if is_first or is_compiling else 0.0)
@@ -63,27 +62,27 @@ class StallLimits:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStay:
-    """How long a thread has been at one thing, as those know who look at it now and then."""
+    """The stay of a thread at one activity, as seen by repeated looks."""
 
     num_moves: int
     since_s: float
     longest_s: float = 0.0
-    """The longest stay of the same run that has ended."""
+    """The longest ended stay of the same run."""
 
     def seen(self, num_moves: int, now_s: float) -> "ThreadStay":
-        """Return the stay that a look at the thread shows."""
+        """Return the stay after a look at the thread."""
         if num_moves == self.num_moves:
             return self
         longest_s = max(self.longest_s, now_s - self.since_s)
         return replace(self, num_moves=num_moves, since_s=now_s, longest_s=longest_s)
 
     def is_long(self, now_s: float, limit_s: float) -> bool:
-        """Return whether it is to be reported: it is longer than the limit, and than usual."""
+        """Return whether the stay must be reported: it is longer than the limit and than usual."""
         return now_s - self.since_s >= max(limit_s, USUAL * self.longest_s)
 
     def is_hopeless(self, now_s: float, patience_s: float, *, wanted_s: float) -> bool:
-        """Return whether the thread has to be given up to be had back: others have waited for it
-        since wanted_s, and for longer than the limit, and than usual, it has not moved since."""
+        """Return whether only the end of the process can free the thread: others have waited for it
+        since wanted_s, and since then it has not moved for longer than the limit and than usual."""
         waited_s = now_s - max(wanted_s, self.since_s)
         return waited_s >= max(patience_s, USUAL * self.longest_s)
 
@@ -98,24 +97,25 @@ class StackFrame(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The frame in words."""
+        """Return the frame in words."""
         return f"{self.file.rpartition('/')[2]}, line {self.line}, in {self.function}"
 
 
 @dataclass(frozen=True, slots=True)
 class StallCause:
-    """What a stack says about the thread that stays in it."""
+    """The cause of a stall, as a stack shows it."""
 
     place: str = ""
-    """Where it is: the innermost line of the user's code, or that of a library."""
+    """The innermost line of the user's code, or that of a library."""
     awaits: str = ""
-    """Whom it waits for; empty: nobody."""
+    """The process that it waits for; empty: none."""
 
 
 def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
-    """Return what a stack, innermost frame first, says; others: the other members of the party.
+    """Return the cause that a stack, innermost frame first, shows. others: the other members of the
+    party.
 
-    The innermost frame that is the user's or ours decides: libraries work for either.
+    The innermost frame of the user or of this project decides, as libraries work for either.
     """
     told = [frame for frame in stack if _is_ours(frame) or _is_users(frame)]
     if told and _is_users(told[0]):
@@ -126,30 +126,26 @@ def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
     if ours and ours[0].startswith(_WAITING):
         awaits = next((text for name in ours if (text := _awaited(name))), "{others}")
         if others or "{others}" not in awaits:
-            return StallCause(awaits=awaits.format(others=_names(others)))
+            names = ", ".join(others) if len(others) <= MAX_NAMED else "the other members"
+            return StallCause(awaits=awaits.format(others=names))
         return StallCause(place=told[0].place)
     return StallCause(place=stack[0].place if stack else "")
 
 
 def is_compiling(stack: Sequence[StackFrame]) -> bool:
-    """Return whether torch compiles code in this stack; to run what is compiled is something
-    else."""
+    """Return whether torch compiles code in this stack, rather than run compiled code."""
     return any(frame.module.startswith(_COMPILERS) for frame in stack)
 
 
 def counted_s(seconds: float, pause_s: float) -> float:
-    """Return how much of the time between two looks counts: a process that was suspended meanwhile
-    has not been at anything."""
+    """Return the part of the time between two looks that counts, since the process may have been
+    suspended."""
     return min(seconds, LATE * pause_s)
 
 
 def is_due_again(seconds: float, told_s: float) -> bool:
-    """Return whether a stall is told once more, which was told when it had lasted told_s."""
+    """Return whether a stall that was reported after told_s is reported again."""
     return seconds >= AGAIN * told_s
-
-
-def _names(others: Sequence[str]) -> str:
-    return ", ".join(others) if len(others) <= MAX_NAMED else "the other members"
 
 
 def _awaited(name: str) -> str:
@@ -177,17 +173,17 @@ def _nothing() -> None: ...
 
 
 class Activity:
-    """What a thread is doing. Written by that thread alone."""
+    """The activity of a thread, written only by that thread."""
 
     __slots__ = ("check", "num_moves", "text")
 
     def __init__(self) -> None:
         self.text = ""
-        """In the words of errors, such as "training step 12"; empty outside of the user's code."""
+        """The activity, as in errors ("training step 12"); empty outside of the user's code."""
         self.num_moves = 0
-        """Grows whenever the thread does something else."""
+        """The number of changes of the activity."""
         self.check: Callable[[], None] = _nothing
-        """Raises once nobody wants what the thread does; called between parts of a step."""
+        """Raises once the thread's work is not needed; called between parts of a step."""
 
 
 class _PerThread(threading.local):
@@ -196,18 +192,17 @@ class _PerThread(threading.local):
 
 
 per_thread: Final = _PerThread()
-"""Has the activity of the calling thread; one that is watched puts an object there that others
-look at."""
+"""The activity of the calling thread; a watched thread sets an object that others read."""
 
 
 def moved() -> None:
-    """Note that the calling thread has come on with something that takes long."""
+    """Note progress of the calling thread in long work."""
     per_thread.activity.num_moves += 1
 
 
 @contextmanager
 def checking(check: Callable[[], None]) -> Iterator[None]:
-    """Have the parts of a step end by what `check` raises, in the calling thread."""
+    """Let `check` end the parts of a step in the calling thread by raising."""
     here = per_thread.activity
     outer, here.check = here.check, check
     try:

@@ -1,4 +1,4 @@
-"""Read states by the worker itself: from the folder of states, or from an object store.
+"""Read states directly from the folder of states, or from an object store.
 
 Every leaf is checked against its digest, and the list of leaves against that of the state. A state
 that cannot be read here is requested from the coordinator, like any other blob.
@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class DirectStates:
-    """The folder of states as this worker sees it. Lives on the event loop."""
+    """The folder of states as this worker sees it. Used on the event loop."""
 
     folder: StateFolder
     limits: Limits
@@ -73,7 +73,7 @@ class DirectStates:
             upload = _fresh_upload(blobs, run_id, digest, listed, term)
             await asyncio.to_thread(lambda: upload.fill(self.folder.read_state(listed)))
             blobs.commit(run_id, upload)
-        except ConflictError:  # it is coming
+        except ConflictError:  # it is being received
             return False
         except (StratagemError, OSError, ValueError) as error:
             log.warning("a state is asked of the coordinator", digest=digest, reason=str(error))
@@ -99,12 +99,12 @@ def _fresh_upload(
 
 # ---- Signed requests ----
 #
-# In this call the worker asks for signed requests, and reports what it has done with them. Requests
-# that are needed at the same moment share a message, and each URL goes to the task that waits for
-# it. Lives on the event loop and knows nothing of states.
+# In this call the worker asks for signed requests, and reports their results. Requests that are
+# needed at the same moment share a message, and each URL goes to the task that waits for it. Used
+# on the event loop.
 
 MAX_ASKED: Final = 64
-"""Leaves in one message: their URLs have at most half a megabyte."""
+"""The number of leaves in one message, whose URLs have at most half a megabyte."""
 
 R = TypeVar("R", pb.WriteLeavesResponse, pb.FetchStateResponse)
 
@@ -115,7 +115,8 @@ class SignedStream(Generic[R]):
     def __init__(
         self, requests: AsyncIterator[Any], make: Callable[..., R], idle_timeout_s: float
     ) -> None:
-        """requests: of the call, behind its header. idle_timeout_s: the longest wait for a URL."""
+        """Begin. requests: those of the call, after its header. idle_timeout_s: the longest wait
+        for a URL."""
         self._requests, self._idle_timeout_s = requests, idle_timeout_s
         self._make: Callable[..., R] = make
         self._waiting: dict[int, asyncio.Future[str]] = {}
@@ -125,7 +126,7 @@ class SignedStream(Generic[R]):
         self._is_over = False
 
     def say(self, response: R) -> None:
-        """Send a response, behind those before it."""
+        """Send a response, after the earlier ones."""
         self._said.append(response)
         self._changed.set()
 
@@ -198,10 +199,10 @@ class SignedStream(Generic[R]):
 # The coordinator sends the list of a state and signs the requests; the bytes come from the store.
 
 NUM_AHEAD: Final = 4
-"""Leaves in memory, some of them on their way."""
+"""The number of leaves in memory, including those in transfer."""
 NUM_ATTEMPTS: Final = 3
 _NUM_PIECES: Final = 256
-"""Small tensors that are taken in at once."""
+"""The number of small tensors that are stored at once."""
 
 
 async def received_list(
@@ -236,7 +237,7 @@ async def fetch_state(
     header: pb.FetchStateHeader,
     listed: LeafList,
 ) -> None:
-    """Read a state into the blobs of a run, and say when it is there."""
+    """Read a state into the blobs of a run, and report its arrival."""
     run_id, digest, term = header.run_id, header.digest, header.fence.term
     upload = _fresh_upload(blobs, run_id, digest, listed, term)
     try:
@@ -251,7 +252,7 @@ async def fetch_state(
 
 
 class _Fetched:
-    """The leaves of one state, on their way and in memory."""
+    """The leaves of one state, in transfer and in memory."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""The operators of the kernels check their arguments and choose the backend that computes.
+"""The operators of the kernels, which check their arguments and choose the backend.
 
-`runs_programs` says which tensors go to the Triton programs (`kernels.triton`); all others go to
-the torch reference (`kernels.torch`). The backends check nothing. Both give the same bits.
+`runs_programs` decides which tensors go to the Triton programs (`kernels.triton`); all others go to
+the torch reference (`kernels.torch`). The backends check nothing, and give the same bits.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from stratagem.worker.kernels import torch as torch_kernels
 
 MAX_SKETCH_SIZE: Final = 1 << 30
-"""Places are counted in signed 32 bit numbers."""
+"""The limit of a sketch, since places are signed 32-bit numbers."""
 
 
 class Backend(Protocol):
@@ -43,7 +43,7 @@ def _has_triton() -> bool:
 
 
 def runs_programs(device: torch.device) -> bool:
-    """Returns whether tensors of this device go to the Triton programs: those of a CUDA device
+    """Return whether tensors of this device go to the Triton programs: those of a CUDA device
     where triton can be imported, and of the CPU under triton's interpreter (its
     TRITON_INTERPRET=1)."""
     is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -51,8 +51,7 @@ def runs_programs(device: torch.device) -> bool:
 
 
 def backend(device: torch.device) -> Backend:
-    """Returns the backend for tensors of this device. Triton is imported when it is first
-    needed."""
+    """Return the backend for tensors of this device. Triton is imported at its first use."""
     if runs_programs(device):
         fused: Backend = import_module("stratagem.worker.kernels.triton")
         return fused
@@ -60,7 +59,7 @@ def backend(device: torch.device) -> Backend:
 
 
 def signs(seed: int, numel: int, device: torch.device) -> Tensor:
-    """Returns +1 where hash32(seed, i) is even, else -1, for i from 0: float32 [numel].
+    """Return +1 where hash32(seed, i) is even, else -1, for i from 0: float32 [numel].
 
     hash32(seed, i) = lowbias32(lowbias32(i) ^ seed), by Chris Wellons' integer hash
     (https://nullprogram.com/blog/2018/07/31/).
@@ -70,19 +69,19 @@ def signs(seed: int, numel: int, device: torch.device) -> Tensor:
 
 
 def sum_magnitudes(x: Tensor, *, threshold: float = -1.0) -> Tensor:
-    """Returns (sum of those |x_i| that are above the threshold, their number): float32 [n] ->
+    """Return (sum of those |x_i| that are above the threshold, their number): float32 [n] ->
     float64 [2].
 
     A NaN counts as above it, so with a threshold below 0 the sum is finite exactly when all
-    elements are. Added in float64 over the binary tree of neighbours, 0 with 1, 2 with 3, ...,
-    so it has the same bits on every device.
+    elements are. The sum is taken in float64 over the binary tree of neighbours, 0 with 1, 2 with
+    3, ..., so it has the same bits on every device.
     """
     _check_vector("x", x)
     return backend(x.device).sum_magnitudes(x, _finite("threshold", threshold))
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """Returns the sum of x_i · y_i in float64, over the same tree as `sum_magnitudes`: float32 [n],
+    """Return the sum of x_i · y_i in float64, over the same tree as `sum_magnitudes`: float32 [n],
     [n] -> () float64."""
     _check_vector("x", x)
     _check_like("y", y, x)
@@ -92,12 +91,12 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 def quantise_deterministic(
     x: Tensor, threshold: float, *, scale: float = 1.0, rest: Tensor | None = None
 ) -> Tensor:
-    """Returns the signs of the elements of x above the threshold: float32 [n] -> uint8 [ceil(n /
+    """Return the signs of the elements of x above the threshold: float32 [n] -> uint8 [ceil(n /
     4)].
 
     q_i = sign(x_i) if |x_i| > threshold else 0, two bits each: 00 for 0, 01 for +1, 10 for -1;
-    element i is in bits 2 (i mod 4) of byte i // 4, unused bits are zero. rest (float32 [n],
-    may be x) becomes x - q * scale, what error feedback keeps (Seide et al., 2014).
+    element i is in bits 2 (i mod 4) of byte i // 4, unused bits are zero. rest (float32 [n], may be
+    x) becomes x - q * scale, the residual of error feedback (Seide et al., 2014).
     """
     _check_vector("x", x)
     _check_like("rest", rest, x)
@@ -106,10 +105,11 @@ def quantise_deterministic(
 
 
 def quantise_stochastic(x: Tensor, scale: float, seed: int) -> Tensor:
-    """Like quantise_deterministic with q_i = sign(x_i) if uniform(seed, i) * scale < |x_i| else 0.
+    """Return codes as quantise_deterministic does, with q_i = sign(x_i) if uniform(seed, i) * scale
+    < |x_i| else 0.
 
-    uniform(seed, i) is the top 24 bits of hash32(seed, i), in [0, 1). Where scale is at least
-    max |x|, q * scale has the mean x (TernGrad, Wen et al., 2017).
+    uniform(seed, i) is the top 24 bits of hash32(seed, i), in [0, 1). Where scale is at least max
+    |x|, q * scale has the mean x (TernGrad, Wen et al., 2017).
     """
     _check_vector("x", x)
     scale = _at_least_zero("scale", scale)
@@ -117,14 +117,13 @@ def quantise_stochastic(x: Tensor, scale: float, seed: int) -> Tensor:
 
 
 def unpack(codes: Tensor, numel: int, scale: float = 1.0) -> Tensor:
-    """Returns q * scale: uint8 [ceil(numel / 4)] -> float32 [numel]. The unused code 11 counts as
-    0."""
+    """Return q * scale: uint8 [ceil(numel / 4)] -> float32 [numel]. The code 11 counts as 0."""
     _check_codes(codes, numel)
     return backend(codes.device).unpack(codes, numel, _rounded(scale))
 
 
 def unpack_add(target: Tensor, codes: Tensor, scale: float) -> None:
-    """Adds q * scale to target in place: float32 [n], uint8 [ceil(n / 4)]."""
+    """Add q * scale to target in place: float32 [n], uint8 [ceil(n / 4)]."""
     _check_vector("target", target)
     _check_codes(codes, target.numel())
     _check_device("codes", codes, target)
@@ -132,7 +131,7 @@ def unpack_add(target: Tensor, codes: Tensor, scale: float) -> None:
 
 
 def sketch(x: Tensor, size: int, seed: int) -> Tensor:
-    """Returns a signed hashed projection: float32 [n] -> float32 [size], size a power of two.
+    """Return a signed hashed projection: float32 [n] -> float32 [size], size a power of two.
 
     Block b of x, of `size` elements (zeros beyond n), is permuted and given signs by hashes of
     (seed, b, place), and the blocks are added in order: a count sketch (Charikar et al., 2002)
@@ -144,7 +143,7 @@ def sketch(x: Tensor, size: int, seed: int) -> Tensor:
 
 
 def unsketch(sketch: Tensor, numel: int, seed: int, scale: float = 1.0) -> Tensor:
-    """Returns the transpose of `sketch`, times scale: float32 [size] -> float32 [numel]."""
+    """Return the transpose of `sketch`, times scale: float32 [size] -> float32 [numel]."""
     _check_vector("sketch", sketch)
     _check_size(sketch.numel())
     _check_numel(numel)
@@ -203,7 +202,7 @@ def _seed(seed: int) -> int:
 
 
 def _rounded(value: float) -> float:
-    """Returns the value as float32, in which all of this is computed."""
+    """Return the value rounded to float32, the type of all operators."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 

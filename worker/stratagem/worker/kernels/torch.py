@@ -1,9 +1,9 @@
-"""The operators in plain torch: what they mean, and what computes them where Triton does not.
+"""The operators in plain torch: the reference, and the backend where Triton is not used.
 
-torch has no uint32 arithmetic: words are held in int32, whose products have the same 32 bits, and
-the signs that a shift brings in are masked off. Products and sums are separate operations, so that
-none is contracted to a fused one, which rounds differently.
-Arguments were checked by `kernels.ops`, which also says what each operator is.
+torch has no uint32 arithmetic: words are int32, whose products have the same 32 bits, and the sign
+bits of a shift are masked off. Products and sums are separate operations, so that none is
+contracted to a fused one, which rounds differently. Arguments were checked by `kernels.ops`, which
+also describes each operator.
 """
 
 from typing import Final
@@ -13,7 +13,7 @@ from torch import Tensor
 
 SIGN_SALT: Final = 0x9E3779B9
 CHUNK: Final = 1 << 15
-"""Elements whose hashes are computed at once, so that the steps between stay in the cache."""
+"""The number of elements hashed at once, so that intermediate results stay in the cache."""
 
 
 def signs(seed: int, numel: int, device: torch.device) -> Tensor:
@@ -25,7 +25,7 @@ def _signs(seed: int, indices: Tensor) -> Tensor:
 
 
 def _words(seed: int, indices: Tensor) -> Tensor:
-    """hash32 as int32 of the same bits."""
+    """Return hash32 as int32 with the same bits."""
     return _lowbias32(_lowbias32(indices.to(torch.int32)).bitwise_xor_(signed(seed)))
 
 
@@ -38,7 +38,7 @@ def _lowbias32(x: Tensor) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """Return the same 32 bits as a signed number, which torch and triton keep in 32 bits."""
+    """Return the same 32 bits as a signed number, which torch and triton store in 32 bits."""
     return word - (1 << 32) if word >> 31 else word
 
 
@@ -62,7 +62,8 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """0 with 1, 2 with 3, ..., until one is left; 0 for no elements: [n] -> ()."""
+    """Return the sum over the tree, 0 with 1, 2 with 3, ..., until one is left; 0 for no elements:
+    [n] -> ()."""
     while x.numel() > 1:
         if x.numel() % 2:
             x = torch.nn.functional.pad(x, (0, 1))
@@ -122,8 +123,7 @@ def unsketch(sketch: Tensor, numel: int, seed: int, scale: float) -> Tensor:
 
 
 def _projection(block: int, size: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns for each place j of a block the place that it reads, and its sign: int64 [size],
-    float32 [size]."""
+    """Return the source and the sign of each place j of a block: int64 [size], float32 [size]."""
     words = _words(seed, torch.tensor([2 * block, 2 * block + 1])).to(torch.int64) & 0xFFFFFFFF
     factor, shift = words.tolist()
     j = torch.arange(size, device=device)

@@ -18,7 +18,7 @@ from stratagem.worker.kernels.torch import signed
 
 BLOCK: Final = 1024
 NUM_LEVELS: Final = 5
-"""Of a tree of sums in one launch: as far as a program instance comes without a second barrier."""
+"""The levels of a tree of sums in one launch: those without a second barrier."""
 
 
 def signs(seed: int, numel: int, device: torch.device) -> Tensor:
@@ -31,7 +31,7 @@ def sum_magnitudes(x: Tensor, threshold: float) -> Tensor:
     sums, counts = _sums(x), _sums(x, torch.float32)
     args = (x, sums, counts, threshold)
     _launch(magnitude_program, x.numel(), *args, NUM_LEVELS=NUM_LEVELS)
-    # Whole numbers: the order in which they are added does not matter.
+    # They are whole numbers, so the order of addition does not matter.
     return torch.stack([_rest_of_tree(sums), counts.sum(dtype=torch.float64)])
 
 
@@ -106,7 +106,7 @@ def _rest_of_tree(sums: Tensor) -> Tensor:
     while sums.numel() > 1:
         wider, sums = sums, _sums(sums)
         _launch(tree_program, wider.numel(), wider, sums, NUM_LEVELS=NUM_LEVELS)
-    return sums.sum() + 0.0  # of one, or of none; never -0
+    return sums.sum() + 0.0  # of one element, or none; never -0
 
 
 def _sums(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -114,12 +114,12 @@ def _sums(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _launch(program: Any, numel: int, *args: Any, **constants: Any) -> None:
-    """Like _launch_over, for programs whose last argument is the number of elements."""
+    """Launch as _launch_over does, for programs whose last argument is the number of elements."""
     _launch_over(program, numel, *args, numel, **constants)
 
 
 def _launch_over(program: Any, numel: int, first: Tensor, *args: Any, **constants: Any) -> None:
-    """One instance of the program per BLOCK elements, on the device of its first argument."""
+    """Launch one program instance per BLOCK elements, on the device of the first argument."""
     if numel == 0:
         return
     with torch.cuda.device_of(first):
@@ -131,10 +131,9 @@ def _launch_over(program: Any, numel: int, first: Tensor, *args: Any, **constant
 
 # ---- Triton programs ----
 #
-# Each program instance works on BLOCK elements and writes its own places only: no atomics, so the
-# bits depend on nothing but the arguments. The programs use only triton's builtins, none of its
-# library functions: those are bound to the compiler or the interpreter when triton is first
-# imported.
+# Each program instance works on BLOCK elements and writes only its places, without atomics, so the
+# bits depend only on the arguments. The programs use only triton's builtins, none of its library
+# functions: those are bound to the compiler or the interpreter when triton is first imported.
 
 
 @triton.jit
@@ -163,7 +162,7 @@ def _elements(BLOCK: tl.constexpr):
 
 @triton.jit
 def _sign(seed, i):
-    """+1 where the hash is even, else -1."""
+    """Return +1 where the hash is even, else -1."""
     return 1.0 - 2.0 * (_hash32(seed, i) & 1).to(tl.float32)
 
 
@@ -216,7 +215,7 @@ def unpack_program(codes, target, scale, n, ADDS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _store_sums(x, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
-    """Some levels of the binary tree of neighbours; sums is [ceil(n / 2^NUM_LEVELS)] float64."""
+    """Store some levels of the tree of neighbours; sums is [ceil(n / 2^NUM_LEVELS)] float64."""
     for level in tl.static_range(NUM_LEVELS):
         left, right = tl.split(tl.reshape(x, [BLOCK >> (level + 1), 2]))
         x = left + right
@@ -226,7 +225,8 @@ def _store_sums(x, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
 
 @triton.jit
 def magnitude_program(x, sums, counts, threshold, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
-    """counts is [ceil(n / 2^NUM_LEVELS)] float32. A NaN counts as above the threshold."""
+    """Store sums and counts of magnitudes; counts is [ceil(n / 2^NUM_LEVELS)] float32. A NaN counts
+    as above the threshold."""
     i = _elements(BLOCK)
     magnitude = tl.abs(tl.load(x + i, mask=i < n, other=0.0))
     is_above = (i < n) & ((magnitude > threshold) | (magnitude != magnitude))

@@ -1,7 +1,7 @@
 """Choose the engine of a membership from the offers that all its members make in the rendezvous.
 
-Every member has the same answers and so makes the same choice, without another round. An engine
-needs more than being installed: shared memory needs one host, nccl a device for each member.
+Every member has the same answers and so makes the same choice, without another round. An installed
+engine may still be unsuitable: shared memory needs one host, nccl a device for each member.
 """
 
 import base64
@@ -42,8 +42,7 @@ PREFERENCE: Final = ("shm", "nccl", "gloo", "grpc")
 class EngineOffer:
     """One member's readiness for one engine.
 
-    place: shm: which host this is; nccl: which device; else nothing. address: as the engine
-    wants it.
+    place: the host for shm, the device for nccl, else empty. address: in the form of the engine.
     """
 
     place: str
@@ -51,14 +50,14 @@ class EngineOffer:
 
 
 Offer = Mapping[str, EngineOffer]
-"""What one member can take part in, by engine."""
+"""One member's offers by engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
     engine: str
     reason: str
-    """Why no better one; empty when it is the best that any member offers."""
+    """The reason against better ones; empty when it is the best that any member offers."""
 
 
 def encode(offer: Offer) -> bytes:
@@ -71,7 +70,7 @@ def encode(offer: Offer) -> bytes:
 
 
 def decode(words: bytes, rank: int) -> dict[str, EngineOffer]:
-    """Raises ExchangeError for anything that `encode` does not write."""
+    """Return the offer that `encode` wrote. Raises ExchangeError for other bytes."""
     try:
         return {
             name: EngineOffer(str(place), base64.b64decode(address, validate=True))
@@ -82,9 +81,9 @@ def decode(words: bytes, rank: int) -> dict[str, EngineOffer]:
 
 
 def choose(offers: Sequence[Offer]) -> EngineChoice:
-    """Returns the first engine of PREFERENCE that all can take; offers by rank.
+    """Return the first engine of PREFERENCE that all can use. offers: by rank.
 
-    Raises InvalidInputError where there is none: to meet again would change nothing.
+    Raises InvalidInputError where there is none, since another rendezvous would change nothing.
     """
     reasons: list[str] = []
     for name in PREFERENCE:
@@ -103,7 +102,7 @@ def choose(offers: Sequence[Offer]) -> EngineChoice:
 
 
 def _objection(name: str, offers: Sequence[Offer]) -> str | None:
-    """Returns why the members cannot take this engine together; None where they can."""
+    """Return the reason why the members cannot use this engine together; None where they can."""
     for rank, offer in enumerate(offers):
         if name not in offer:
             return f"member {rank} does not offer it"
@@ -119,22 +118,22 @@ def _objection(name: str, offers: Sequence[Offer]) -> str | None:
 # ---- Agreement on an engine ----
 #
 # Everything that needs an address is opened before the rendezvous; the answers decide, and the
-# engines that were not chosen are closed again. `MeshOffer` keeps what this process may offer: the
-# operator's wish, and whether sharing memory has turned out to be impossible here.
+# engines that were not chosen are closed again. `MeshOffer` determines the offers of this process:
+# the operator's setting, and past failures to share memory.
 
 AUTO: Final = "auto"
 MAX_SHARING_FAILURES: Final = 2
-"""In a row. A member that has just died cannot be told from one that is out of reach."""
+"""The number of consecutive failures, since a member that has just died looks like one that cannot
+be reached."""
 
 log = structlog.get_logger(__name__)
 
 
 class MeshOffer:
-    """The engines that one process offers to the parties it is a member of. Used by the torch
-    thread."""
+    """The engines that one process offers to its parties. Used by the torch thread."""
 
     def __init__(self, wish: str, device: torch.device) -> None:
-        """wish: AUTO, or the one engine that the operator wants."""
+        """Begin without failures. wish: AUTO, or the one engine that the operator has set."""
         if wish != AUTO:
             self._engines: tuple[str, ...] = (wish,)
         elif device.type == "cuda":
@@ -145,15 +144,15 @@ class MeshOffer:
         self._num_failures = 0
 
     def engines(self, among: Sequence[str]) -> tuple[str, ...]:
-        """Returns those of `among`, the engines that the caller can use, that are on offer."""
+        """Return the offered engines among those that the caller can use."""
         return tuple(name for name in self._engines if name in among)
 
     def sharing_works(self) -> None:
         self._num_failures = 0
 
     def sharing_fails(self, error: UnshareableError) -> None:
-        """Counts a failure; after some in a row the next best engine is offered instead, if there
-        is one."""
+        """Count a failure; after several consecutive ones the next best engine is offered instead,
+        if there is one."""
         self._num_failures += 1
         if self._num_failures >= MAX_SHARING_FAILURES and self._engines != ("shm",):
             log.warning("no shared memory between workers from now on", reason=str(error))
@@ -162,8 +161,7 @@ class MeshOffer:
 
 @dataclass(frozen=True, slots=True)
 class MemberAddress:
-    """A member's place in the mesh: its group, and the hub, host and device by which others reach
-    it."""
+    """A member's address in the mesh: its group, hub, host and device."""
 
     group: Group
     hub: PeerHub
@@ -172,7 +170,7 @@ class MemberAddress:
 
 
 class _Elsewhere(Exception):
-    """Another engine was chosen than the one that is being formed."""
+    """A different engine than the one being formed was chosen."""
 
     def __init__(self, engine: str, addresses: list[bytes]) -> None:
         self.engine, self.addresses = engine, addresses
@@ -182,14 +180,14 @@ class _Elsewhere(Exception):
 def form_agreed(
     place: MemberAddress, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
 ) -> Link | SharedGroup:
-    """Forms the link for tensors and blocks until all members are connected. Raises ExchangeError,
-    and what rendezvous raises."""
+    """Form the link for tensors, and block until all members are connected. Raises ExchangeError,
+    and the errors of rendezvous."""
     with ExitStack() as opened:
         forming = _Forming(place, engines, rendezvous, timeout_s, opened)
         if "gloo" not in engines:
             return forming.connect(*forming.agree())
         rank, size = place.group.rank, place.group.size
-        try:  # gloo says its address only from within
+        try:  # gloo reveals its address only inside this call
             return form_gloo(rank, size, place.host, forming.agree_on_gloo, timeout_s)
         except _Elsewhere as chosen:
             return forming.connect(chosen.engine, chosen.addresses)
@@ -198,7 +196,7 @@ def form_agreed(
 def form_messages(
     place: MemberAddress, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
 ) -> MessageLink:
-    """Forms the link for messages as `form_agreed` forms that for tensors; engines among "shm" and
+    """Form the link for messages as `form_agreed` forms that for tensors, with the engine "shm" or
     "grpc"."""
     with ExitStack() as opened:
         forming = _Forming(place, engines, rendezvous, timeout_s, opened)
@@ -244,7 +242,7 @@ class _Forming:
                 self._offer[name] = EngineOffer("", place.hub.address.encode())
 
     def agree(self) -> tuple[str, list[bytes]]:
-        """Returns the engine that the members have agreed on, and the addresses of all for it."""
+        """Return the engine that the members have agreed on, and the addresses of all for it."""
         answers = self._rendezvous(encode(self._offer))
         offers = [decode(answer, rank) for rank, answer in enumerate(answers)]
         choice: EngineChoice = choose(offers)
@@ -259,7 +257,7 @@ class _Forming:
         return choice.engine, [offer[choice.engine].address for offer in offers]
 
     def agree_on_gloo(self, address: bytes) -> list[bytes]:
-        """Returns the gloo addresses of all members; raises _Elsewhere when gloo was not chosen."""
+        """Return the gloo addresses of all members. Raises _Elsewhere when gloo was not chosen."""
         self._offer["gloo"] = EngineOffer("", address)
         engine, addresses = self.agree()
         if engine != "gloo":
@@ -286,5 +284,5 @@ class _Forming:
 
 
 def _device_identity(device: torch.device) -> str:
-    """Returns a name that two processes share only when they use the same device."""
+    """Return a name that is the same for two processes only if they use the same device."""
     return str(torch.cuda.get_device_properties(device).uuid)

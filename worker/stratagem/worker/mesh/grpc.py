@@ -1,4 +1,4 @@
-"""The gRPC engine: links that need no port of their own, and the only ones that TLS can protect.
+"""The gRPC engine: links that need no separate port, and the only ones that TLS can protect.
 
 This is the sending side: one stream to each other member, kept for the life of the link, with its
 messages in order. `peers.py` serves the incoming streams. Streams run on the event loop; a link is
@@ -32,14 +32,14 @@ from stratagem.worker.mesh.staging import HostCopy, to_host
 
 LEAVE_TIMEOUT_S: Final = 5.0
 WINDOW_BYTES: Final = 16 * 2**20
-"""A sender has at most so many bytes under way that the receiver has not answered."""
+"""The largest number of sent bytes that the receiver has not acknowledged."""
 
 
 def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: float) -> GrpcLink:
-    """Joins the group; blocks until this member has a stream to each other one.
+    """Join the group, and block until this member has a stream to each other one.
 
-    rendezvous gets the address of this process and answers with those of all, by rank; what it
-    raises is raised here. Not to be called on the event loop.
+    rendezvous gets the address of this process and returns those of all, by rank; its errors are
+    passed on. Must not be called on the event loop.
     """
     endpoint = hub.join(group)
     try:
@@ -53,7 +53,7 @@ def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: flo
 def connect_grpc(
     hub: PeerHub, endpoint: Endpoint, answers: Sequence[bytes], timeout_s: float
 ) -> GrpcLink:
-    """Returns the link of an endpoint that was joined before the rendezvous; answers by rank."""
+    """Return the link of an endpoint that was joined before the rendezvous. answers: by rank."""
     try:
         if len(answers) != endpoint.group.size:
             raise ExchangeError(
@@ -68,7 +68,7 @@ def connect_grpc(
 
 
 def leave_grpc(hub: PeerHub, endpoint: Endpoint) -> None:
-    """Takes no more streams for a link that is not formed after all."""
+    """Accept no more streams for a link that is not formed after all."""
     hub.end(endpoint, "the link was not formed", cut=True)
     hub.leave(endpoint)
 
@@ -76,7 +76,7 @@ def leave_grpc(hub: PeerHub, endpoint: Endpoint) -> None:
 async def _connected(
     hub: PeerHub, endpoint: Endpoint, addresses: list[str], timeout_s: float
 ) -> GrpcLink:
-    """Returns a link that has all its streams. Raises ExchangeError."""
+    """Return a link that has all its streams. Raises ExchangeError."""
     link = GrpcLink(hub, endpoint, addresses)
     try:
         async with asyncio.timeout(timeout_s):
@@ -109,7 +109,7 @@ class GrpcLink:
         self._task = hub.spawn(self._run())
 
     async def connected(self) -> None:
-        """Returns when each other member has answered; raises ExchangeError."""
+        """Return when each other member has answered. Raises ExchangeError."""
         await asyncio.gather(*(peer.connected for peer in self._out.values()))
 
     async def _run(self) -> None:
@@ -118,10 +118,9 @@ class GrpcLink:
                 tasks.create_task(self._hold(out))
 
     async def _hold(self, out: _Outbound) -> None:
-        """Holds the stream to one member; cuts the link some time after it has ended if receives
-        are still open. Without this member nothing whole can be exchanged any more. What the others
-        still send may come to its end; a receive that does not may wait for a member that waits for
-        that one."""
+        """Keep the stream to one member; some time after its end, cut the link if receives are
+        still open. Without this member no exchange can complete. Messages of the others may still
+        arrive; a receive that stays open may wait for one that waits for the lost member."""
         await out.run()
         box = self._endpoint.box
         await asyncio.sleep(LEAVE_GRACE_S + box.num_open_bytes / LEAVE_BYTES_PER_S)
@@ -136,8 +135,8 @@ class GrpcLink:
         return work
 
     def _copy_of(self, tensor: Tensor) -> HostCopy:
-        """Returns the tensor on the host. One copy serves all peers that a tensor goes to in a row:
-        while one send of it is under way it must not be changed."""
+        """Return the tensor on the host. One copy serves consecutive sends of a tensor to several
+        peers, since it must not be changed during one of them."""
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.tensor is tensor and not latest.is_done:
             return latest.copy
@@ -147,12 +146,12 @@ class GrpcLink:
         return self._endpoint.box.post(Route(peer, 0, tag), tensor)
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Opens a step: from now on takes these messages, (source, tag), of it, each once, and no
+        """Open a step: from now on accept these messages, (source, tag), of it, each once, and no
         older step's. For messages whose size the receiver does not know."""
         self._endpoint.box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
-        """Returns the bytes of one message, which are the caller's. Raises ExchangeError."""
+        """Return the bytes of one message, which are the caller's. Raises ExchangeError."""
         return self._endpoint.box.take(Route(peer, step, tag), timeout_s)
 
     def cut(self) -> None:
@@ -171,25 +170,25 @@ class GrpcLink:
 
 
 class GrpcTransfer:
-    """One send under way. `is_done` is guarded by the mailbox's condition."""
+    """A send in progress. `is_done` is guarded by the mailbox's condition."""
 
     __slots__ = ("__weakref__", "_out", "copy", "is_done", "size_bytes", "step", "tag", "tensor")
 
     def __init__(self, out: _Outbound, tag: int, tensor: Tensor, step: int, copy: HostCopy) -> None:
-        """copy: of the tensor."""
+        """Begin. copy: the tensor on the host."""
         self._out, self.tag, self.step = out, tag, step
         self.tensor, self.copy = tensor, copy
         self.size_bytes = tensor.nbytes
         self.is_done = False
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when the tensor may be changed. Raises ExchangeError."""
+        """Return when the tensor may be changed. Raises ExchangeError."""
         self._out.wait(self, timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The address of another member, and the proof of identity that it is shown."""
+    """The address of another member, and the proof of identity for it."""
 
     address: str
     proof: Proof
@@ -199,14 +198,14 @@ class Door:
 
 
 class _Outbound:
-    """The stream to one other member. Lives on the event loop, but for `wait`."""
+    """The stream to one other member. Used on the event loop, except `wait`."""
 
     def __init__(self, group: Group, peer: int, door: Door, box: Mailbox) -> None:
         self._group, self._peer, self._door, self._box = group, peer, door, box
         self.queue: asyncio.Queue[GrpcTransfer | None] = asyncio.Queue()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unanswered: deque[int] = deque()
-        """Sizes of the messages that the receiver has not answered."""
+        """The sizes of the messages that the receiver has not acknowledged."""
         self._num_answered = 0
         self._room = asyncio.Event()
         self._end = ""  # guarded by the box's condition
@@ -221,7 +220,7 @@ class _Outbound:
                 raise ExchangeError(f"send to member {self._peer}: {reason}")
 
     async def run(self) -> None:
-        """Holds the stream until the link ends or the peer is gone; never raises for those."""
+        """Keep the stream until the link ends or the peer is gone; neither raises."""
         reason = f"member {self._peer} has ended the stream"
         try:
             async with self._door.open() as channel:
@@ -241,7 +240,7 @@ class _Outbound:
         writes = asyncio.create_task(self._write_messages(call))
         try:
             await asyncio.wait((answers, writes), return_when=asyncio.FIRST_COMPLETED)
-            if writes.done() and not writes.exception():  # all is sent: let it arrive
+            if writes.done() and not writes.exception():  # all is sent: wait for its arrival
                 await asyncio.wait((answers,), timeout=LEAVE_TIMEOUT_S)
         finally:
             answers.cancel()
@@ -298,10 +297,10 @@ class _Outbound:
         self._box.lose(self._peer, reason)
         if not self.connected.done():
             self.connected.set_exception(ExchangeError(f"member {self._peer}: {reason}"))
-            self.connected.exception()  # the first of them is enough for those that wait
+            self.connected.exception()  # one of them is enough for the waiting tasks
 
 
 def _manifest(tensor: Tensor | None) -> tensor_pb2.Manifest:
-    """Returns the manifest of one flat tensor; of none in the header that only names the sender."""
+    """Return the manifest of one flat tensor; empty for the header that names the sender."""
     named = [] if tensor is None else [("data", dtype_of(tensor), (tensor.numel(),))]
     return to_proto(build_manifest(named, Purpose.MESH))

@@ -1,9 +1,9 @@
-"""Mailboxes, in which messages of fellow members arrive: one per membership of a party.
+"""Mailboxes, one per membership of a party, in which messages of the other members arrive.
 
-Owns what has arrived early, what is waited for, and which members are gone. Messages of gRPC come
-in on the event loop, receives are posted and waited for in other threads; one condition guards all.
-A message whose receive is posted goes straight into its tensor; an early one is kept, up to a
-limit. Must not know gRPC.
+A mailbox keeps the early messages, the posted receives, and the members that are gone. Messages of
+gRPC come in on the event loop, receives are posted and awaited in other threads; one condition
+guards all. A message whose receive is posted goes straight into its tensor; early ones are kept, up
+to a limit. The module must not import gRPC.
 """
 
 import threading
@@ -26,7 +26,7 @@ MAX_EARLY_BYTES: Final = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Names one message inside a mailbox."""
+    """The name of a message inside a mailbox."""
 
     source: int
     step: int
@@ -37,14 +37,14 @@ class Route:
 
 
 class Receive:
-    """One posted receive. `is_done` is guarded by the mailbox."""
+    """A posted receive. `is_done` is guarded by the mailbox."""
 
     __slots__ = ("_box", "_stage", "_tensor", "dtype", "is_done", "route", "size_bytes", "view")
 
     def __init__(self, box: "Mailbox", route: Route, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
         self._box, self.route, self._tensor = box, route, tensor
-        # A tensor of another device is filled from here at the end of the wait.
+        # A tensor of another device is filled from this buffer at the end of the wait.
         self._stage = (
             tensor if tensor.is_cpu else host_room(tensor.shape, tensor.dtype, tensor.device)
         )
@@ -54,14 +54,14 @@ class Receive:
         self.is_done = False
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when the tensor is filled. Raises ExchangeError."""
+        """Wait until the tensor is filled. Raises ExchangeError."""
         self._box.wait(self, timeout_s)
         if self._stage is not self._tensor:
             self._tensor.copy_(self._stage)
 
 
 class _Message:
-    """One message that arrives, or has arrived early."""
+    """A message that is arriving, or has arrived early."""
 
     __slots__ = ("buffer", "is_complete", "receive", "size_bytes", "spec")
 
@@ -73,7 +73,7 @@ class _Message:
 
 
 class Mailbox:
-    """Receives everything that the other members send to this one under one membership."""
+    """The receiver of all messages of the other members to this one under one membership."""
 
     def __init__(self, max_early_bytes: int = MAX_EARLY_BYTES) -> None:
         self.changed: Final = threading.Condition()
@@ -81,23 +81,23 @@ class Mailbox:
         # All below is guarded by `changed`.
         self._posted: dict[Route, Receive] = {}
         self._messages: dict[Route, _Message] = {}
-        """Under way, or early and complete; gone once they are in their tensor."""
+        """The messages that are arriving, or early and complete, but not in their tensor yet."""
         self._early_bytes = 0
         self._early: set[Route] = set()
-        """Those messages that count as early."""
+        """The routes of the messages that count as early."""
         self._first_step = 0
         self._awaited: set[Route] | None = None
-        """What is still to come of the first step; None while steps are not opened."""
+        """The missing messages of the first step; None while no step is open."""
         self._present: dict[int, int] = {}
-        """Open streams by source."""
+        """The number of open streams by source."""
         self._gone: dict[int, str] = {}
-        """Sources from which nothing more will come, and why."""
+        """The sources from which nothing more will come, with the reasons."""
         self._end = ""
 
     # ---- Receiving side, from any thread ----
 
     def post(self, route: Route, tensor: Tensor) -> Receive:
-        """Posts a receive: the tensor that a message goes to, which may be here already."""
+        """Post a receive of a message, which may have arrived already, into a tensor."""
         receive = Receive(self, route, tensor)
         with self.changed:
             self._refuse_when_over(route.source, route in self._messages)
@@ -116,16 +116,16 @@ class Mailbox:
         return receive
 
     def wait(self, receive: Receive, timeout_s: float) -> None:
-        """Blocks until the receive is done. Raises ExchangeError when it cannot be done any more,
-        or is not in time."""
+        """Block until the receive is done. Raises ExchangeError when it has become impossible, or
+        is late."""
         with self.changed:
             self._await(receive.route, lambda: receive.is_done, timeout_s)
 
     def open_step(self, step: int, awaited: Iterable[Route]) -> None:
-        """Opens a step: from now on takes these messages of it, each once, and none of an older
+        """Open a step: from now on accept these messages of it, each once, and none of an older
         one.
 
-        They are taken with `take`, can have any size, and do not count as early.
+        They are received with `take`, can have any size, and do not count as early.
         """
         with self.changed:
             self._first_step, self._awaited = step, set(awaited)
@@ -136,20 +136,19 @@ class Mailbox:
                 self._unreserve(route)
 
     def take(self, route: Route, timeout_s: float) -> memoryview:
-        """Blocks until a message of unknown size is here whole; its bytes are the caller's."""
+        """Block until a message of unknown size is complete; its bytes are the caller's."""
         with self.changed:
             self._await(route, lambda: self._is_here(route), timeout_s)
             self._unreserve(route)
             return self._messages.pop(route).buffer
 
     def has(self, route: Route) -> bool:
-        """Returns whether `take` would not have to wait: the message is here whole, or cannot
-        come."""
+        """Return whether `take` would not wait: the message is complete, or cannot come."""
         with self.changed:
             return self._is_here(route) or bool(self._reason(route))
 
     def end(self, reason: str) -> None:
-        """Makes all waits fail, now and later; nothing is written into a tensor afterwards."""
+        """Make all waits fail, now and later; nothing is written into a tensor afterwards."""
         with self.changed:
             self._end = self._end or reason
             self._posted.clear()
@@ -158,12 +157,12 @@ class Mailbox:
 
     @property
     def reason(self) -> str:
-        """The reason why it has ended; "" while it has not."""
+        """Return the reason of the end; "" before it."""
         return self._end
 
     @property
     def num_open_bytes(self) -> int:
-        """The number of bytes that are waited for and not here yet."""
+        """Return the number of missing bytes of open receives."""
         with self.changed:
             begun = [m.receive for m in self._messages.values() if m.receive is not None]
             return sum(receive.size_bytes for receive in (*self._posted.values(), *begun))
@@ -171,26 +170,25 @@ class Mailbox:
     # ---- Streams, on the event loop ----
 
     def enter(self, source: int) -> None:
-        """Counts a stream of this member as open."""
+        """Count a stream of this member as open."""
         with self.changed:
             self._present[source] = self._present.get(source, 0) + 1
 
     def leave(self, source: int, reason: str) -> None:
-        """Counts a stream of this member as ended."""
+        """Count a stream of this member as ended."""
         with self.changed:
             self._present[source] -= 1
         self.lose(source, reason)
 
     def lose(self, source: int, reason: str) -> None:
-        """Declares that nothing more comes from this member, unless a stream of its own is still
-        open."""
+        """Declare that nothing more comes from this member, unless it has an open stream."""
         with self.changed:
             if not self._present.get(source):
                 self._gone.setdefault(source, reason)
                 self.changed.notify_all()
 
     def begin(self, route: Route, spec: TensorSpec) -> tuple[ChunkWriter, Callable[[], None]]:
-        """Starts a message: returns where its chunks go, and what to call after the last one."""
+        """Start a message: return the writer of its chunks, and a function to call at the end."""
         with self.changed:
             message = self._admit(route, spec)
 
@@ -207,7 +205,7 @@ class Mailbox:
         return ChunkWriter(spec.size_bytes, write, purpose=Purpose.MESH), complete
 
     def put(self, route: Route, data: memoryview) -> None:
-        """Takes a message of bytes that is here whole; they are copied."""
+        """Store a complete message of bytes, which are copied."""
         spec = TensorSpec("data", "uint8", (len(data),), 0, len(data))
         with self.changed:
             message = self._admit(route, spec)
@@ -215,7 +213,7 @@ class Mailbox:
             self._complete(route, message)
 
     def abandon(self, route: Route) -> None:
-        """Removes all trace of a message whose stream has broken."""
+        """Remove a message whose stream has broken."""
         with self.changed:
             message = self._messages.get(route)
             if message is None or message.is_complete:
@@ -230,8 +228,8 @@ class Mailbox:
     # ---- Internal; the caller holds `changed` ----
 
     def _await(self, route: Route, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Blocks until is_done(). Raises ExchangeError when nothing of the route can come any more,
-        or nothing has in time."""
+        """Block until is_done(). Raises ExchangeError when nothing of the route can come any more,
+        or it is late."""
         self.changed.wait_for(lambda: is_done() or self._reason(route), timeout_s)
         if not is_done():
             reason = self._reason(route) or f"nothing within {timeout_s:g} s"
@@ -247,7 +245,7 @@ class Mailbox:
         self.changed.notify_all()
 
     def _admit(self, route: Route, spec: TensorSpec) -> _Message:
-        """Makes room for a message that may come; refuses any other."""
+        """Make room for an acceptable message; refuse any other."""
         if self._end:
             raise UnavailableError(f"the receiver has left the party: {self._end}")
         if route in self._messages:
@@ -264,7 +262,7 @@ class Mailbox:
         return message
 
     def _is_awaited(self, route: Route) -> bool:
-        """Returns True for a message of the open step; refuses what is stale or comes twice."""
+        """Return whether a message belongs to the open step; refuse a stale or repeated one."""
         if self._awaited is None or route.step > self._first_step:
             return False
         if route.step < self._first_step:
@@ -290,7 +288,7 @@ class Mailbox:
             self._early_bytes -= self._messages[route].size_bytes
 
     def _deliver(self, route: Route, message: _Message) -> None:
-        """Hands a message over when it is complete and waited for."""
+        """Deliver a message when it is complete and its receive is posted."""
         receive = message.receive
         if receive is None or not message.is_complete or self._end:
             return
@@ -320,5 +318,5 @@ def _mismatch(receive: Receive, spec: TensorSpec) -> str:
 
 
 def _room(size_bytes: int) -> memoryview:
-    """Returns memory that is taken as it is written: an announced message may never come."""
+    """Return memory that is allocated as it is written: an announced message may never come."""
     return np.empty(size_bytes, np.uint8).data

@@ -1,12 +1,11 @@
-"""PeerService: serves the incoming streams of other members.
+"""Serve PeerService: the incoming streams of other members.
 
-Owns which groups this process belongs to, and routes messages by (run, party, membership, source,
-step, tag) into the mailbox of the group. The sending side is `mesh/grpc.py`. Streams are
-served on the event loop; groups are joined and left from any thread. Must not know
-what a message means.
+The module keeps the groups of this process, and routes messages by (run, party, membership, source,
+step, tag) into the mailbox of the group. The sending side is `mesh/grpc.py`. Streams are served on
+the event loop; groups are joined and left from any thread.
 
-A stream begins with a header without tensors: it names the sender before there is anything to send,
-so that the end of the stream says which member has left.
+A stream begins with a header without tensors, which names the sender before there is anything to
+send, so that the end of the stream tells which member has left.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ _LIMITS: Final = Limits(max_tensors=1, max_total_bytes=2**31, max_tensor_bytes=2
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The members of a party under one membership, and which of them this is."""
+    """The members of a party under one membership, and this member's rank."""
 
     run_id: str
     party: str
@@ -49,22 +48,22 @@ class Group:
     rank: int
     size: int
     worker_ids: tuple[str, ...] = ()
-    """By rank, the workers whose messages count, from the coordinator; none: no certificates."""
+    """The accepted workers by rank, from the coordinator; empty without certificates."""
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Members of one party may live in one process."""
+        """Return a key with the rank, as several members of a party may be in one process."""
         return (self.run_id, self.party, self.rank)
 
     def check_sender(self, source: int, caller: Caller) -> None:
-        """Refuses a worker that is not the member it says that it is."""
+        """Refuse a worker that is not the member that it claims to be."""
         if not caller.is_one_of(self.worker_ids[source : source + 1]):
             where = f"{self.run_id}/{self.party}".rstrip("/")
             raise PermissionDeniedError(f"{caller.name} is not member {source} of {where}")
 
 
 class Endpoint:
-    """A member as its fellows see it. `streams` and `was_cut` live on the event loop."""
+    """A member as the others see it. `streams` and `was_cut` are used on the event loop."""
 
     def __init__(self, group: Group, max_early_bytes: int) -> None:
         self.group = group
@@ -84,19 +83,19 @@ class PeerHub:
         self, address: str, proof: Proof = PLAINTEXT, *, max_early_bytes: int = MAX_EARLY_BYTES
     ) -> None:
         self.address = address
-        """host:port at which the other members reach this process."""
+        """The host:port at which the other members reach this process."""
         self.proof = proof
-        """What this process shows to them."""
+        """The proof of identity for them."""
         self.loop = asyncio.get_running_loop()
         self._max_early_bytes = max_early_bytes
         self._lock = threading.Lock()
         self._endpoints: dict[tuple[str, str, int], Endpoint] = {}
         self._memberships: OrderedDict[tuple[str, str, int], int] = OrderedDict()
-        """The highest one joined; the oldest entries are forgotten."""
+        """The highest membership joined; the oldest entries are dropped."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def join(self, group: Group) -> Endpoint:
-        """Takes messages for this group from now on, and for no older one of the same member."""
+        """Accept messages for this group from now on, and for no older one of the same member."""
         with self._lock:
             newest = self._memberships.get(group.key, 0)
             if group.membership < newest:
@@ -113,14 +112,13 @@ class PeerHub:
         return endpoint
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Takes no further streams for this endpoint."""
+        """Accept no further streams for this endpoint."""
         with self._lock:
             if self._endpoints.get(endpoint.group.key) is endpoint:
                 del self._endpoints[endpoint.group.key]
 
     def find(self, header: peer_pb2.PeerHeader) -> Endpoint:
-        """Returns the endpoint that a header is for; refuses senders that are not of its
-        membership."""
+        """Return the endpoint of a header; refuse senders that are not of its membership."""
         key = (header.run_id, header.party, header.destination)
         with self._lock:
             newest = self._memberships.get(key, 0)
@@ -136,7 +134,7 @@ class PeerHub:
         return endpoint
 
     def end(self, endpoint: Endpoint, reason: str, *, cut: bool) -> None:
-        """Ends the mailbox at once and the streams into it soon."""
+        """End the mailbox at once and the streams into it soon."""
         endpoint.box.end(reason)
 
         def end_streams() -> None:
@@ -146,19 +144,19 @@ class PeerHub:
         self.call(end_streams)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Runs a function on the event loop; nothing happens when that is gone."""
+        """Run a function on the event loop, unless that has ended."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a task that this hub owns; on the event loop."""
+        """Start a task that this hub owns; on the event loop."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def stop(self) -> None:
-        """Cuts everything and waits for the streams to end."""
+        """Cut everything and wait for the streams to end."""
         with self._lock:
             endpoints = list(self._endpoints.values())
         for endpoint in endpoints:
@@ -169,7 +167,7 @@ class PeerHub:
 
 
 def _own_rank(servicer: Any, request: peer_pb2.SendRequest, caller: Caller) -> None:
-    """The first header says which member sends, and those that follow must say the same."""
+    """Check that the first header names a member of the caller's, and the later ones the same."""
     if not caller.is_known or request.WhichOneof("message") != "header":
         return
     hello = request.header
@@ -180,7 +178,7 @@ def _own_rank(servicer: Any, request: peer_pb2.SendRequest, caller: Caller) -> N
     peer_pb2.DESCRIPTOR.services_by_name["PeerService"], {Names.OWN_RANK: _own_rank}
 )
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
-    """Takes the streams of other members and puts their messages into the mailboxes."""
+    """The service that receives the streams of other members into the mailboxes."""
 
     def __init__(self, hub: PeerHub, hello_timeout_s: float = HELLO_TIMEOUT_S) -> None:
         self.hub, self._hello_timeout_s = hub, hello_timeout_s
@@ -222,13 +220,12 @@ class _Inbound:
         self._guard: asyncio.Timeout | None = None
 
     def interrupt(self) -> None:
-        """Lets the wait for the next request end now."""
+        """Let the wait for the next request end now."""
         if self._guard is not None and not self._guard.expired():
             self._guard.reschedule(asyncio.get_running_loop().time())
 
     async def take(self, header: peer_pb2.PeerHeader) -> int:
-        """Receives the message of a header into the mailbox; returns how many messages that
-        were."""
+        """Receive the message of a header into the mailbox; return the number of messages."""
         self._check(header)
         manifest = from_proto(header.manifest, _LIMITS)
         if not manifest.tensors:
@@ -243,11 +240,11 @@ class _Inbound:
                 writer.write(request.chunk)
             complete()
         finally:
-            self._endpoint.box.abandon(route)  # unless it is here
+            self._endpoint.box.abandon(route)  # unless it is complete
         return 1
 
     async def next_header(self) -> peer_pb2.PeerHeader | None:
-        """Returns the header of the next message; None when there is none."""
+        """Return the header of the next message; None when there is none."""
         request = await self._next()
         if request is None:
             return None
@@ -263,7 +260,7 @@ class _Inbound:
             raise InvalidInputError.at("header.fence.membership", "changed inside a stream")
 
     async def _next(self) -> peer_pb2.SendRequest | None:
-        """Returns the next request; None at the end, or when this member closed its link."""
+        """Return the next request; None at the end, or when this member closed its link."""
         box = self._endpoint.box
         try:
             async with asyncio.timeout(0 if box.reason else None) as self._guard:

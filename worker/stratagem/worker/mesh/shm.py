@@ -1,9 +1,9 @@
-"""The shared-memory engine lets members on one host hand each other memory.
+"""The shared-memory engine, by which members on one host share memory.
 
 Each member allocates an anonymous segment (memfd) and passes it to the others over connected Unix
 sockets; all members map all segments. A segment has no name, so there is nothing to clean up,
 whenever and however a process ends, and no mount limits its size. The sockets also carry the
-barriers, as counted bytes: a peer that dies is seen at once. The engine knows nothing of gradients.
+barriers, as counted bytes, so a dead peer is noticed at once.
 """
 
 import fcntl
@@ -32,11 +32,11 @@ _NO_SEGMENT: Final = b"N"
 
 
 class UnshareableError(ExchangeError):
-    """Members that were thought to be on one host cannot share memory; trying again is no use."""
+    """Members that seemed to be on one host cannot share memory; a retry does not help."""
 
 
 def allocate(size_bytes: int) -> int:
-    """Allocates a segment with its pages: to run out of memory later would kill the process."""
+    """Allocate a segment with its pages, since a lack of memory later would kill the process."""
     fd = os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, max(1, size_bytes))
@@ -48,7 +48,7 @@ def allocate(size_bytes: int) -> int:
 
 
 def map_segment(fd: int, size_bytes: int, owner: int) -> Tensor:
-    """Maps the segment as bytes. Its seals keep others from truncating it while it is in use."""
+    """Map the segment as bytes. Its seals prevent others from truncating it while it is in use."""
     size_found = os.fstat(fd).st_size
     if size_found != max(1, size_bytes):
         raise ExchangeError(
@@ -63,7 +63,7 @@ def map_segment(fd: int, size_bytes: int, owner: int) -> Tensor:
 def send_segment(sock: socket.socket, fds: list[int]) -> None:
     try:
         socket.send_fds(sock, [_SEGMENT if fds else _NO_SEGMENT], fds)
-    except OSError:  # the peer is gone, which receiving from it will say
+    except OSError:  # the peer is gone, which the next receive will report
         return
 
 
@@ -89,9 +89,8 @@ def take_segment(sock: socket.socket, size_bytes: int, peer: int, deadline_s: fl
 
 # ---- Members on one host ----
 #
-# Members recognise that they share a host and connect by Unix sockets. They meet in the abstract
-# namespace, that is, inside one network namespace; a secret from the rendezvous keeps strangers
-# out.
+# Members recognise that they share a host and connect by Unix sockets. They connect in the abstract
+# namespace, that is, inside one network namespace; a secret from the rendezvous excludes others.
 
 _SECRET_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f">{_SECRET_BYTES}sI")  # the listener's secret, the caller's rank
@@ -99,8 +98,7 @@ _MAX_CALLERS: Final = 128
 
 
 class SharedListener:
-    """The socket by which the other members of this host reach this one. Made before the
-    rendezvous."""
+    """The socket by which other members of this host reach this one, before the rendezvous."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_bytes(_SECRET_BYTES)
@@ -118,10 +116,10 @@ class SharedListener:
 
 
 def host_identity() -> str | None:
-    """Returns a name that is equal for processes that can reach each other's listeners; None where
-    there is no way.
+    """Return a name that is the same for processes that can reach each other's listeners; None
+    where that is impossible.
 
-    The boot id alone is not enough: containers have it in common and share nothing else.
+    The boot id alone is not enough: separate containers have it in common.
     """
     if not hasattr(os, "memfd_create"):
         return None
@@ -137,11 +135,10 @@ def host_identity() -> str | None:
 def connect(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Returns a socket to each other member, by rank; addresses by rank, as their listeners gave
-    them.
+    """Return a socket to each other member, by rank. addresses: those of the listeners, by rank.
 
-    Closes the listener. Raises UnshareableError when a member cannot be reached at all, which is
-    also what a member looks like that has just died; ExchangeError when one does not come.
+    Closes the listener. Raises UnshareableError when a member cannot be reached at all, as when it
+    has just died. Raises ExchangeError when one does not connect.
     """
     deadline_s = time.monotonic() + timeout_s
     sockets: dict[int, socket.socket] = {}
@@ -172,7 +169,7 @@ def connect(
 
 
 def shut_down(sock: socket.socket) -> None:
-    """Ends the connection in both directions; its owner still has to close it."""
+    """End the connection in both directions; its owner still has to close it."""
     with suppress(OSError):  # the peer was faster
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -194,8 +191,8 @@ def _call(address: bytes, rank: int, peer: int, deadline_s: float) -> socket.soc
 
 
 class _Door:
-    """A listener, and the callers that have not sent a word yet: a member of a busy host may stand
-    still there without holding others up. Strangers are turned away."""
+    """A listener, and the callers that have not sent the secret yet: a slow member on a busy host
+    does not hold up others. Strangers are refused."""
 
     def __init__(self, listener: SharedListener) -> None:
         self._listener = listener
@@ -204,12 +201,11 @@ class _Door:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """The sockets of which any input is a reason to `admit`."""
+        """Return the sockets whose input is a reason to call `admit`."""
         return [self._listener.socket, *self._callers]
 
     def admit(self) -> list[tuple[int, socket.socket]]:
-        """Returns the callers that have sent the secret by now, each with the rank it gives. Does
-        not wait."""
+        """Return the callers that have sent the secret by now, with their ranks. Does not wait."""
         with suppress(BlockingIOError):
             caller, _ = self._listener.socket.accept()
             caller.setblocking(False)
@@ -244,7 +240,7 @@ def _await_input(
     missing: int,
     deadline_s: float,
 ) -> None:
-    """Waits until one of the callers has input. Raises ExchangeError when none comes in time or a
+    """Wait until one of the callers has input. Raises ExchangeError when none comes in time or a
     connected member leaves meanwhile."""
     poll = select.poll()
     for sock in callers:
@@ -285,7 +281,7 @@ def _receive(sock: socket.socket, num_bytes: int, peer: int, deadline_s: float) 
 def form_shared(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> "SharedGroup":
-    """Connects all members, as `connect` does."""
+    """Form the group of all members, with the errors of `connect`."""
     return SharedGroup(rank, size, connect(listener, rank, size, addresses, timeout_s))
 
 
@@ -299,7 +295,7 @@ class SharedGroup:
         self._sockets = dict(sockets)
         self._heard = dict.fromkeys(self._sockets, 0)
         self._owed = dict.fromkeys(self._sockets, 0)
-        """Tokens that did not fit into the socket yet."""
+        """The number of tokens that did not fit into each socket yet."""
         self._ended: set[int] = set()
         self._lock = threading.Lock()
         self.is_cut = False  # guarded by _lock, as is the closing of sockets
@@ -307,11 +303,11 @@ class SharedGroup:
             sock.setblocking(False)
 
     def share(self, sizes_bytes: Sequence[int], timeout_s: float) -> list[Tensor]:
-        """Returns every member's segment as bytes, by rank; all members call it once, before any
+        """Return every member's segment as bytes, by rank; all members call this once, before any
         token.
 
-        sizes_bytes by rank, the same on all members. A segment lives until the last tensor over
-        it is gone. Raises UnshareableError when a member could not allocate its own.
+        sizes_bytes by rank, the same on all members. A segment lives as long as any tensor over it.
+        Raises UnshareableError when a member could not allocate its segment.
         """
         deadline_s = time.monotonic() + timeout_s
         refusal = ""
@@ -335,23 +331,21 @@ class SharedGroup:
         return [segments[rank] for rank in range(self.size)]
 
     def send_token(self) -> None:
-        """Sends one token to each other member. Never blocks and never fails: an ended peer is
-        noticed by `hear`."""
+        """Send a token to each other member. Never blocks or fails: `hear` notices a lost peer."""
         for peer in self._owed:
             self._owed[peer] += 1
         self._flush()
 
     def has_heard(self, count: int) -> bool:
-        """Returns whether each other member has sent that many tokens since the group was
-        formed."""
+        """Return whether each other member has sent this many tokens since the group was formed."""
         if any(heard < count for heard in self._heard.values()):
             self._drain()
         return all(heard >= count for heard in self._heard.values())
 
     def hear(self, count: int, last: int, timeout_s: float) -> None:
-        """Blocks until `has_heard(count)`. Raises ExchangeError, which names a member that is
-        missing: silent, or gone before it has sent `last` tokens. A member that left after them
-        left nothing undone; one that left before is missed by all, so none waits for the others."""
+        """Block until `has_heard(count)`. Raises ExchangeError, which names a missing member:
+        silent, or gone before it has sent `last` tokens. A member that left after them has
+        completed its work; one that left before is missed by all, so none waits for the others."""
         deadline_s = time.monotonic() + timeout_s
         while not self.has_heard(count):
             late = sorted(peer for peer, heard in self._heard.items() if heard < count)
@@ -366,7 +360,7 @@ class SharedGroup:
             self._wait(left_s)
 
     def cut(self) -> None:
-        """Makes every wait fail soon, here and at the peers. From any thread, at any time."""
+        """Make every wait fail soon, here and at the peers; from any thread, at any time."""
         with self._lock:
             self.is_cut = True
             for sock in self._sockets.values():

@@ -1,10 +1,10 @@
 """Messages between members of one host, through memory that both ends have mapped.
 
 The sender owns slots: anonymous segments, made when none is free and passed over a Unix socket. It
-copies a message into one and announces it there; the receiver copies it out when it looks next and
-gives the slot back. No sender waits for a computing receiver: what finds no slot stays here until
-the sender comes by again. Both look only while they send or wait, so there is no thread, and no
-core is taken from those that compute. Knows nothing of what it carries.
+copies a message into one and announces it; the receiver copies it out at its next look and returns
+the slot. No sender waits for a computing receiver: a message without a slot stays here until the
+sender's next call. Both look only while they send or wait, so there is no thread that takes a core
+from computing.
 """
 
 import os
@@ -28,7 +28,7 @@ from stratagem.worker.mesh.mailbox import MAX_EARLY_BYTES, Mailbox, Route
 from stratagem.worker.mesh.shm import UnshareableError, allocate, map_segment, shut_down
 
 MAX_SLOT_BYTES: Final = 256 * 2**20
-"""All slots of one direction between two members together; one message may always pass alone."""
+"""The limit on all slots of one direction between two members; a single message may always pass."""
 _PAGE_BYTES: Final = 4096
 _MAX_FDS: Final = 64
 _READ_BYTES: Final = 4096
@@ -36,7 +36,7 @@ _READ_BYTES: Final = 4096
 
 class _Kind(IntEnum):
     SLOT = 1
-    """A new slot; its descriptor comes with the bytes of the notice, or before them."""
+    """A new slot, whose descriptor comes with the bytes of the notice, or before them."""
     MESSAGE = 2
     FREE = 3
     """The receiver has copied the message out."""
@@ -55,7 +55,7 @@ class _Slot:
 
 
 class SlotLink:
-    """A message link over shared memory: a socket to, and slots for, each other member. Used by one
+    """A message link over shared memory, with a socket and slots for each other member. Used by one
     thread; only `cut` by others."""
 
     name = "shm"
@@ -77,29 +77,29 @@ class SlotLink:
         self._is_closed = False  # guarded by _lock, as is the closing of sockets
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> "ShmTransfer":
-        """Starts sending. tensor: bytes, not to be changed before the end of the wait. Returns at
-        once.
+        """Start sending, and return at once. tensor: bytes, not to be changed before the end of the
+        wait.
 
-        Raises UnshareableError where there is no memory for it; nothing of it is sent then.
+        Raises UnshareableError, before anything is sent, where there is no memory for it.
         """
         work = ShmTransfer(self, peer, Route(self.rank, step, tag), bytes_of(tensor))
         self._ways[peer].send(work)
         return work
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Opens a step: from now on takes these messages, (source, tag), of it, each once, and no
+        """Open a step: from now on accept these messages, (source, tag), of it, each once, and no
         older step's."""
         self._box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
-        """Returns the bytes of one message, which are the caller's. Raises ExchangeError."""
+        """Return the bytes of one message, which are the caller's. Raises ExchangeError."""
         route = Route(peer, step, tag)
         if not self.wait_until(lambda: self._box.has(route), timeout_s):
             raise ExchangeError(f"receive of {route}: nothing within {timeout_s:g} s")
         return self._box.take(route, 0.0)
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Moves what can be moved until is_done(); returns False when the time was over first."""
+        """Transfer data until is_done(); return False at the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             for way in self._ways.values():
@@ -115,15 +115,15 @@ class SlotLink:
             poll.poll(max(1.0, 1000 * left_s))
 
     def reason(self, peer: int) -> str:
-        """Returns why nothing more goes to a member; empty while something may."""
+        """Return the reason why nothing can be sent to a member; empty while that is possible."""
         return self._box.reason or self._ways[peer].end
 
     def is_announced(self, work: "ShmTransfer") -> bool:
-        """Returns whether the peer has been notified of the message."""
+        """Return whether the peer has been notified of the message."""
         return work.is_done and self._ways[work.peer].is_flushed
 
     def cut(self) -> None:
-        """Makes every wait fail soon, here and at the peers. From any thread, at any time."""
+        """Make every wait fail soon, here and at the peers; from any thread, at any time."""
         self._box.end("the link was cut")
         with self._lock:
             if not self._is_closed:
@@ -139,17 +139,17 @@ class SlotLink:
 
 
 class ShmTransfer:
-    """One send under way."""
+    """A send in progress."""
 
     __slots__ = ("_link", "data", "is_done", "peer", "route")
 
     def __init__(self, link: SlotLink, peer: int, route: Route, data: memoryview) -> None:
         self._link, self.peer, self.route, self.data = link, peer, route, data
         self.is_done = False
-        """Its bytes are in a slot."""
+        """True once its bytes are in a slot."""
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when the peer can take it. Raises ExchangeError."""
+        """Wait until the peer can receive it. Raises ExchangeError."""
         link = self._link
         if link.is_announced(self):
             return
@@ -170,18 +170,18 @@ class _Way:
         self.sock = sock
         sock.setblocking(False)
         self.end = ""
-        """Why it has ended."""
+        """The reason of its end."""
         self._waiting: deque[ShmTransfer] = deque()
-        """Without a slot."""
+        """The sends without a slot."""
         self._slots: list[_Slot] = []
-        """Own ones, which the peer reads."""
+        """This member's slots, which the peer reads."""
         self._num_made = 0
         self._rooms: dict[int, memoryview] = {}
-        """The peer's slots, by their numbers."""
+        """The peer's slots, by number."""
         self._out = bytearray()
-        """Notices that are not in the socket yet."""
+        """The notices that are not in the socket yet."""
         self._out_fds: list[int] = []
-        """Of slots among them."""
+        """The descriptors of slots among them."""
         self._in = bytearray()
         self._in_fds: deque[int] = deque()
         box.enter(peer)
@@ -200,7 +200,7 @@ class _Way:
         self._flush()
 
     def move(self) -> None:
-        """Does all that can be done without waiting."""
+        """Do everything that is possible without waiting."""
         self._pull()
         self._fill()
         self._flush()
@@ -221,7 +221,7 @@ class _Way:
     # ---- Sending ----
 
     def _fill(self) -> None:
-        """Puts what has waited longest into slots."""
+        """Put the longest waiting messages into slots."""
         while self._waiting and not self.end:
             work = self._waiting[0]
             slot = self._slot_for(len(work.data))
@@ -235,8 +235,8 @@ class _Way:
             self._waiting.popleft()
 
     def _slot_for(self, size_bytes: int) -> _Slot | None:
-        """Returns the smallest free slot that is large enough, or a new one; None when there can be
-        none before the peer gives some back."""
+        """Return the smallest free slot that is large enough, or a new one; None when the peer must
+        return some first."""
         for only_look in (True, False):
             fitting = [s for s in self._slots if s.is_free and len(s.room) >= size_bytes]
             if fitting:
@@ -266,7 +266,7 @@ class _Way:
         try:
             fd = allocate(capacity)
         except OSError as error:
-            if self._slots:  # those that are there will do, one after the other
+            if self._slots:  # the existing ones are enough, in turn
                 return None
             text = f"cannot allocate {capacity} bytes of shared memory: {error}"
             raise UnshareableError(text) from error
@@ -299,7 +299,7 @@ class _Way:
     # ---- Receiving ----
 
     def _pull(self) -> None:
-        """Takes in everything that was announced."""
+        """Receive everything that was announced."""
         while not self.end:
             try:
                 data, fds, _, _ = socket.recv_fds(
@@ -332,7 +332,7 @@ class _Way:
                 if room is None or size_bytes > len(room):
                     raise IntegrityError(f"a message of {size_bytes} bytes in slot {number}")
                 self._box.put(Route(self._peer, step, tag), room[:size_bytes])
-                self._tell(_Kind.FREE, number)  # leaves with the next message, or before waiting
+                self._tell(_Kind.FREE, number)  # it is sent with the next message, or before a wait
             case _Kind.FREE:
                 for slot in self._slots:
                     slot.is_free = slot.is_free or slot.number == number
@@ -356,7 +356,6 @@ class _Way:
 
 
 def _capacity_for(size_bytes: int) -> int:
-    """Returns a little more than the size, in steps of an eighth to a quarter, so that one slot
-    serves similar sizes."""
+    """Return a size rounded up by an eighth to a quarter, so that a slot serves similar ones."""
     unit = max(_PAGE_BYTES, (1 << size_bytes.bit_length()) >> 3)
     return -(-max(size_bytes, 1) // unit) * unit

@@ -1,4 +1,4 @@
-"""The gloo and nccl engines are links over torch's process groups."""
+"""The gloo and nccl engines, links over torch's process groups."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, Exchang
 
 
 class ProcessGroupLink:
-    """Base of such links: starts the transfers of a `CollectiveLink`."""
+    """The base of these links, which starts the transfers of a `CollectiveLink`."""
 
     name = ""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
-        """group: of the engine's class, which takes lists of tensors."""
+        """Take the group, of the engine's class, whose methods take lists of tensors."""
         self.rank, self.size = rank, size
         self._group: Any = group
         self._sent, self._received = over(self.name, SENT), over(self.name, RECEIVED)
@@ -48,11 +48,11 @@ class ProcessGroupLink:
         return self._begin(what, tensor, self._sent, lambda group: group.allreduce([tensor]))
 
     def failed(self, what: str, error: RuntimeError) -> ExchangeError:
-        """Returns the error of a transfer for one of the group's."""
+        """Return the error of a transfer for an error of the group."""
         return ExchangeError(f"{what}: {error}")
 
     def count(self, num_bytes: int) -> None:
-        """Takes note of bytes that are under way from now on; negative: that were waited for."""
+        """Count bytes whose transfer begins now; negative: whose wait has ended."""
 
     def _begin(
         self, what: str, tensor: Tensor, flow: Flow, start: Callable[[Any], dist.Work]
@@ -69,7 +69,7 @@ class ProcessGroupLink:
 
 
 class GroupTransfer:
-    """One transfer. `what` says which, for the error."""
+    """A transfer. `what`: its name in errors."""
 
     __slots__ = ("_link", "_size_bytes", "_what", "_work")
 
@@ -101,12 +101,12 @@ class SocketId:
 
 
 def open_sockets() -> frozenset[SocketId]:
-    """Returns every internet socket of this process."""
+    """Return every internet socket of this process."""
     return frozenset(socket_id for socket_id, _ in _sockets())
 
 
 def listening_ports(before: frozenset[SocketId]) -> tuple[int, ...]:
-    """Returns the ports of the listeners that appeared since `before`."""
+    """Return the ports of the listeners that appeared since `before`."""
     return tuple(
         sock.getsockname()[1]
         for socket_id, sock in _sockets()
@@ -115,8 +115,7 @@ def listening_ports(before: frozenset[SocketId]) -> tuple[int, ...]:
 
 
 def connections(before: frozenset[SocketId], ports: Collection[int]) -> tuple[SocketId, ...]:
-    """Returns the connected sockets that appeared since `before` and have one of the ports at an
-    end."""
+    """Return the connected sockets since `before` that have one of the ports at an end."""
     return tuple(
         socket_id
         for socket_id, sock in _sockets()
@@ -125,7 +124,7 @@ def connections(before: frozenset[SocketId], ports: Collection[int]) -> tuple[So
 
 
 def shut_down(target: SocketId) -> None:
-    """Ends a connection in both directions; its owner still has to close it."""
+    """End a connection in both directions; its owner still has to close it."""
     sock = _duplicate(target.fd)
     if sock is None:
         return
@@ -135,7 +134,7 @@ def shut_down(target: SocketId) -> None:
 
 
 def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
-    """Yields each internet socket with a duplicate to look at, which is closed at the next step."""
+    """Yield each internet socket with a duplicate, which is closed at the next step."""
     for name in os.listdir("/proc/self/fd"):
         sock = _duplicate(int(name))
         if sock is None:
@@ -146,7 +145,7 @@ def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
 
 
 def _duplicate(fd: int) -> socket.socket | None:
-    """Returns a second handle on the socket behind fd; None when there is none (any more)."""
+    """Return a duplicate of the socket behind fd; None when there is none (any more)."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -167,7 +166,7 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _ends(sock: socket.socket) -> frozenset[int]:
-    """Returns the ports at both ends; empty when it is not connected."""
+    """Return the ports at both ends; empty when it is not connected."""
     try:
         return frozenset({sock.getsockname()[1], sock.getpeername()[1]})
     except OSError:
@@ -176,22 +175,21 @@ def _ends(sock: socket.socket) -> frozenset[int]:
 
 # ---- The gloo engine ----
 #
-# gloo uses TCP between members on CPU. The process group is a raw one on a store of our own, so
-# that there is no default group and no store server: the members' addresses travel through the
-# caller's rendezvous, which is also the barrier. Forming a group costs milliseconds, so each
-# membership gets a fresh one.
+# gloo uses TCP between members on CPU. The process group is a raw one on our own store, without a
+# default group and a store server: the members' addresses travel through the caller's rendezvous,
+# which is also the barrier. Forming a group takes milliseconds, so each membership gets a new one.
 
-# One group begins to listen at a time: the listeners that appear meanwhile are its own.
+# Only one group begins to listen at a time, so the listeners that appear meanwhile are its own.
 _forming = threading.Lock()
 
 
 def form_gloo(
     rank: int, size: int, host: str, rendezvous: Rendezvous, timeout_s: float
 ) -> GlooLink:
-    """Joins the group of `size` members; blocks until all are connected.
+    """Join the group of `size` members, and block until all are connected.
 
-    host is the address of this machine under which the others reach it. rendezvous gets this
-    member's address and answers with those of all, by rank; what it raises is raised here.
+    host: the address under which the others reach this machine. rendezvous gets this member's
+    address and returns those of all, by rank; its errors are passed on.
     """
     with _forming:
         before = open_sockets()
@@ -203,7 +201,7 @@ def form_gloo(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 2  # serve collectives only
+    options._threads = 2  # they only serve collectives
     try:
         group = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
@@ -215,9 +213,9 @@ def form_gloo(
 class GlooLink(ProcessGroupLink):
     """A `Link` over one process group.
 
-    gloo fails the transfers with a peer that is gone, but not those with the others, which may wait
-    for that peer themselves. So a thread of the link watches the connections and cuts all of them
-    when one has ended and the transfers under way do not come to their end either.
+    gloo fails the transfers with a lost peer, but not those with the others, which may themselves
+    wait for that peer. So a thread of the link watches the connections and cuts all of them when
+    one has ended and the other transfers do not complete.
     """
 
     name = "gloo"
@@ -239,7 +237,7 @@ class GlooLink(ProcessGroupLink):
         self._watcher.start()
 
     def cut(self) -> None:
-        with self._changed:  # not after close: the numbers may be in use again
+        with self._changed:  # not after close, when the numbers may be reused
             for connection in self._connections:
                 shut_down(connection)
 
@@ -260,18 +258,19 @@ class GlooLink(ProcessGroupLink):
                 self._changed.notify_all()
 
     def failed(self, what: str, error: RuntimeError) -> ExchangeError:
-        """Says the first line, which is what happened: gloo appends advice and a C++ stack."""
+        """Return an error with the first line, which tells the fault: gloo appends advice and a C++
+        stack."""
         return ExchangeError(f"{what}: {str(error).splitlines()[0]}")
 
     def _watch(self) -> None:
         poll = select.poll()
         for connection in self._connections:
             poll.register(connection.fd, select.POLLRDHUP)
-        # A connection that has ended already may have left its number to the wake-up itself.
+        # The wake-up itself may have the number of a connection that has ended already.
         if not any(connection.fd == self._wake for connection in self._connections):
             poll.register(self._wake, select.POLLIN)
             poll.poll()
-        # A peer that has all it needs may leave while we still receive from the others.
+        # A peer that has finished may leave while this member still receives from the others.
         with self._changed:
             grace_s = LEAVE_GRACE_S + self._num_open_bytes / LEAVE_BYTES_PER_S
             ends = self._changed.wait_for(
@@ -282,10 +281,10 @@ class GlooLink(ProcessGroupLink):
 
 
 class _RendezvousStore(Store):
-    """A store that answers gloo's questions about its peers from one rendezvous.
+    """A store that answers gloo's requests about its peers from one rendezvous.
 
-    gloo sets its own address once and then waits for and gets each member's, under keys that end
-    in "/<rank>". Each address is preceded by the ports of the member's listener.
+    gloo sets its own address once and then waits for and gets each member's, under keys that end in
+    "/<rank>". Each address is preceded by the ports of the member's listener.
     """
 
     def __init__(
@@ -310,7 +309,7 @@ class _RendezvousStore(Store):
         return self._addresses[int(key.rsplit("/", 1)[-1])]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Returns at once: all addresses are here as soon as set has returned."""
+        """Return at once, since all addresses are known as soon as `set` has returned."""
 
 
 def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
@@ -327,8 +326,8 @@ def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
 
 
 def serve_nccl(host: str, timeout_s: float) -> TCPStore:
-    """Serves the store that nccl asks whenever a pair first talks: the first member does, from
-    before the rendezvous on and for the life of the group."""
+    """Serve the store that nccl uses at the first transfer of a pair: the first member does so from
+    before the rendezvous until the end of the group."""
     try:
         return TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -338,7 +337,7 @@ def serve_nccl(host: str, timeout_s: float) -> TCPStore:
 def connect_nccl(
     served: TCPStore | None, rank: int, size: int, address: str, timeout_s: float
 ) -> NcclLink:
-    """Joins the group of `size` members; each must have set its CUDA device. address is the
+    """Join the group of `size` members, each of which must have set its CUDA device. address: the
     first member's store."""
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -352,7 +351,7 @@ def connect_nccl(
 
 
 class NcclLink(ProcessGroupLink):
-    """A `Link` over one process group, which matches transfers by order and not by their tags."""
+    """A `Link` over one process group, which matches transfers by order, not by tag."""
 
     name = "nccl"
     in_order = True

@@ -1,8 +1,9 @@
-"""Build the model of a job: once for real, from the seed, and elsewhere empty, to be loaded.
+"""Build the model of a job: once for real, from the seed, and elsewhere empty, to be filled from a
+state.
 
 An empty model is built on the meta device, so no memory is touched and nothing is initialised. A
 factory that cannot do that (it reads values, or keeps tensors that are no part of the state) is run
-for real instead. The module does not know training.
+for real instead.
 """
 
 import inspect
@@ -40,7 +41,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 
 class Add(nn.Module):
-    """Sum of all inputs, in order of port."""
+    """The sum of all inputs, in order of port."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         total = inputs[0]
@@ -50,7 +51,7 @@ class Add(nn.Module):
 
 
 class Multiply(nn.Module):
-    """Product of all inputs, in order of port."""
+    """The product of all inputs, in order of port."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         product = inputs[0]
@@ -60,7 +61,7 @@ class Multiply(nn.Module):
 
 
 class Concat(nn.Module):
-    """All inputs side by side along one dimension, in order of port."""
+    """The concatenation of all inputs along one dimension, in order of port."""
 
     def __init__(self, dim: int = -1) -> None:
         super().__init__()
@@ -141,12 +142,12 @@ MODULES: Final[Mapping[str, Callable[..., nn.Module]]] = {
 
 
 class GraphModule(nn.Module):
-    """Runs nodes in topological order; several inputs of a node come in order of port.
+    """A module that runs nodes in topological order; several inputs of a node are in order of port.
 
-    The model's inputs go to the input nodes, ahead of what edges bring there. One output is
-    returned as it is, several as a tuple. Without named inputs or outputs those are the nodes
-    without incoming and without outgoing edges. Subgraphs are modules for the sake of their
-    names only: the outermost graph runs all nodes.
+    The model's inputs go to the input nodes, before the values of edges. One output is returned
+    directly, several as a tuple. Without named inputs or outputs those are the nodes without
+    incoming and without outgoing edges. Subgraphs are modules only for the sake of their names: the
+    outermost graph runs all nodes.
     """
 
     def __init__(self, graph: GraphSpec) -> None:
@@ -171,12 +172,12 @@ class GraphModule(nn.Module):
 
 
 def node_modules(model: nn.Module, program: ModelProgram) -> dict[str, nn.Module]:
-    """The module of each node of the program."""
+    """Return the module of each node of the program."""
     return {call.node: model.get_submodule(call.node.replace("/", ".")) for call in program.calls}
 
 
 def graph_module(graph: GraphSpec) -> nn.Module:
-    """The model of a graph document, initialised from torch's default generator."""
+    """Return the model of a graph document, initialised from torch's default generator."""
     return GraphModule(graph)
 
 
@@ -200,19 +201,19 @@ def _make_node(node: NodeSpec) -> nn.Module:
 # ---- Storage in files ----
 #
 # While a model is built, its large tensors may have storage in files, so that its size need not fit
-# the memory: the kernel writes unused pages out, as it cannot do with memory of a process where
-# there is no swap. The results are the same: the same operations run in the same order on the same
+# the memory: the kernel writes unused pages to the disk, which without swap it cannot do with a
+# process's memory. The results are the same: the same operations run in the same order on the same
 # numbers, drawn from the same generator; only their storage is in another place.
 
 SMALLEST_BYTES: Final = 1 << 20
-"""Of storage that is a file; smaller tensors are of no account."""
+"""The smallest storage that is put in a file."""
 _EMPTY: Final = torch.ops.aten.empty.memory_format
 
 
 class FileStorage(TorchDispatchMode):
-    """While this mode is active, new large CPU tensors of the thread lie in files of a folder.
+    """A mode in which new large CPU tensors of the thread have storage in files of a folder.
 
-    The files have no names, and are gone with their tensors, or with the process.
+    The files have no names, and disappear with their tensors, or with the process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -228,15 +229,15 @@ class FileStorage(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _EMPTY and _is_plain(kwargs):
-            # Not moved there afterwards, as others are: most of a model begins so.
+            # Most tensors of a model begin so, hence they are not moved to files later, as others.
             meta = func(*args, **{**kwargs, "device": "meta"})
             if meta.untyped_storage().nbytes() >= SMALLEST_BYTES:
-                return self._in_file(meta)
+                return _view(meta, self._storage(meta.untyped_storage().nbytes()))
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if not any(_is_large(each) for each in tree_leaves(result)):
             return result
-        # What shares storage with an argument, as views do, has to go on sharing it.
+        # Results that share storage with an argument, as views do, must continue to share it.
         given = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         moved: dict[int, UntypedStorage] = {}
 
@@ -251,14 +252,11 @@ class FileStorage(TorchDispatchMode):
 
         return tree_map_only(Tensor, move, result)
 
-    def _in_file(self, meta: Tensor) -> Tensor:
-        return _view(meta, self._storage(meta.untyped_storage().nbytes()))
-
     def _storage(self, num_bytes: int) -> UntypedStorage:
-        """Return the memory of a new file. Raises LimitError where the disk has no room for it: a
-        page that cannot be written later would end the process."""
+        """Return the memory of a new file. Raises LimitError where the disk has no room for it,
+        since a page that cannot be written later would end the process."""
         try:
-            # It never has a name, so a process that is killed leaves nothing behind.
+            # The file never has a name, so a killed process leaves nothing behind.
             with TemporaryFile(dir=self._folder) as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 path = f"/proc/self/fd/{file.fileno()}"
@@ -271,7 +269,7 @@ class FileStorage(TorchDispatchMode):
 
 
 def _is_plain(kwargs: Mapping[str, Any]) -> bool:
-    """Return True for the options of a tensor that has storage on the CPU."""
+    """Return whether these options of a tensor mean storage on the CPU."""
     device, layout = kwargs.get("device"), kwargs.get("layout")
     is_cpu = device is None or torch.device(device).type == "cpu"
     return is_cpu and layout in (None, torch.strided) and not kwargs.get("pin_memory")
@@ -287,7 +285,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the storage of a tensor begins; 0 for one that has none, as sparse ones."""
+    """Return the address of a tensor's storage; 0 without one, as for a sparse tensor."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -295,20 +293,20 @@ def _address(tensor: Tensor) -> int:
 
 
 def _view(tensor: Tensor, storage: UntypedStorage) -> Tensor:
-    """Return the tensor as it is, but for its storage."""
+    """Return a tensor that differs only in its storage."""
     empty = torch.empty(0, dtype=tensor.dtype)
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 # ---- Errors about the fit of job and model ----
 #
-# These errors have a type of their own because a site may pass them on, unlike other wrong input.
+# These errors have a special type because a site may pass them on, unlike other errors of input.
 
 
 @contextmanager
 def checks_of_the_model() -> Iterator[None]:
-    """Raise UnfitModelError for what is found wrong inside: by checks that look at nothing but the
-    job and the names, types and shapes of its model."""
+    """Raise UnfitModelError for input errors inside the `with`, of checks that read only the job
+    and the names, types and shapes of its model."""
     try:
         yield
     except InvalidInputError as error:
@@ -320,7 +318,7 @@ def checks_of_the_model() -> Iterator[None]:
 _PLAIN: Final = (bool, int, float, str, type(None))
 _ACTIVITY: Final = "building the model"
 _NUM_NAMES: Final = 5
-"""How many names of parameters a refusal lists."""
+"""The largest number of parameters that a refusal names."""
 
 
 def build_model(
@@ -332,21 +330,22 @@ def build_model(
     folder: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> nn.Module:
-    """fresh: initialised from the seed. Otherwise its state is still undefined.
+    """Build the model of a job. fresh: it is initialised from the seed; otherwise its state is
+    undefined.
 
-    folder: large tensors lie in files there instead of memory; the bits are the same. say: is given
+    folder: large tensors are in files there instead of memory; the bits are the same. say: receives
     a sentence about tensors whose dtype the job's precision has changed, if there are any.
     """
     factory, changes = _factory(job, entrypoints), ""
 
-    def made() -> nn.Module:
+    def build() -> nn.Module:
         nonlocal changes
         model = factory()
         changes = convert(model, job)
         return model
 
     with nullcontext() if folder is None else FileStorage(folder):
-        model = _build(made, job.seed, device, fresh=fresh)
+        model = _build(build, job.seed, device, fresh=fresh)
     if changes:
         say(changes)
     return model
@@ -361,7 +360,7 @@ def _build(
             return empty
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
-        # Without a device torch keeps a stack trace of each call for when there is one: 10 ms.
+        # Without a device torch would record a stack trace of each call, which takes 10 ms.
         torch.cuda.manual_seed_all(seed)
     with user_code(_ACTIVITY):
         model = factory()
@@ -369,9 +368,11 @@ def _build(
 
 
 def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device) -> nn.Module:
-    """The model with parameters and buffers of no values; to be called where tensors are fake.
+    """Return the model with parameters and buffers without values; to be called where tensors are
+    fake.
 
-    Made outside of fake tensors: on the meta device, or for real where the factory wants that.
+    It is built outside of fake tensors: on the meta device, or for real where the factory needs
+    that.
     """
     factory = _factory(job, entrypoints)
     with _disable_current_modes():
@@ -398,8 +399,8 @@ def _factory(job: JobSpec, entrypoints: EntryPoints) -> Callable[[], nn.Module]:
 
 @checks_of_the_model()
 def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
-    """Freezes what the job does not train, and checks that each group of the optimizer holds
-    something."""
+    """Freeze the parameters that the job does not train, and check that no group of the optimizer
+    is empty."""
     params = list(model.named_parameters())
     for i, pattern in enumerate(job.model.freeze or ()):
         frozen = [param for name, param in params if is_matched(name, (pattern,))]
@@ -418,7 +419,7 @@ def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
 
 
 def _checked(model: object, by: str) -> nn.Module:
-    """Return what a factory has made, if it is a model; by: its name."""
+    """Return the result of a factory, if it is a model. by: the name of the factory."""
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InvalidInputError.at("model", f"{by} returned a {kind}, not a torch.nn.Module")
@@ -445,9 +446,9 @@ def _build_empty(factory: Callable[[], nn.Module], device: torch.device) -> nn.M
 
 
 def _can_be_empty(module: nn.Module) -> bool:
-    """Return whether a module is whole once the tensors of its state are loaded into another one's
-    parameters: without hooks, a class, or attributes of theirs but plain values, which are copied,
-    and without parametrizations, which make other tensors on the meta device."""
+    """Return whether a module is complete once the tensors of its state are loaded: its parameters
+    have no hooks, subclass, or attributes other than plain values, which are copied, and no
+    parametrizations, which make other tensors on the meta device."""
     if module._non_persistent_buffers_set or is_parametrized(module):
         return False
     params = [param for param in module._parameters.values() if param is not None]
@@ -461,12 +462,12 @@ def _can_be_empty(module: nn.Module) -> bool:
 
 
 def _plain_attributes(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes that were set on a tensor to plain values, such as `is_tp = True`."""
+    """Return the attributes of a tensor with plain values, such as `is_tp = True`."""
     return {name: value for name, value in vars(tensor).items() if type(value) in _PLAIN}
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Gives every parameter and buffer storage; those that were tied stay tied."""
+    """Allocate storage for every parameter and buffer; tied ones stay tied."""
     made: dict[int, Tensor] = {}
 
     def twin(tensor: Tensor) -> Tensor:
@@ -483,28 +484,27 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 held.append(tensor)
-                # setattr, because RNNs keep a second list of their weights in step with it.
+                # setattr also updates the second list of weights that RNNs keep.
                 setattr(module, key, twin(tensor))
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.layout is torch.strided and tensor.is_contiguous():
-        # For one on the meta device empty_like imports a system of computer algebra, for seconds.
+        # On the meta device empty_like imports a computer algebra system, which takes seconds.
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.empty_like(tensor, device=device)
 
 
 def _shares_memory(model: nn.Module) -> bool:
-    """Return whether different parameters or buffers lie in one piece of memory, as `_materialise`
-    would not leave them."""
+    """Return whether parameters or buffers share memory, which `_materialise` would separate."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     dense = [each for each in tensors.values() if each.layout is torch.strided]
     return len({memory_of(each) for each in dense}) < len(dense)
 
 
 def _hides_any(model: nn.Module) -> bool:
-    """Return whether modules hold tensors of the meta device outside of their parameters and
-    buffers, also in functions that they keep, such as hooks."""
+    """Return whether modules have tensors of the meta device outside of their parameters and
+    buffers, also in functions such as hooks."""
     for module in model.modules():
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers", "_modules"):

@@ -1,7 +1,7 @@
-"""Finds the children that a model calls in a row: the only models of own classes that can be cut.
+"""Find the children that a model calls in a row: only such models of users' classes can be cut.
 
-Traces the model's forward with torch.fx, each child being one call. Owns the words for all that is
-more than that: the line of the user's code which does it, and what to write instead.
+The model's forward is traced with torch.fx, each child being one call. Anything else is refused
+with the line of the user's code that does it, and the remedy.
 """
 
 import linecache
@@ -19,7 +19,7 @@ from stratagem.worker.user_code import bundles
 from stratagem.worker.user_code.entrypoints import is_users
 
 _Line = tuple[str, int]
-"""A file and the number of a line in it."""
+"""A file and a line number."""
 
 RULE: Final = (
     "a model that is cut must be a graph, an nn.Sequential, or call its children in a row, and do "
@@ -56,12 +56,12 @@ _RAISED: Final = (
         _INTO_A_CHILD,
     ),
 )
-"""Texts by which tracing ends, what the line does that ends it, and what to write instead."""
+"""The messages of failed traces, the fault of the line, and the remedy."""
 _MODULES: Final = {
     kind.__name__.lower(): kind.__name__
     for kind in (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Flatten)
 } | {"log_softmax": "LogSoftmax", "leaky_relu": "LeakyReLU", "max_pool2d": "MaxPool2d"}
-"""Functions, and methods of tensors, that are modules as well."""
+"""Functions, and methods of tensors, that also exist as modules."""
 
 
 def children_in_a_row(model: nn.Module) -> list[str]:
@@ -99,7 +99,8 @@ def children_in_a_row(model: nn.Module) -> list[str]:
 
 
 class _Tracer(fx.Tracer):
-    """Takes each child as one call, and keeps the line of the user's code that makes a node."""
+    """A tracer that treats each child as one call, and keeps the line of the user's code that makes
+    a node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class _Tracer(fx.Tracer):
         frames = traceback.walk_stack(sys._getframe(1))
         own = [(frame.f_code.co_filename, line) for frame, line in frames]
         inner = next((line for line in own if is_users(line[0])), None)
-        # Outside of forward the nearest code that is not ours or torch's is whoever has called us.
+        # Outside of forward the nearest foreign code would be our caller.
         if inner is not None and node.op not in ("placeholder", "output"):
             self.lines[node] = inner
         return node
@@ -137,7 +138,7 @@ def _text_of(line: _Line) -> str:
 
 
 def _line_of(error: BaseException) -> _Line | None:
-    """Return the innermost line of the user's that an error has come through."""
+    """Return the innermost line of the user's code in an error's traceback."""
     frames: Iterable[_Line] = (
         (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
     )
@@ -145,7 +146,7 @@ def _line_of(error: BaseException) -> _Line | None:
 
 
 def _raised(error: Exception) -> tuple[str, str]:
-    """Return what the line does by which tracing has ended, and what to write instead."""
+    """Return the fault of the line that ended the trace, and the remedy."""
     told = f"{type(error).__name__}: {error}"
     for pattern, does, remedy in _RAISED:
         if re.search(pattern, told):
@@ -154,7 +155,8 @@ def _raised(error: Exception) -> tuple[str, str]:
 
 
 def _done_by(node: fx.Node, line: _Line | None) -> tuple[str, _Line | None, str]:
-    """Return what a node does that is no call of a child with the output of the one before."""
+    """Return the fault of a node that is no call of a child with the previous output, its line and
+    the remedy."""
     name = getattr(node.target, "__name__", str(node.target))
     match node.op:
         case "placeholder":

@@ -1,8 +1,7 @@
-"""The nodes of a model that is cut into stages: its program, and the parameters that nodes hold.
+"""The nodes of a model that is cut into stages: its program, and the parameters of nodes.
 
-Owns the rules of which models can be cut, the separation of tied parameters into one copy per node,
-and the removal of nodes that belong to other workers. Names stay those of the whole model. Must not
-know stages, workers or schedules.
+The module has the rules for models that can be cut, the separation of tied parameters into one copy
+per node, and the removal of nodes of other workers. Names stay those of the whole model.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +21,7 @@ from stratagem.worker.models.program import add_uses, draws_random_numbers
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The parameter as one node holds it; copies of one process share their memory."""
+    """A parameter at one node; the copies of one process share their memory."""
 
     node: str
     param: nn.Parameter
@@ -40,19 +39,19 @@ class Trained:
         return self.copies[0].param
 
     def gradient(self) -> Tensor | None:
-        """The sum over copies, the last one first; None when backward reached none of them."""
+        """Return the sum over copies, from the last one; None when backward reached none."""
         return add_uses(copy.param.grad for copy in self.copies)
 
     def forget(self) -> None:
-        """Clears the gradients of all copies."""
+        """Clear the gradients of all copies."""
         for copy in self.copies:
             copy.param.grad = None
 
 
 def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
-    """Returns the calls that the model is made of: graph nodes, or modules called in a row.
+    """Return the calls of the model: graph nodes, or modules called in a row.
 
-    Raises InvalidInputError for a model that is anything else.
+    Raises InvalidInputError for any other model.
     """
     if job.model.graph is not None:
         return flatten(job.model.graph)
@@ -62,10 +61,10 @@ def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
 
 
 def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Trained]:
-    """Returns all trainable parameters, in order of `named_parameters`.
+    """Return all trainable parameters, in order of `named_parameters`.
 
-    One that several nodes hold becomes one parameter per node over the same memory, so that each
-    node's gradient is summed over micro-batches by itself, wherever the node is.
+    A parameter of several nodes becomes one parameter per node over the same memory, so that each
+    node's gradient is summed over micro-batches separately, wherever the node is.
     """
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if program is None:
@@ -94,7 +93,7 @@ def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Traine
 
 
 def without_storage(trained: Iterable[Trained], nodes: Collection[str]) -> list[Trained]:
-    """Returns the parameters with the copies of these nodes on the meta device, without memory."""
+    """Return the parameters with the copies of these nodes on the meta device, without memory."""
 
     def emptied(copy: Copy) -> Copy:
         if copy.node not in nodes:
@@ -107,7 +106,7 @@ def without_storage(trained: Iterable[Trained], nodes: Collection[str]) -> list[
 
 
 def tie_again(trained: Iterable[Trained]) -> None:
-    """Makes copies share their memory that were separated by a move to another device."""
+    """Make copies share memory again that a move to another device has separated."""
     for weight in trained:
         here = [copy.param for copy in weight.copies if not copy.param.is_meta]
         for param in here[1:]:
@@ -115,14 +114,14 @@ def tie_again(trained: Iterable[Trained]) -> None:
 
 
 class Absent(nn.Module):
-    """Stands where a node of another worker was; has no state."""
+    """A placeholder, without state, for a node of another worker."""
 
     def forward(self, *_: Any) -> Any:
         raise RuntimeError("this node belongs to another worker")
 
 
 def check_not_shared(model: nn.Module, owner: Mapping[str, int], program: ModelProgram) -> None:
-    """Refuses a module object that nodes of different owners share; parameters may be shared."""
+    """Refuse a module object that nodes of different owners share; parameters may be shared."""
     holder: dict[int, str] = {}
     for node, root in node_modules(model, program).items():
         for name, module in root.named_modules():
@@ -139,7 +138,7 @@ def check_not_shared(model: nn.Module, owner: Mapping[str, int], program: ModelP
 
 
 def remove_nodes(model: nn.Module, nodes: Iterable[str]) -> None:
-    """Drops these nodes and frees what only they hold."""
+    """Drop these nodes and free their parameters."""
     for node in nodes:
         path, _, name = node.replace("/", ".").rpartition(".")
         model.get_submodule(path)._modules[name] = Absent()

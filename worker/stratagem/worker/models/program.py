@@ -1,8 +1,8 @@
 """Run a model's program, or the part of it that is one stage.
 
-The uses of a node's output are kept apart: each gets a tensor of its own (the same memory), and
+The uses of a node's output are separate: each gets a different tensor (over the same memory), and
 their gradients are added in falling order of use. So the sum does not depend on which uses are
-computed here and which on another worker. The module knows neither workers nor messages.
+computed here and which on another worker.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ from stratagem.common.model.program import Bundle, Call, FromNode, ModelInput, N
 # ---- Run a program ----
 
 Slots = dict[tuple[str, int], Any]
-"""(node, use) → value; taken out when it is used."""
+"""The values by (node, use), which are removed when they are used."""
 
 
 def run_calls(
@@ -28,20 +28,20 @@ def run_calls(
     given: Any,
     slots: Slots,
 ) -> None:
-    """Does the calls in order. What other stages use of their outputs is left in `slots`."""
+    """Do the calls in order. Outputs for other stages are left in `slots`."""
     for call in calls:
         arguments = [evaluate(arg, given, slots) for arg in call.args]
         put(slots, call.node, num_uses[call.node], module_of[call.node](*arguments))
 
 
 def put(slots: Slots, node: str, num_uses: int, value: Any) -> None:
-    """Files the output of a node under each of its uses."""
+    """Store the output of a node under each of its uses."""
     for use, copy in enumerate(_fan(value, num_uses)):
         slots[node, use] = copy
 
 
 def evaluate(source: Source, given: Any, slots: Slots) -> Any:
-    """Returns the value of a source; `given` is what the model was called with."""
+    """Return the value of a source; `given` is the model's input."""
     match source:
         case ModelInput():
             return given
@@ -54,7 +54,7 @@ def evaluate(source: Source, given: Any, slots: Slots) -> Any:
 
 
 def add_uses(gradients: Iterable[Tensor | None]) -> Tensor | None:
-    """Sums the gradients of a value's uses, given in rising order, beginning with the last one."""
+    """Sum the gradients of a value's uses, given in rising order, beginning with the last one."""
     total: Tensor | None = None
     for gradient in reversed(list(gradients)):
         if gradient is not None:
@@ -63,7 +63,7 @@ def add_uses(gradients: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def map_nested(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Applies `change` to every tensor in nested tuples, lists and dicts; returns the nesting."""
+    """Apply `change` to every tensor in nested tuples, lists and dicts; return the nesting."""
     match value:
         case Tensor():
             return change(value)
@@ -121,7 +121,8 @@ def _fan(value: Any, count: int) -> list[Any]:
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Returns whether a module may draw: torch's stochastic ones, and all that are not torch's."""
+    """Return whether a module may draw random numbers: torch's stochastic ones, and all modules
+    that are not torch's."""
     kind = type(module)
     if not kind.__module__.startswith("torch.nn."):
         return True
@@ -134,10 +135,10 @@ def draws_random_numbers(module: nn.Module) -> bool:
 
 
 def runs_only_known_code(model: nn.Module) -> bool:
-    """Returns whether a pass through the model, as it is now, runs no code but torch's and ours.
+    """Return whether a pass through the present model runs only torch's code and ours.
 
-    True only if it has no class, hook or function of the user's, and no tensor of a class of its
-    own. When in doubt, False.
+    True only if it has no class, hook or function of the user's, and no tensor of a subclass. When
+    in doubt, False.
     """
     return (
         not has_hooks_for_all_modules()

@@ -1,7 +1,7 @@
 """Check and convert the tensors of a model: their dtypes, and the kinds that a model may hold.
 
-The floats of a model keep the dtypes that they were built with, unless the job's precision converts
-them. Rows follow their model. The module does not know training.
+The floats of a model keep their original dtypes, unless the job's precision converts them. Rows
+follow their model.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ _OF_ROWS: Final = (torch.float32, torch.float64)
 
 def converted_dtype(job: JobSpec) -> torch.dtype | None:
     """Return the dtype that the job's precision gives all floats of the model and of its rows; None
-    where the model keeps its own."""
+    where the model keeps its dtypes."""
     match job.execution.precision:
         case None:
             return None
@@ -37,11 +37,10 @@ def converted_dtype(job: JobSpec) -> torch.dtype | None:
 
 
 def rows_dtype(job: JobSpec, model: nn.Module) -> torch.dtype | None:
-    """Return the dtype of floats in the rows for this model; None where they stay as the data give
-    them.
+    """Return the dtype of floats in the rows for this model; None where they keep that of the data.
 
-    Without a precision they become what all floats of the model are: float32 or float64. Data for a
-    model of several dtypes say best what it takes, and rounding to 16 bits would spoil targets.
+    Without a precision they get the dtype of all floats of the model, float32 or float64. The data
+    decide for a model of several dtypes, and rounding to 16 bits would spoil targets.
     """
     wanted = converted_dtype(job)
     if wanted is not None:
@@ -52,20 +51,19 @@ def rows_dtype(job: JobSpec, model: nn.Module) -> torch.dtype | None:
 
 
 def dtypes_of(model: nn.Module) -> Counter[torch.dtype]:
-    """Return the dtypes of the model's parameters and buffers that are floats, with their numbers
-    of tensors."""
+    """Return the dtypes of the model's floating tensors, with their numbers of tensors."""
     return Counter(tensor.dtype for _, tensor in _floats(model))
 
 
 def convert(model: nn.Module, job: JobSpec) -> str:
-    """Convert the model as the job's precision says, in place; return a sentence about what has
-    another dtype now, "" for nothing."""
+    """Convert the model as the job's precision says, in place; return a sentence about the changed
+    dtypes, "" for none."""
     wanted = converted_dtype(job)
     if wanted is None:
         return ""
     changed = dtypes_of(model)
     del changed[wanted]
-    # `Module.to` would leave complex numbers without their imaginary part.
+    # `Module.to` would drop the imaginary part of complex numbers.
     model._apply(lambda each: each.to(wanted) if each.is_floating_point() else each)
     if not changed:
         return ""
@@ -92,8 +90,8 @@ def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # ---- Kinds of tensors and modules ----
 #
 # The checks run when a factory has made a model: in `stratagem check`, when a run's model is built,
-# and on each worker that builds it again; so all of them report the same sentence. Properties that
-# show only while a model is trained are checked whenever its state is saved.
+# and on each worker that builds it again, so all of them report the same sentence. Properties that
+# appear only during training are checked whenever the state is saved.
 
 _FIELD: Final = "model"
 _ALLOWED: Final = tuple(dtype.name for dtype in DTYPES)
@@ -110,7 +108,7 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raise InvalidInputError that names every tensor of a model that could not be trained, stored
+    """Raise InvalidInputError, which names every tensor of a model that cannot be trained, stored
     or sent exactly."""
     refused = list(_without_shape(model)) or [*_unusual(model), *_in_common(model)]
     if refused:
@@ -118,11 +116,12 @@ def check_tensors(model: nn.Module) -> None:
 
 
 def make_plain(model: nn.Module, numerics: int) -> list[str]:
-    """Change what has a plainer form of the same values, and return a sentence about each.
+    """Replace parts that have a plainer form with the same values, and return a sentence about
+    each.
 
-    Embeddings that ask for sparse gradients make dense ones. Parameters become contiguous: kernels
-    and the exchange of gradients go through memory in order. Runs of earlier rules keep the layout
-    that they began with, and the updates that an exchange makes of it.
+    Embeddings with sparse gradients get dense ones. Parameters become contiguous, since kernels and
+    the exchange of gradients read memory in order. Runs of earlier rules keep their layout, and the
+    updates that an exchange makes with it.
     """
     notes = []
     for name, module in model.named_modules():
@@ -156,8 +155,8 @@ def refuse_sparse_gradients(named: NamedParams) -> None:
 
 @dataclass(slots=True)
 class ModelForm:
-    """The parts of a model that must stay as they were when its trainer was made: which parameters
-    are trained, which tensors its state has, and what modules keep in `get_extra_state`."""
+    """The parts of a model that must not change after its trainer was made: the trained parameters,
+    the tensors of its state, and the content of `get_extra_state`."""
 
     model: nn.Module
     params: NamedParams
@@ -169,13 +168,13 @@ class ModelForm:
         self.note_extra()
 
     def note_extra(self) -> None:
-        """Remember what modules keep in `get_extra_state`, after a state was loaded."""
+        """Remember the content of `get_extra_state`, after a state was loaded."""
         kept = _extra_of(_state_of(self.model))
         self._extra = {name: value.clone() for name, value in kept.items()}
 
     def check(self) -> None:
-        """Raise UserCodeError if training has changed the form of the model: its state would no
-        longer be that of the model that the job builds."""
+        """Raise UserCodeError if training has changed the form of the model, whose state would no
+        longer fit the model that the job builds."""
         for text in self._changes():
             raise UserCodeError("ValueError", text)
 
@@ -246,8 +245,8 @@ def _unusual(model: nn.Module) -> Iterator[str]:
 
 
 def _in_common(model: nn.Module) -> Iterator[str]:
-    """Yield a sentence about parameters that are different ones in the same memory, where training
-    one would not change the other in the same way on every worker."""
+    """Yield a sentence about different parameters in the same memory, where training one would not
+    change the other in the same way on every worker."""
     params = [(n, p) for n, p in model.named_parameters() if p.layout is torch.strided]
     trained = [pair for pair in params if pair[1].requires_grad]
     pairs = [*_overlapping(trained)]
@@ -260,7 +259,7 @@ def _in_common(model: nn.Module) -> Iterator[str]:
 def _overlapping(
     params: NamedParams,
 ) -> Iterator[tuple[tuple[str, nn.Parameter], tuple[str, nn.Parameter]]]:
-    """Yield pairs of neighbours in one piece of memory that reach into each other."""
+    """Yield pairs of neighbours in memory that overlap."""
     last: dict[int, tuple[int, tuple[str, nn.Parameter]]] = {}
     for name, param in sorted(params, key=lambda pair: pair[1].storage_offset()):
         if not param.numel():
@@ -277,13 +276,12 @@ def _overlapping(
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number of the piece of memory that a tensor lies in, also on the meta device, where
-    none has an address."""
+    """Return a number of a tensor's memory, also on the meta device, without addresses."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor may have one place in memory."""
+    """Return whether two elements of a tensor may share a place in memory."""
     if tensor.numel() == 0:
         return False
     extent = 0
@@ -296,7 +294,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    # With its variables: values of parameters need not be here.
+    # keep_vars, since the values of parameters may be absent here.
     return dict(model.state_dict(keep_vars=True))
 
 
@@ -305,18 +303,17 @@ def _layout_of(state: Mapping[str, Tensor]) -> dict[str, object]:
 
 
 def _extra_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what modules keep in `get_extra_state`."""
+    """Return the content of `get_extra_state` in a state."""
     return {name: value for name, value in state.items() if _is_extra(name)}
 
 
 def _is_extra(name: str) -> bool:
-    """Return whether a name in a state is that of `get_extra_state`; others may end alike."""
+    """Return whether a name in a state is that of `get_extra_state`; others may end like it."""
     return name.rpartition(".")[2] == _EXTRA
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have equal elements, of which those that are no numbers count as
-    equal."""
+    """Return whether two tensors have equal elements, where NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())

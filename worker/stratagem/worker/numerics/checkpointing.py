@@ -1,8 +1,10 @@
-"""Activation checkpointing: keep what enters a group of blocks, compute the rest again in backward.
+"""Activation checkpointing: keep the input of a group of blocks, compute the rest again in
+backward.
 
-As in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174). The second
-computation has the same random numbers (generators and their seeds are those of the first) and the
-same buffers, whose changes are not counted twice; so gradients have the bits of ordinary training.
+The method is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost"
+(arXiv:1604.06174). The second computation has the same random numbers (generators and seeds are
+those of the first) and the same buffers, whose changes are not counted twice, so gradients have the
+bits of ordinary training.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,11 +21,11 @@ from stratagem.worker.models.program import Slots, evaluate, map_nested, run_cal
 from stratagem.worker.numerics.precision import Forward
 
 _MAX_BUFFER_ELEMENTS: Final = 1 << 18
-"""Larger buffers must be constant anyway."""
+"""The largest buffers that are restored; larger ones must be constant anyway."""
 
 
 def checkpointed(forward: Forward, modules: Iterable[nn.Module]) -> Forward:
-    """The function with nothing kept but its arguments; `modules` are those that it calls."""
+    """Return the function in a form that keeps only its arguments. modules: those that it calls."""
     buffers = [
         buffer
         for module in modules
@@ -37,7 +39,12 @@ def checkpointed(forward: Forward, modules: Iterable[nn.Module]) -> Forward:
         tensors = _tensors((args, kwargs))
         versions = [tensor._version for tensor in tensors]
         result = checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: _contexts(buffers), **kwargs
+            forward,
+            *args,
+            use_reentrant=False,
+            # around the first computation, and around those in backward: there may be several
+            context_fn=lambda: (nullcontext(), _RestoredBuffers(buffers)),
+            **kwargs,
         )
         if versions != [tensor._version for tensor in tensors]:
             raise InvalidInputError.at(
@@ -52,7 +59,7 @@ def checkpointed(forward: Forward, modules: Iterable[nn.Module]) -> Forward:
 def in_groups(
     program: ModelProgram, modules: Mapping[str, nn.Module], interval: int
 ) -> Callable[..., Any]:
-    """The forward pass of a model that is its program, `interval` nodes a group."""
+    """Return the forward pass of a model by its program, with `interval` nodes in a group."""
     run = grouped(program.calls, modules, program.num_uses, interval)
 
     def forward(*inputs: Any) -> Any:
@@ -70,11 +77,11 @@ def grouped(
     num_uses: Mapping[str, int],
     interval: int,
 ) -> Callable[[Any, Slots], None]:
-    """Does the calls as `run_calls` does, every `interval` of them checkpointed together."""
+    """Do the calls as `run_calls` does, every `interval` of them checkpointed together."""
     for module in modules.values():
         for submodule in module.modules():
             if getattr(submodule, "inplace", False):
-                # It would overwrite what its group has to begin with again. The bits are equal.
+                # In place it would overwrite the input of its group. The bits are equal.
                 submodule.inplace = False  # type: ignore[assignment]
     groups = [
         _group(calls[start : start + interval], modules, num_uses)
@@ -127,15 +134,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return tensors
 
 
-def _contexts(
-    buffers: Sequence[Tensor],
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the first computation, and around those in backward: there may be several."""
-    return nullcontext(), _AsBefore(buffers)
-
-
-class _AsBefore(AbstractContextManager[None]):
-    """Inside, buffers are as they are now; each time."""
+class _RestoredBuffers(AbstractContextManager[None]):
+    """A context, which may be entered several times, in which buffers have the values that they
+    had when it was made."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers, self._before = buffers, _copies(buffers)

@@ -1,9 +1,9 @@
-"""Keeps torch's optimizers from importing torch's compiler, which takes 0.7 s, before a step.
+"""Prevent torch's optimizers from importing torch's compiler, which takes 0.7 s, before a step.
 
-torch keeps its compiler out of some methods of optimizers, and to do so imports the whole of it at
-their first call, even where nothing is ever compiled. A compiler that nobody has imported compiles
-nothing: until somebody does, these methods are called as they are, and from then on as torch calls
-them. Nothing is changed where torch is not built as this expects.
+torch excludes its compiler from some methods of optimizers, and for that imports all of it at their
+first call, even where nothing is ever compiled. Until somebody imports the compiler, these methods
+are called directly, and from then on as torch calls them. Nothing is changed where torch is not
+built as expected.
 """
 
 import sys
@@ -15,11 +15,11 @@ import torch
 GUARDED: Final = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 COMPILER: Final = "torch._dynamo"
 CHOSEN: Final = "__dynamo_disable"
-"""What the guard of a method calls in its place, where it has found that out once."""
+"""The attribute with the function that a method's guard calls, once it has determined it."""
 
 
 def defer_compiler() -> None:
-    """Let optimizers be made, emptied, saved and loaded without the compiler."""
+    """Let optimizers be made, zeroed, saved and loaded without the compiler."""
     for name in GUARDED:
         guard = getattr(torch.optim.Optimizer, name)
         method = getattr(guard, "__wrapped__", None)

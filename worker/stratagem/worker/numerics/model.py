@@ -1,8 +1,8 @@
 """Apply the execution settings of a job to its model.
 
-Only this module says in which order they go around each other: from inside out, the user's code,
-compiled code, 16-bit numbers, checkpointing. Names, parameters and hooks of the model stay as they
-are; only `forward` of some modules is replaced.
+Only this module defines the order in which they are nested: from inside out, the user's code,
+compiled code, 16-bit numbers, checkpointing. Names, parameters and hooks of the model do not
+change; only `forward` of some modules is replaced.
 """
 
 import ctypes
@@ -40,22 +40,22 @@ from stratagem.worker.numerics.randomness import Draws, KeyedRandomness, find_co
 
 # ---- Blocks of a model ----
 #
-# A block is compiled, or computed again, as one. For a graph, an nn.Sequential and a model that
+# A block is compiled, or computed again, as a whole. For a graph, an nn.Sequential and a model that
 # calls its children in a row the blocks are its nodes, in the order of the program, and neighbours
-# can be grouped. For any other model they are its repeated layers and other children, found without
-# running it; each can only be treated by itself.
+# can be grouped. For any other model they are its repeated layers and other children, determined
+# without running it, and cannot be grouped.
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of one model; `program` is None for a model whose forward pass is its own code."""
+    """The blocks of one model; `program` is None for a model with its own forward pass."""
 
     modules: tuple[nn.Module, ...]
     program: ModelProgram | None
 
 
 def blocks_of(model: nn.Module, job: JobSpec) -> Blocks:
-    """Returns the blocks of a model in order, each module once."""
+    """Return the blocks of a model in order, each module once."""
     try:
         with _unchanged(model):
             program = program_of(model, job)
@@ -65,14 +65,15 @@ def blocks_of(model: nn.Module, job: JobSpec) -> Blocks:
 
 
 def layers_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Returns the repeated layers and other children of a model that have parameters, each module
+    """Return the repeated layers and other children of a model that have parameters, each module
     once, without running it."""
     return _unique(_repeated(model))
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Tracing runs the user's forward, which may assign what it traced to its modules."""
+    """Restore the attributes of modules at the end, since tracing runs the user's forward, which
+    may assign traced values to them."""
     held = [
         attributes
         for module in model.modules()
@@ -104,7 +105,7 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """True for lists of layers; a Sequential of single operations is one layer."""
+    """Return whether a module is a list of layers; a Sequential of operations is one layer."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
     is_deep = any(list(child.children()) for child in module.children())
@@ -113,29 +114,30 @@ def _is_list(module: nn.Module) -> bool:
 
 # ---- Compiled code ----
 #
-# torch.compile with inductor runs the forward pass of a module. Shapes are compiled as they are, so
-# the bits of a computation depend on its shape and on nothing that was computed before. Only full
-# batches are compiled: the remainder at the end of an epoch, and evaluation between steps, run
-# eagerly, so uneven shards compile no further code. Random numbers are torch's own, drawn from the
-# same seeds as in eager code.
+# torch.compile with inductor runs the forward pass of a module. Each shape is compiled separately,
+# so the bits of a computation depend on its shape and not on earlier ones. Only full batches are
+# compiled: the remainder at the end of an epoch, and evaluation between steps, run eagerly, so
+# uneven shards compile no further code. Random numbers are torch's own, drawn from the same seeds
+# as in eager code.
 
 MAX_SHAPES: Final = 64
-"""Most input shapes of one piece of compiled code; each costs a compilation."""
+"""The largest number of input shapes of one piece of compiled code; each is compiled."""
 
 
 @dataclass(slots=True)
 class CompileGate:
-    """The switch between compiled and eager code, alike on all members: it follows the batch."""
+    """The switch between compiled and eager code, which depends on the batch and so is alike on all
+    members."""
 
     is_open: bool = False
     is_inference: bool = False
-    """Whether forward passes without gradients are compiled too: there are no others."""
+    """True if forward passes without gradients are compiled, as there are no others."""
 
 
 def check_compiler(mode: str, device: torch.device) -> None:
-    """Raises InvalidInputError on a worker that cannot compile.
+    """Raise InvalidInputError on a worker that cannot compile, and must not run eagerly instead.
 
-    It is not a reason to run eagerly: that has other bits than the other members' compiled code.
+    Eager code has different bits than the compiled code of the other members.
     """
     missing = _missing(device)
     if missing is not None:
@@ -153,17 +155,17 @@ def _missing(device: torch.device) -> str | None:
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Settings of the process; all of it is loaded on first use only."""
+    """Set up the compiler of this process, which is loaded at its first use."""
     import torch._dynamo.config
     import torch._inductor.config
 
-    # Where code is interrupted, dynamo looks at what passes the border.
+    # Where compiled code is interrupted, dynamo reads .grad of the tensors that pass.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    # Otherwise the limit is followed by silently eager code, whose bits are others.
+    # Beyond a lower limit code would silently run eagerly, with different bits.
     torch._dynamo.config.recompile_limit = MAX_SHAPES
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     if device.type == "cpu":
-        # Without a pool of compiler processes for every worker.
+        # This avoids a pool of compiler processes for every worker.
         torch._inductor.config.compile_threads = 1
 
 
@@ -174,11 +176,11 @@ def compiled(
     spec: ExecutionSpec,
     randomness: KeyedRandomness,
 ) -> Forward:
-    """The module's forward pass, compiled while the gate is open and what the job computes is
-    computed: gradients, or no gradients."""
+    """Return the module's forward pass, which is compiled while the gate is open and gradients are
+    on, or off for a job without training."""
     options: dict[str, Any] = {
         "fallback_random": True,
-        # It may draw random numbers in another order than the model's code does.
+        # It may change the order in which random numbers are drawn.
         "reorder_for_peak_memory": False,
         **({} if spec.fusion else {"max_fusion_size": 1}),
     }
@@ -199,7 +201,8 @@ def compiled(
 
 
 def _isolation() -> dict[str, Any]:
-    """Modules of a class share one code object; where torch can, each has a limit of its own."""
+    """Return options by which each module, where torch supports it, has a separate limit, although
+    modules of a class share one code object."""
     wanted = {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
     known = inspect.signature(torch.compile).parameters
     return {name: value for name, value in wanted.items() if name in known}
@@ -208,7 +211,7 @@ def _isolation() -> dict[str, Any]:
 def _observe(
     module: nn.Module, forward: Forward, randomness: KeyedRandomness, args: Any, kwargs: Any
 ) -> Draws:
-    """Observes what the module draws at random, in an eager run that leaves no trace."""
+    """Observe the random draws of the module, in an eager run that leaves no trace."""
     buffers: list[Tensor] = list(module.buffers())
     before = [buffer.clone() for buffer in buffers]
     with torch.no_grad():
@@ -230,12 +233,12 @@ class ModelExecution:
     gate: CompileGate
     scale: LossScale
     frees_gradients: bool = False
-    """Whether gradients have storage from backward to the update only."""
+    """True if gradients have storage only from backward to the update."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about settings that are carried out in another way than they say."""
+    """Sentences about settings that are carried out differently."""
 
     def begin_batch(self, num_rows: int) -> None:
-        """Begins a batch of so many rows (all shards together); only full batches run compiled."""
+        """Begin a batch of num_rows rows over all shards; only full batches run compiled code."""
         self.gate.is_open = num_rows == self.batch_size
 
 
@@ -246,9 +249,9 @@ def prepare(
     randomness: KeyedRandomness,
     numerics: int = CURRENT,
 ) -> ModelExecution:
-    """Applies the execution settings to the model, in place, by these rules of the bits.
+    """Apply the execution settings to the model, in place. numerics: the rules of the bits.
 
-    Raises InvalidInputError for what this worker cannot do.
+    Raises InvalidInputError for settings that this worker cannot carry out.
     """
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
     check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
@@ -264,7 +267,7 @@ def prepare(
             wrap.put_on(block, is_compiled=is_compiled)
         if interval:
             _checkpoint(model, blocks, interval, execution)
-        if blocks.program is None:  # what the model does between its blocks
+        if blocks.program is None:  # for the code between the blocks
             wrap.put_on(model, is_compiled=False)
     if low_dtype(spec) is not None:
         model.forward = _ending_single(model.forward)
@@ -280,7 +283,7 @@ def prepare_nodes(
     foreign: Collection[str],
     numerics: int = CURRENT,
 ) -> ModelExecution:
-    """Applies the settings to the nodes of one rank of a pipeline, in place, as `prepare` does.
+    """Apply the settings to the nodes of one rank of a pipeline, in place, as `prepare` does.
 
     Checkpointing is left to the pipeline's stages. Raises InvalidInputError for what this worker
     cannot do.
@@ -307,7 +310,7 @@ def _begin(
     execution = ModelExecution(
         job.batch_size, gate, LossScale.of(spec), frees_gradients=spec.memory == "MinimalPeak"
     )
-    # Without updates there is only compiled code to fuse operations in.
+    # Without updates only compiled code can fuse operations.
     specs = job.optimizers().values() if spec.fusion and not job.only_evaluates else ()
     for label in (label for each in specs for label in _without_fused_kernels(each)):
         execution.notes.append(
@@ -317,8 +320,7 @@ def _begin(
 
 
 def _without_fused_kernels(spec: OptimizerSpec) -> list[str]:
-    """Returns the optimizers for which torch has no kernels that do a whole update of a tensor at
-    once."""
+    """Return the optimizers for which torch has no kernel for the whole update of a tensor."""
     fused = {
         name.lower()
         for name, kind in vars(torch.optim).items()
@@ -336,11 +338,11 @@ class _Wrapper:
     randomness: KeyedRandomness
 
     def put_on(self, module: nn.Module, *, is_compiled: bool) -> None:
-        """Replace the module's forward pass by what the settings want, without checkpointing."""
+        """Replace the module's forward pass according to the settings, without checkpointing."""
         forward: Forward = module.forward
         dtype = low_dtype(self.spec)
         if not is_compiled and dtype is None:
-            return  # a module that holds its own method would live until the collector comes by
+            return  # a module that refers to its method would live until the collector runs
         if is_compiled:
             forward = compiled(module, forward, self.gate, self.spec, self.randomness)
         if dtype is None:
@@ -372,15 +374,14 @@ def _ending_single(forward: Forward) -> Forward:
 # ---- Memory modes ----
 #
 # `execution.memory` has three modes besides the default. Pooled reuses the storage of batches.
-# Cached keeps data sets on the device. MinimalPeak gives gradients storage from their first
-# micro-batch's backward to the update only, and returns freed memory to the system. None of them
-# changes a bit.
+# Cached keeps data sets on the device. MinimalPeak gives gradients storage only from their first
+# micro-batch's backward to the update, and returns freed memory to the system. None changes bits.
 
 
 def make_gather(
     job: JobSpec, model: nn.Module, device: torch.device, readers: Readers | None = None
 ) -> Gather:
-    """Makes a Gather that takes rows for the model as the job's memory setting says."""
+    """Make a Gather of rows for the model, by the job's memory setting."""
     memory = job.execution.memory
     return Gather(
         rows_dtype(job, model),
@@ -392,9 +393,9 @@ def make_gather(
 
 
 def give_back(device: torch.device) -> None:
-    """Returns freed memory of this process, which others may then use."""
+    """Return freed memory of this process to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)

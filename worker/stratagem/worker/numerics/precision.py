@@ -1,8 +1,8 @@
 """Compute in 16 bits by autocast, 16-bit copies of the weights, and a scale of the loss.
 
 Parameters and optimizer stay float32 in both cases, so that small updates are not lost and sums
-over shards, clients and neighbours are taken in float32. Mixed precision as in Micikevicius et al.,
-"Mixed Precision Training" (arXiv:1710.03740).
+over shards, clients and neighbours are taken in float32. Mixed precision follows Micikevicius et
+al., "Mixed Precision Training" (arXiv:1710.03740).
 """
 
 import warnings
@@ -33,17 +33,17 @@ _GROWTH_INTERVAL_STEPS: Final = 2000
 
 
 def low_dtype(spec: ExecutionSpec) -> torch.dtype | None:
-    """Returns the 16-bit dtype that Mixed and Half compute in; None for the others."""
+    """Return the 16-bit dtype of Mixed and Half; None for the others."""
     if spec.precision not in ("Mixed", "Half"):
         return None
     return torch.float16 if spec.amp_dtype == "float16" else torch.bfloat16
 
 
 def autocasting(forward: Forward, device: torch.device, dtype: torch.dtype) -> Forward:
-    """The forward pass with matrix products in `dtype`, as torch.autocast chooses them.
+    """Return the forward pass with matrix products in `dtype`, as torch.autocast chooses them.
 
-    Weights are cast at each use. A cache of casts would add up the gradients of several uses in
-    16 bits, and would not be there when checkpointed activations are computed again.
+    Weights are cast at each use. A cache of casts would add the gradients of several uses in 16
+    bits, and would be gone when checkpointed activations are computed again.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -54,10 +54,10 @@ def autocasting(forward: Forward, device: torch.device, dtype: torch.dtype) -> F
 
 
 def lowered(forward: Forward, module: nn.Module, dtype: torch.dtype) -> Forward:
-    """The forward pass with parameters, buffers and inputs as `dtype`.
+    """Return the forward pass with parameters, buffers and inputs as `dtype`.
 
-    Batch and instance norm keep theirs: running statistics need more bits. Gradients arrive at the
-    float32 parameters through the casts. What changes in a buffer is carried back.
+    Batch and instance norm keep their dtype, as running statistics need more bits. Gradients reach
+    the float32 parameters through the casts. Changes of buffers are copied back.
     """
     holders = [
         submodule
@@ -74,7 +74,7 @@ def lowered(forward: Forward, module: nn.Module, dtype: torch.dtype) -> Forward:
 
 
 def single(value: Any) -> Any:
-    """Any nesting of tensors with 16-bit floats as float32: losses and metrics need the bits."""
+    """Return a nesting of tensors with 16-bit floats as float32, which losses and metrics need."""
 
     def widen(tensor: Tensor) -> Tensor:
         is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
@@ -89,7 +89,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _cast_state(holders: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Puts casts in the place of parameters and buffers; tied ones are cast once."""
+    """Replace parameters and buffers by casts inside the `with`; tied ones are cast once."""
     made: dict[int, Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     changed: list[tuple[Tensor, Tensor, int]] = []
@@ -119,7 +119,7 @@ def _cast_state(holders: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
 
 
 def _flatten_again(holders: list[nn.Module]) -> None:
-    """RNNs keep a second list of their weights."""
+    """Update the second list of weights that RNNs keep."""
     for module in holders:
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [
@@ -131,9 +131,9 @@ def _flatten_again(holders: list[nn.Module]) -> None:
 class LossScale:
     """The factor of the loss before backward, which keeps float16 gradients from vanishing.
 
-    It is a power of two, so that dividing by it later changes no bit. It starts at 2^16; halves
-    after a step whose gradients were not finite, which is skipped; doubles after 2000 steps without
-    one. Constantly 1 unless `is_dynamic`.
+    It is a power of two, so that dividing by it later changes no bit. It starts at 2^16, halves
+    after a step whose gradients were not finite, which is skipped, and doubles after 2000 steps
+    without one. It is always 1 unless `is_dynamic`.
     """
 
     is_dynamic: bool
@@ -142,23 +142,24 @@ class LossScale:
 
     @classmethod
     def of(cls, spec: ExecutionSpec) -> "LossScale":
-        """Makes a job's scale: dynamic for float16 only; other dtypes have the range of float32."""
+        """Make a job's scale: dynamic for float16 only; other dtypes have the range of float32."""
         is_dynamic = low_dtype(spec) is torch.float16
         return cls(is_dynamic, _FIRST_SCALE if is_dynamic else 1.0)
 
     def up(self, loss: Tensor) -> Tensor:
-        """Returns the loss multiplied by the scale, from which backward begins."""
+        """Return the loss multiplied by the scale, for backward."""
         return loss * self.value if self.is_dynamic else loss
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
-        """Divides the gradients, in place."""
+        """Divide the gradients, in place."""
         if self.is_dynamic:
             for param in params:
                 if param.grad is not None:
                     param.grad.div_(self.value)
 
     def absorbs(self, what: str) -> bool:
-        """Returns whether a step whose `what` is not finite is to be skipped, and halves the scale.
+        """Return whether a step whose `what` is not finite must be skipped, and then halve the
+        scale.
 
         False where no scale can help: for the loss itself, and once the scale is 2^-14.
         """
@@ -168,19 +169,19 @@ class LossScale:
         return can_help
 
     def keep(self) -> None:
-        """Counts a step that was applied; doubles the scale at every 2000th."""
+        """Count an applied step; double the scale at every 2000th."""
         self.num_good_steps += 1
         if self.is_dynamic and self.num_good_steps % _GROWTH_INTERVAL_STEPS == 0:
             self.value = min(2 * self.value, _LARGEST_SCALE)
 
     def metadata(self) -> dict[str, str]:
-        """Returns the scale as metadata of a state; empty where the scale is always 1."""
+        """Return the scale as metadata of a state; empty where the scale is always 1."""
         if not self.is_dynamic:
             return {}
         return {"loss_scale": str(self.value), "num_good_steps": str(self.num_good_steps)}
 
     def load(self, metadata: Mapping[str, str]) -> None:
-        """Restores the scale from a state's metadata; without one it begins at 2^16."""
+        """Restore the scale from a state's metadata; without one it begins at 2^16."""
         if self.is_dynamic:
             self.value = float(metadata.get("loss_scale", _FIRST_SCALE))
             self.num_good_steps = int(metadata.get("num_good_steps", 0))
@@ -197,12 +198,12 @@ class Numbers(NamedTuple):
     """The number format of a job: its precision setting and the dtype that this stands for."""
 
     precision: str
-    """Empty where layers keep the dtype that they are built with."""
+    """The precision setting; empty where layers keep their dtype."""
     dtype: torch.dtype
-    """The dtype of matrix products where the precision is Mixed, of everything elsewhere."""
+    """The dtype of matrix products for Mixed, of everything otherwise."""
 
     def __str__(self) -> str:
-        """Returns the words for messages, such as "Mixed in float16"."""
+        """Return the words for messages, such as "Mixed in float16"."""
         return " in ".join(filter(None, (self.precision, name_of(self.dtype))))
 
 
@@ -217,11 +218,11 @@ ALL_NUMBERS: Final = (
 SINGLE: Final = ALL_NUMBERS[-1]
 """The numbers that all kinds of layer support."""
 NUM_NAMES: Final = 3
-"""Layers that an error names."""
+"""The largest number of layers that an error names."""
 
 
 class LayerKind(NamedTuple):
-    """A small layer of its kind, and the shapes that go into it."""
+    """A small layer of a kind, and the shapes of its inputs."""
 
     layer: type[nn.Module]
     make: Callable[[], nn.Module]
@@ -250,9 +251,11 @@ KINDS: Final[dict[str, LayerKind]] = {
         nn.MultiheadAttention, lambda: nn.MultiheadAttention(8, 2), ((3, 2, 8),) * 3
     ),
 }
-"""Kinds of layer that libraries have primitives for; torch computes all others in any precision.
+"""The kinds of layer for which libraries have primitives; torch computes all others in any
+precision.
 
-A dictionary, so that tests can add a kind that no device has."""
+It is a dictionary, so that tests can add a kind that no device has.
+"""
 
 
 def check_able(
@@ -262,10 +265,10 @@ def check_able(
     *,
     trains: bool,
 ) -> None:
-    """Raises InvalidInputError that names each module which the device cannot compute as asked.
+    """Raise InvalidInputError, which names each module that the device cannot compute as asked.
 
-    modules: all of a model, by name. trains: gradients are computed, too. An estimate, which is
-    made with fake tensors, is for another device: it is not checked.
+    modules: all modules of a model, by name. trains: gradients are computed, too. An estimate, made
+    with fake tensors, is for another device and not checked.
     """
     if isinstance(torch.empty(0), FakeTensor):
         return
@@ -273,7 +276,7 @@ def check_able(
     for name, module in modules:
         by_numbers.setdefault(_numbers(spec, module), []).append((name, module))
     for asked, those in by_numbers.items():
-        if asked.dtype != torch.float32:  # which everything is made for
+        if asked.dtype != torch.float32:  # which every device can compute
             _check(asked, _layers(those), device, trains=trains)
 
 
@@ -296,7 +299,7 @@ def _check(
 
 
 def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
-    """(numbers, kind of layer, reason) for all that the device cannot train."""
+    """Yield (numbers, kind of layer, reason) for everything that the device cannot train."""
     for numbers in ALL_NUMBERS:
         for kind, reason in _missing(numbers, KINDS, device, True).items():
             yield numbers, kind, reason
@@ -304,16 +307,17 @@ def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
 
 @cache
 def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) -> str | None:
-    """Returns torch's reason why the device cannot compute this kind of layer so; None if it can.
+    """Return torch's reason why the device cannot compute this kind of layer with these numbers;
+    None if it can.
 
-    Errors that do not concern the numbers are raised and not cached: memory that others have
-    taken, and any error that a plain layer in single precision meets at that moment, too.
+    Errors unrelated to the numbers are raised and not cached: a lack of memory, and any error that
+    a plain layer in single precision also meets at that moment.
     """
     try:
         _tried(KINDS[kind], numbers, device, trains)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # any type that a library refuses with
+    except Exception as error:  # a library may raise any type
         if numbers != SINGLE:
             _tried(KINDS["Linear"], SINGLE, device, trains)
         return str(error).partition("\n")[0].partition(". ")[0]
@@ -321,9 +325,9 @@ def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) ->
 
 
 def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
-    """Computes the layer as a job would, independent of the caller's torch modes."""
+    """Compute the layer as a job would, independent of the caller's torch modes."""
     with warnings.catch_warnings(), torch.inference_mode(False):
-        warnings.simplefilter("ignore")  # of torch, about which of its own ways it takes
+        warnings.simplefilter("ignore")  # torch warns about its choice of an algorithm
         with torch.autocast(device.type, enabled=False):
             _compute(kind, numbers, device, trains)
 
@@ -339,13 +343,13 @@ def _numbers(spec: ExecutionSpec, module: nn.Module) -> Numbers:
 def _missing(
     numbers: Numbers, kinds: Iterable[str], device: torch.device, trains: bool
 ) -> dict[str, str]:
-    """Returns the reasons by kind of layer, for the kinds that cannot be computed."""
+    """Return the reasons by kind of layer, for the kinds that cannot be computed."""
     by_kind = {kind: obstacle(kind, numbers, device, trains) for kind in kinds}
     return {kind: reason for kind, reason in by_kind.items() if reason is not None}
 
 
 def _layers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
-    """Returns the names of layers by kind."""
+    """Return the names of layers by kind."""
     layers: dict[str, list[str]] = {}
     for name, module in modules:
         kind = _kind_of(module)
@@ -361,7 +365,7 @@ def _kind_of(module: nn.Module) -> str | None:
 
 
 def _compute(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
-    """Runs one layer of zeros in the wrappers that a job's model gets; draws no random numbers."""
+    """Run one layer of zeros in the wrappers of a job's model, without drawing random numbers."""
     with torch.device("meta"):
         layer = kind.make()
     low = numbers.precision in ("Mixed", "Half")

@@ -1,11 +1,10 @@
-"""Random numbers depend on what is computed, not on who computes it or what came before.
+"""Seed random numbers by the computation, independent of the worker and of earlier computations.
 
 Before every module that may draw random numbers the default generator is seeded with a key of
 (seed, step, shard, micro-batch; module name; number of the call). So a dropout mask is the same
 whichever worker computes the shard. Where nothing draws, as in most evaluations, seeding takes a
-tenth of the time of a small model. So a computation that can be repeated may be tried without: if
-the generators are as they were before, nothing has drawn from them, and all numbers are those that
-it would have given with seeding.
+tenth of the time of a small model. So a repeatable computation may be tried without seeding: if the
+generators are unchanged, nothing has drawn from them, and the results are those with seeding.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ from stratagem.worker.models.program import draws_random_numbers, runs_only_know
 class _Hook:
     """The hook that seeds the generators before each call of one module.
 
-    Compiled code is interrupted for it unless it is idle.
+    Compiled code is interrupted for a hook unless it is idle.
     """
 
     owner: "KeyedRandomness"
@@ -51,16 +50,16 @@ class _Hook:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The seeding that compiled code leaves out of one computation, because hooks are idle."""
+    """The seeding that compiled code skips in one computation, because hooks are idle."""
 
     skipped: Mapping[int, int]
-    """Calls of modules with an idle hook, by name key."""
+    """The number of calls of modules with an idle hook, by name key."""
     last: int | None
-    """The module that was seeded last, if its hook is idle."""
+    """The last seeded module, if its hook is idle."""
 
 
 class KeyedRandomness:
-    """Seeds the generators of one model's device; hooks stay on the model for its life."""
+    """The seeding of the generators of one model's device; hooks stay on the model for its life."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -70,7 +69,7 @@ class KeyedRandomness:
             self._generators.append(torch.cuda.default_generators[index])
         self._is_known = runs_only_known_code(model)
         self._prefix: int | None = None
-        """What the keys of modules begin with, hashed."""
+        """The hashed beginning of the modules' keys."""
         self._num_calls: dict[int, int] = {}
         self._keys: dict[tuple[int, int], int] = {}
         self._latest: int | None = None
@@ -78,10 +77,10 @@ class KeyedRandomness:
         self._border: Callable[[int], None] = self._before_call
         self._registered: list[tuple[nn.Module, int, _Hook]] = []
         self._resting: list[tuple[nn.Module, int, _Hook]] = []
-        """Hooks that are off their modules: one that only returns takes 3 µs, too."""
+        """Hooks that are off their modules, since even a call that only returns takes 3 µs."""
         self._may_rest = True
         self._untouched: list[Tensor] | None = None
-        """The states of the generators in a trial, unless something draws."""
+        """The states of the generators in a trial, until something draws."""
         for name, module in model.named_modules():
             if draws_random_numbers(module):
                 hook = self._hooks[module] = _Hook(self, text_number(name))
@@ -89,10 +88,10 @@ class KeyedRandomness:
                 self._registered.append((module, handle.id, hook))
 
     def begin(self, *key: int | str, forget: bool = True, is_users: bool = True) -> None:
-        """Starts the computation named by `key`: a shard of a step, a batch of an evaluation.
+        """Start the computation named by `key`: a shard of a step, a batch of an evaluation.
 
-        forget=False where the backward of an earlier computation is still to come. is_users: False
-        where code of the user's runs in the model at most.
+        forget: False where the backward of an earlier computation is still to come. is_users: False
+        where the user's code runs at most in the model.
         """
         self._wake()
         seed = mix(*key)
@@ -102,27 +101,27 @@ class KeyedRandomness:
             self._keys.clear()
         self._seed(seed)
         if is_users or not self._is_known:
-            # Only the user's code draws from these two. Seeding them takes 15 µs.
+            # Only the user's code draws from these two generators, whose seeding takes 15 µs.
             seed_users_generators(seed)
 
     def begin_trial(self, *key: int | str) -> None:
-        """Starts a computation as `begin` does, but seeds no module as long as no trial has drawn.
+        """Start a computation as `begin` does, but seed no module as long as no trial has drawn.
 
-        The caller asks `has_failed` afterwards, and repeats the computation if it has.
+        The caller calls `has_failed` afterwards, and repeats the computation if it has.
         """
         if not self._may_rest:
             self.begin(*key)
             return
         self._rest()
-        self._prefix = None  # for hooks that could not be taken off
+        self._prefix = None  # for hooks that could not be removed
         seed = mix(*key)
         self._seed(seed)
         seed_users_generators(seed)
         self._untouched = [generator.get_state() for generator in self._generators]
 
     def has_failed(self) -> bool:
-        """Returns whether a trial has drawn random numbers, so that it counts nothing. There are no
-        more trials then: `begin_trial` is the same as `begin`."""
+        """Return whether a trial has drawn random numbers and must be repeated. There are no more
+        trials then: `begin_trial` becomes `begin`."""
         if self._untouched is None:
             return False
         pairs = zip(self._generators, self._untouched, strict=True)
@@ -131,19 +130,20 @@ class KeyedRandomness:
         return not self._may_rest
 
     def end(self) -> None:
-        """Ends the computation: later calls of modules are not seeded."""
+        """End the computation: later calls of modules are not seeded."""
         self._prefix = None
 
     def allow_compiled_code(self) -> None:
-        """Prepares the hooks for compiled code; must be called before the modules are compiled."""
+        """Prepare the hooks for compiled code, before the modules are compiled."""
         self._border = torch.compiler.disable(self._before_call)
         self._may_rest = False
 
     def observe(self, module: nn.Module, run: Callable[[], object]) -> Draws:
-        """Runs a computation of the module to see which seeds are drawn from, and undoes it here.
+        """Run a computation of the module to observe which seeds are used, and undo its effects
+        here.
 
-        Hooks whose seeds are not drawn from become idle: numbers stay the same without them, and
-        compiled code need not be interrupted.
+        Hooks whose seeds are not used become idle: numbers are the same without them, and compiled
+        code need not be interrupted.
         """
         calls, keys = dict(self._num_calls), dict(self._keys)
         states = [generator.get_state() for generator in self._generators]
@@ -164,7 +164,7 @@ class KeyedRandomness:
         return Draws({n: c for n, c in made.items() if n in idle}, last if last in idle else None)
 
     def catch_up(self, draws: Draws) -> None:
-        """Sets generators and call counts as the modules in compiled code would have left them."""
+        """Set generators and call counts to their values after the modules in compiled code."""
         if self._prefix is None:
             return
         self._num_calls = dict(Counter(self._num_calls) + Counter(draws.skipped))
@@ -172,7 +172,7 @@ class KeyedRandomness:
             self._seed(mix_on(self._prefix, draws.last, self._num_calls[draws.last] - 1))
 
     def _rest(self) -> None:
-        """Takes the hooks off the modules that have no other one, which would be called later."""
+        """Remove the hooks from the modules without other hooks, whose order would change."""
         if not self._resting:
             for module, number, hook in self._registered:
                 if list(module._forward_pre_hooks) == [number]:
@@ -180,7 +180,7 @@ class KeyedRandomness:
                     self._resting.append((module, number, hook))
 
     def _wake(self) -> None:
-        """Puts the hooks back, before those that have come meanwhile."""
+        """Restore the hooks, before those that were added meanwhile."""
         self._untouched = None
         for module, number, hook in self._resting:
             hooks = module._forward_pre_hooks
@@ -193,11 +193,11 @@ class KeyedRandomness:
         if self._prefix is None:
             return
         self._latest = name_key
-        # The seed in force identifies the place of this call in the forward pass.
+        # The present seed identifies the place of this call in the forward pass.
         place = (self._generators[0].initial_seed(), name_key)
         if torch._C._current_graph_task_id() != -1 and place in self._keys:
-            # Inside backward: activation checkpointing computes again what forward computed, from
-            # the generator state it saved there, and must draw the same numbers.
+            # Inside backward, activation checkpointing repeats a computation of forward, from the
+            # saved state of the generators, and must draw the same numbers.
             self._seed(self._keys[place])
             return
         call = self._num_calls.get(name_key, 0)
@@ -212,7 +212,7 @@ class KeyedRandomness:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which module's seed was in force whenever a random number was drawn."""
+    """A mode that notes the module whose seed was present at each random draw."""
 
     def __init__(self, owner: KeyedRandomness) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -232,11 +232,11 @@ class _Watch(TorchDispatchMode):
 # thread counts belong to the thread.
 
 _COMPILERS: Final = ("g++", "gcc", "clang++")
-"""What inductor looks for where CXX is not set."""
+"""The compilers that inductor tries where CXX is not set."""
 
 
 def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
-    """Returns (digest, the same in words) for computations on `device` in the calling thread."""
+    """Return (digest, the same in words) for computations on `device` in the calling thread."""
     parts = [f"torch {torch.__version__}", f"device {device_name(device)}"]
     if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()
@@ -254,7 +254,7 @@ def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the model name of the processor or the GPU."""
+    """Return the model name of the processor or the GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -262,11 +262,10 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Returns the processor's name from the text of /proc/cpuinfo; "" where it has none.
+    """Return the processor's name from the text of /proc/cpuinfo; "" where it has none.
 
     For x86 this is the model name; for arm64 it is the numbers of implementer, part and variant,
-    which are all that its kernel reports. Two kinds of processor under one name would be taken for
-    equals, which they are not.
+    the only ones that its kernel reports. Different kinds of processor must not have the same name.
     """
     match_ = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     if match_:
@@ -281,7 +280,7 @@ def processor_name(cpuinfo: str) -> str:
 
 @cache
 def _compiler() -> str:
-    """Returns the version of the C++ compiler that compiles models (execution.mode) for the CPU."""
+    """Return the version of the C++ compiler that compiles models (execution.mode) for the CPU."""
     path = find_compiler()
     if path is None:
         return "no C++ compiler"
@@ -293,7 +292,7 @@ def _compiler() -> str:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that inductor will use; None without one."""
+    """Return the C++ compiler that inductor will use; None without one."""
     named = os.environ.get("CXX")
     paths = (shutil.which(name) for name in ([named] if named else _COMPILERS))
     return next((path for path in paths if path), None)

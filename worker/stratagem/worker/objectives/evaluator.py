@@ -1,7 +1,7 @@
-"""Evaluate a model on its splits: fixed batches in order, dealt to the members by number.
+"""Evaluate a model on its splits: fixed batches in order, assigned to the members by number.
 
-Results are sums per batch, not means, so that their sum in order of batch does not depend on which
-member evaluated which batch. The module does not know the exchange.
+Results are sums per batch, not means, so that their sum in order of batch does not depend on the
+assignment of batches to members.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +27,14 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 # ---- Evaluation metrics ----
 #
-# Each metric answers (mean, weight) over one batch, so batches can be added. Metrics of the user's
-# own are here in runs of `numerics` 2 and before only, which finish under the rule that they began
+# Each metric returns (mean, weight) over one batch, so batches can be added. The user's metrics are
+# computed here only in runs of `numerics` 2 and before, which finish under the rule that they began
 # with: a function (output, target) of a batch that returns a number, or (mean, weight). The rule of
-# later runs is in own_metrics.py. `perplexity` is a function of the mean loss and has no sum of its
-# own: it is computed as exp(loss) where the parts are added up.
+# later runs is in own_metrics.py. `perplexity` is a function of the mean loss and has no sum: it is
+# computed as exp(loss) where the parts are added.
 
 Metric = Callable[[Any, Any, int], tuple[float, float]]
-"""(output, target, num_rows) -> (mean, weight)."""
+"""A function (output, target, num_rows) -> (mean, weight)."""
 
 _IGNORED: Final = -100
 
@@ -42,7 +42,7 @@ _IGNORED: Final = -100
 def make_metrics(
     names: Iterable[str], entrypoints: EntryPoints, numerics: int = CURRENT
 ) -> dict[str, Metric]:
-    """The metrics by name, without those that follow from the loss or are of whole splits."""
+    """Return the metrics by name, without those that follow from the loss or need whole splits."""
     return {
         name: _make_metric(name, entrypoints)
         for name in dict.fromkeys(names)
@@ -66,24 +66,17 @@ def _user_metric(function: Callable[..., Any]) -> Metric:
 
 
 def _top_accuracy(output: Tensor, target: Tensor, num_best: int) -> tuple[float, float]:
-    """Share of counted targets among the best classes; target -100 is not counted."""
+    """Return the share of counted targets among the best classes, and their number; the target -100
+    is not counted."""
     if output.shape == target.shape:  # one logit each: yes or no
         hits, counted = (output > 0) == (target > 0.5), torch.ones_like(target, dtype=torch.bool)
     else:
-        # Classes stand last (tokens), or second as in torch's losses (images).
+        # Classes are the last dimension (tokens), or the second one as in torch's losses (images).
         dim = -1 if output.shape[:-1] == target.shape else 1
         best = output.topk(min(num_best, output.shape[dim]), dim=dim).indices
         hits, counted = (best == target.unsqueeze(dim)).any(dim), target != _IGNORED
     num_counted = int(counted.sum())
     return int((hits & counted).sum()) / max(num_counted, 1), num_counted
-
-
-def _accuracy(output: Tensor, target: Tensor, num_rows: int) -> tuple[float, float]:
-    return _top_accuracy(output, target, 1)
-
-
-def _top5_accuracy(output: Tensor, target: Tensor, num_rows: int) -> tuple[float, float]:
-    return _top_accuracy(output, target, 5)
 
 
 def _difference(output: Tensor, target: Tensor) -> Tensor:
@@ -94,19 +87,11 @@ def _difference(output: Tensor, target: Tensor) -> Tensor:
     return output.double() - target.double()
 
 
-def _mse(output: Tensor, target: Tensor, num_rows: int) -> tuple[float, float]:
-    return _difference(output, target).square().mean().item(), num_rows
-
-
-def _mae(output: Tensor, target: Tensor, num_rows: int) -> tuple[float, float]:
-    return _difference(output, target).abs().mean().item(), num_rows
-
-
 _METRICS: Final[Mapping[str, Metric]] = {
-    "accuracy": _accuracy,
-    "top5_accuracy": _top5_accuracy,
-    "mse": _mse,
-    "mae": _mae,
+    "accuracy": lambda output, target, _: _top_accuracy(output, target, 1),
+    "top5_accuracy": lambda output, target, _: _top_accuracy(output, target, 5),
+    "mse": lambda output, target, rows: (_difference(output, target).square().mean().item(), rows),
+    "mae": lambda output, target, rows: (_difference(output, target).abs().mean().item(), rows),
 }
 
 
@@ -122,9 +107,8 @@ _BATCH_SIZE: Final = 256
 class EvaluationPart:
     """Sums over one batch: "loss" and each metric, as mean × weight.
 
-    A metric whose own weight differs from `weight` (it counts tokens where the loss counts rows)
-    brings that weight along as "weight:<name>". kept: for the user's own metrics, where there are
-    any.
+    A metric whose weight differs from `weight` (it counts tokens where the loss counts rows) has
+    that weight as "weight:<name>". kept: the batch for the user's own metrics, where there are any.
     """
 
     split: str
@@ -135,24 +119,25 @@ class EvaluationPart:
 
 
 Begins = Callable[[int, int], None]
-"""(batch, how many are left with it): called before each batch; may raise to end the evaluation."""
+"""A function (batch, number of remaining batches with it) that is called before each batch, and may
+raise to end the evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationShare:
-    """What the member of rank `rank` of `size` computes of an evaluation of some splits."""
+    """The part of an evaluation of some splits for the member `rank` of `size`."""
 
     splits: Sequence[str]
     rank: int
     size: int
     begins: Begins
     evaluated: dict[Batch, EvaluationPart]
-    """The batches that need not be evaluated again; the others are added."""
+    """The batches that need not be evaluated again, to which the others are added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates batches of a model; holds what stays the same from one evaluation to the next."""
+    """An evaluator of a model's batches, with the values that are the same in all evaluations."""
 
     model: nn.Module
     data: Mapping[str, Dataset]
@@ -167,27 +152,27 @@ class Evaluator:
 
     @property
     def loss(self) -> LossFunction:
-        """The loss of an output that was computed elsewhere, such as by a pipeline's stages."""
-        assert isinstance(self.objective, OutputLoss)  # others are refused in pipelines
+        """Return the loss of an output computed elsewhere, such as by a pipeline's stages."""
+        assert isinstance(self.objective, OutputLoss)  # pipelines refuse other objectives
         return self.objective.loss
 
     def dataset(self, split: str) -> Dataset:
-        """A split's rows; raises InvalidInputError naming evaluation.split."""
+        """Return a split's rows. Raises InvalidInputError, which names evaluation.split."""
         if split not in self.data:
             known = ", ".join(self.data)
             raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
         return self.data[split]
 
     def num_batches(self, split: str) -> int:
-        """Returns the number of batches of a whole split; the last one may be short."""
+        """Return the number of batches of a whole split; the last one may be short."""
         return -(-len(self.dataset(split)) // self.batch_size)
 
     def rows_in(self, split: str, batch: int) -> int:
-        """Returns the number of rows in one batch of a split."""
+        """Return the number of rows in one batch of a split."""
         return min(self.batch_size, len(self.dataset(split)) - batch * self.batch_size)
 
     def share(self, splits: Sequence[str], first: int, size: int, count: int = 1) -> list[Batch]:
-        """Returns the batches whose number is, modulo size, one of `count` from `first` on."""
+        """Return the batches whose number is, modulo size, one of `count` from `first` on."""
         return [
             (split, batch)
             for split in splits
@@ -196,7 +181,7 @@ class Evaluator:
         ]
 
     def parts_of(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluates the batches of a share that are not evaluated yet; returns all of them."""
+        """Evaluate the missing batches of a share; return all of them."""
         batches = self.share(share.splits, share.rank, share.size)
         left = [batch for batch in batches if batch not in share.evaluated]
         self.expect(left)
@@ -209,9 +194,9 @@ class Evaluator:
     def part(
         self, split: str, batch: int, keep: Callable[[Any, int], None] | None = None
     ) -> EvaluationPart:
-        """Evaluates one batch, with the model in its present mode (train or eval).
+        """Evaluate one batch with the model in its present mode (train or eval).
 
-        keep: gets the output and the number of rows.
+        keep: receives the output and the number of rows.
         """
         wants_output = bool(self.metrics) or self.own is not None or keep is not None
         found, part = self._evaluated(split, batch, wants_output=wants_output)
@@ -226,7 +211,7 @@ class Evaluator:
         self, split: str, batch: int, *, wants_output: bool
     ) -> tuple[Assessment, EvaluationPart]:
         self.execution.begin_batch(self.rows_in(split, batch))
-        # What a model draws in train mode would only be found out after each first batch.
+        # In train mode a trial would fail at the first batch of most models.
         begin = self.randomness.begin if self.model.training else self.randomness.begin_trial
         begin("evaluate", split, batch)
         x, y, num_rows = self._gathered(split, batch)
@@ -235,13 +220,13 @@ class Evaluator:
         return found, self._part(split, batch, found, num_rows)
 
     def begin(self, split: str, batch: int) -> Tensor:
-        """Begins a batch: what is drawn from now on is drawn for it. Returns its rows."""
+        """Begin a batch, for which later random numbers are drawn; return its rows."""
         self.execution.begin_batch(self.rows_in(split, batch))
         self.randomness.begin("evaluate", split, batch)
         return self._rows(split, batch)
 
     def load(self, split: str, batch: int) -> tuple[Any, Any, int]:
-        """Begins a batch; returns (x, y, number of rows) of it."""
+        """Begin a batch; return its (x, y, number of rows)."""
         self.begin(split, batch)
         return self._gathered(split, batch)
 
@@ -250,7 +235,7 @@ class Evaluator:
         return *self.gather(self.dataset(split), rows, activity, _keys(split, batch)), len(rows)
 
     def expect(self, batches: Iterable[Batch]) -> None:
-        """Says which batches come next; their rows may be read ahead."""
+        """Announce the next batches, whose rows may be read ahead."""
         self.gather.expect(
             (self.dataset(split), self._rows(split, batch), _keys(split, batch))
             for split, batch in batches
@@ -261,8 +246,8 @@ class Evaluator:
         return torch.arange(start, start + self.rows_in(split, batch))
 
     def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
-        """Computes loss and metrics of a batch from the model's output, and keeps what the user's
-        own metrics need of it."""
+        """Compute loss and metrics of a batch from the model's output, and keep the input of the
+        user's own metrics."""
         with user_code(f"evaluating {split}"):
             found = Assessment(self.loss(output, y, num_rows), output, y)
         return self._part(split, batch, found, num_rows)
@@ -280,7 +265,7 @@ class Evaluator:
             if self.own is not None:
                 num_all = len(self.dataset(split))
                 kept = self.own.keep(found.output, found.target, num_rows, num_all)
-        if loss.weight == 0:  # nothing was counted, so its mean may be anything
+        if loss.weight == 0:  # nothing was counted, so the mean is arbitrary
             sums["loss"] = 0.0
         return EvaluationPart(split, batch, loss.weight, sums, kept)
 
@@ -289,7 +274,7 @@ def _keys(split: str, batch: int) -> BatchKeys:
     return BatchKeys(("row", "evaluate", split), ("evaluate", split, batch))
 
 
-def make_evaluator(  # noqa: PLR0913  (the one place that puts all of them together)
+def make_evaluator(  # noqa: PLR0913  (this function combines all of them)
     job: JobSpec,
     entrypoints: EntryPoints,
     model: nn.Module,
@@ -299,7 +284,7 @@ def make_evaluator(  # noqa: PLR0913  (the one place that puts all of them toget
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Evaluator:
-    """Makes the evaluator of a job's model, with the loss, metrics and batches of the job."""
+    """Make the evaluator of a job's model, with the loss, metrics and batches of the job."""
     spec, objective = job.evaluation, make_objective(job, entrypoints)
     metrics = make_metrics(spec.metrics if spec else [], entrypoints, numerics)
     batch_size = spec.batch_size if spec else _BATCH_SIZE

@@ -1,8 +1,8 @@
-"""An objective defines what a model is trained for, as (mean loss, weight, log) of one micro-batch.
+"""Objectives: functions from a model and one micro-batch to (mean loss, weight, log).
 
 An objective calls the model itself, so it may be a loss of the model's output, or any function of
-model and batch. Everything that trains or evaluates a whole model knows objectives only; a
-pipeline, whose model is in stages, needs the loss of an output. Objectives do not know shards.
+model and batch. The training and evaluation of a whole model use only objectives; a pipeline, whose
+model is in stages, needs the loss of an output.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 # ---- Losses ----
 #
-# Each loss answers (mean, weight), the mean being over `weight` rows or tokens. The weight makes a
+# Each loss returns (mean, weight), the mean being over `weight` rows or tokens. The weight makes a
 # sum over uneven shards equal one big batch: gradients are added as mean × weight and divided once
 # by the total weight.
 
@@ -36,7 +36,7 @@ class Logged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """A scalar mean that can be differentiated, and the rows or tokens it is a mean over."""
+    """A differentiable scalar mean, and the number of rows or tokens in it."""
 
     mean: Tensor
     weight: float
@@ -44,7 +44,7 @@ class LossValue:
 
 
 class Assessment(NamedTuple):
-    """What an objective finds in one batch of an evaluation; output and target are for metrics."""
+    """The result of an objective for an evaluated batch; output and target are for metrics."""
 
     loss: LossValue
     output: Any
@@ -52,34 +52,35 @@ class Assessment(NamedTuple):
 
 
 _REFUSALS: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""Types of errors by which losses of torch refuse what they are given."""
+"""The types of errors by which torch's losses refuse their arguments."""
 
 _IGNORED: Final = -100
-"""A target that counts nothing, unless `ignore_index` names another one."""
+"""A target that is not counted, unless `ignore_index` names another one."""
 
 LossFunction = Callable[[Any, Any, int], LossValue]
-"""(output, target, num_rows) -> LossValue."""
+"""A function (output, target, num_rows) -> LossValue."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedLoss:
-    """A loss of the table below with its settings; none of it is code of the user's."""
+    """A loss of the table below with its settings, without any code of the user."""
 
     name: str
     function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]
     kwargs: Mapping[str, Any]
 
     def __call__(self, output: Any, target: Any, num_rows: int) -> LossValue:
-        """A `LossFunction`. What torch refuses is told with what the loss was given."""
+        """Compute the loss, as a `LossFunction`. Errors of torch are reported with the arguments of
+        the loss."""
         try:
             return self.function(output, target, num_rows, self.kwargs)
         except _REFUSALS as error:
             if type(error) not in _REFUSALS:
-                raise  # such as one of memory, which says more by its class
+                raise  # such as one of memory, whose class says more
             raise type(error)(self._explained(str(error), output, target)) from None
 
     def _explained(self, text: str, output: Any, target: Any) -> str:
-        """The sentence of an error, with the outputs and the targets that it is about."""
+        """Return the sentence of an error, with a description of the outputs and targets."""
         given = f"{self.name} got outputs {text_of(output)} and targets {text_of(target)}"
         if "out of bounds" not in text or not isinstance(output, Tensor):
             return f"{text.rstrip('.')}; {given}{loss_hint(self.name, output, target)}"
@@ -94,7 +95,7 @@ class NamedLoss:
 
 
 def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
-    """Makes the loss that a job names."""
+    """Make the loss that a job names."""
     if spec.entrypoint is not None:
         own = entrypoints.bind(spec.entrypoint, spec.kwargs, "loss")
         return _user_loss(own, f'what "{spec.entrypoint}" returns')
@@ -103,8 +104,7 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
 
 
 def loss_hint(name: str, output: Any, target: Any) -> str:
-    """Return what to write instead where outputs and targets are not those that a loss takes; ""
-    where they do not say."""
+    """Return the remedy where outputs and targets do not fit a loss; "" where none is known."""
     own = "name a loss of your own of (output, target), as `loss: module:function`"
     if not isinstance(output, Tensor):
         kind = type(output).__name__
@@ -133,12 +133,12 @@ def loss_hint(name: str, output: Any, target: Any) -> str:
 
 
 def counts_rows(spec: LossSpec) -> bool:
-    """Returns whether the weight of the loss is the number of rows, independent of their values."""
+    """Return whether the weight of the loss is the number of rows, independent of their values."""
     return spec.entrypoint is None and spec.name != "token_cross_entropy"
 
 
 def _user_loss(function: Callable[..., Any], what: str) -> LossFunction:
-    """what: the words for its value."""
+    """Return the loss function of the user's function. what: the name of its value in errors."""
 
     def loss(output: Any, target: Any, num_rows: int) -> LossValue:
         with noted("the loss", (output, target)):
@@ -153,7 +153,7 @@ def _user_loss(function: Callable[..., Any], what: str) -> LossFunction:
 
 
 def one_number(mean: Any, what: str) -> Tensor:
-    """Returns a tensor of one element as one of no dimensions; raises ValueError for others."""
+    """Return a tensor of one element as one of no dimensions. Raises ValueError for others."""
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         kind = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ValueError(f"{what} must be one number as a tensor, not {kind}")
@@ -161,17 +161,9 @@ def one_number(mean: Any, what: str) -> Tensor:
 
 
 def _same_shape(output: Tensor, target: Tensor) -> None:
-    """Refuses what would be broadcast silently into a wrong loss."""
+    """Refuse shapes that would be broadcast silently into a wrong loss."""
     if output.shape != target.shape:
         raise ValueError("outputs and targets must have the same shape")
-
-
-def _cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
-    return LossValue(F.cross_entropy(x, y, **kwargs), rows)
-
-
-def _nll(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
-    return LossValue(F.nll_loss(x, y), rows)
 
 
 def _mse(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
@@ -193,7 +185,8 @@ def _bce_with_logits(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any])
 
 
 def _token_cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
-    """Classes last; the mean is over the tokens not ignored; there may be none."""
+    """Return the mean over the tokens that are not ignored, of which there may be none. Classes are
+    the last dimension."""
     ignored = int(kwargs.get("ignore_index", _IGNORED))
     total = F.cross_entropy(
         x.reshape(-1, x.shape[-1]),
@@ -208,10 +201,10 @@ def _token_cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, A
 
 _LOSSES: Final[Mapping[str, Callable[[Tensor, Tensor, int, Mapping[str, Any]], LossValue]]] = {
     "bce_with_logits": _bce_with_logits,
-    "cross_entropy": _cross_entropy,
+    "cross_entropy": lambda x, y, rows, kwargs: LossValue(F.cross_entropy(x, y, **kwargs), rows),
     "l1": _l1,
     "mse": _mse,
-    "nll": _nll,
+    "nll": lambda x, y, rows, _: LossValue(F.nll_loss(x, y), rows),
     "token_cross_entropy": _token_cross_entropy,
 }
 
@@ -220,33 +213,33 @@ _LOSSES: Final[Mapping[str, Callable[[Tensor, Tensor, int, Mapping[str, Any]], L
 
 
 class Objective(Protocol):
-    """What a model is trained for. num_rows: of the micro-batch, as the plan asked for."""
+    """The objective of a training. num_rows: the size of the micro-batch in the plan."""
 
     @property
     def is_users(self) -> bool:
-        """True if code of the user's runs in it, which may draw from any generator."""
+        """Return whether it runs the user's code, which may draw from any generator."""
 
     @property
     def counts_rows(self) -> bool:
-        """True if the weight is always the number of rows, so that it is known beforehand."""
+        """Return whether the weight is always the number of rows, and so known beforehand."""
 
     @property
     def may_log(self) -> bool:
-        """True if there may be numbers to log beside the loss."""
+        """Return whether there may be numbers to log beside the loss."""
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """Computes the forward pass and the loss of a micro-batch; the caller goes backward."""
+        """Compute the forward pass and the loss of a micro-batch; the caller runs backward."""
 
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Computes the loss of a batch, without a gradient. wants_output: else output and target
-        may be left out."""
+        """Compute the loss of a batch, without a gradient. wants_output: otherwise output and
+        target may be omitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLoss:
-    """The objective of a job with a `loss`: that of the model's output and the target."""
+    """The objective of a job with a `loss` of the model's output and the target."""
 
     loss: LossFunction
     counts_rows: bool
@@ -254,11 +247,11 @@ class OutputLoss:
 
     @property
     def is_users(self) -> bool:
-        """True for a loss by entry point."""
+        """Return whether the loss is an entry point."""
         return not isinstance(self.loss, NamedLoss)
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """An `Objective`."""
+        """Compute the loss of a micro-batch, as an `Objective`."""
         with noted(model, x):
             output = model(x)
         return self.loss(output, y, num_rows)
@@ -266,7 +259,7 @@ class OutputLoss:
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Computes output and loss of a batch."""
+        """Compute output and loss of a batch."""
         with noted(model, x):
             output = model(x)
         return Assessment(self.loss(output, y, num_rows), output, y)
@@ -274,55 +267,55 @@ class OutputLoss:
 
 # ---- Loss that the model returns ----
 #
-# Some models return a loss themselves, as those of transformers do. A sum over uneven parts equals
-# one big batch only if each mean comes with the number of things that it is a mean over. Models do
-# not say it, so it is counted in the labels of the batch, by a rule that is a function of the
-# model's class and the labels' type alone.
+# Some models return a loss, as those of transformers do. A sum over uneven parts equals one big
+# batch only if each mean comes with the number of items in it. Models do not report it, so it is
+# counted in the labels of the batch, by a rule that depends only on the model's class and the
+# labels' type.
 
 Weight = Literal["rows", "labels", "shifted_labels"]
 
 IGNORED: Final = -100
-"""A label that counts nothing."""
+"""A label that is not counted."""
 _CAUSAL: Final = frozenset(
     {"BertLMHeadModel", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"}
 )
-"""Causal language models of transformers that are not called `...ForCausalLM`."""
+"""The causal language models of transformers that are not called `...ForCausalLM`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnedLoss:
     """The objective of a job with `loss: {name: model}`: `model(**batch).loss`.
 
-    weight: what the loss is a mean over; None: what `weight_of` says. Where that is nothing, the
-    loss is 0 and has no gradient, whatever the model returned.
+    weight: the items of which the loss is a mean; None: as in `weight_of`. Where there are none,
+    the loss is 0 and has no gradient, whatever the model returned.
     """
 
     weight: Weight | None
 
     @property
     def is_users(self) -> bool:
-        """Always true: the model's code computes the loss."""
+        """Return True: the model's code computes the loss."""
         return True
 
     @property
     def counts_rows(self) -> bool:
-        """True if the job says so; otherwise the labels decide."""
+        """Return whether the job says so; otherwise the labels decide."""
         return self.weight == "rows"
 
     @property
     def may_log(self) -> bool:
-        """Always false: a model returns nothing to log."""
+        """Return False: a model returns nothing to log."""
         return False
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """An `Objective`."""
+        """Compute the loss of a micro-batch, as an `Objective`."""
         return self._run(model, x, y, num_rows)[0]
 
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Computes the loss of a batch. For metrics the output is its `logits`, or all that it
-        gives besides the loss; the target is `labels`, each where the model predicts it."""
+        """Compute the loss of a batch. For metrics the output is its `logits`, or all results
+        besides the loss; the target is `labels`, each at the place of its prediction."""
         loss, outputs = self._run(model, x, y, num_rows)
         labels = x.get("labels")
         if isinstance(labels, Tensor) and self._weight(model, labels) == "shifted_labels":
@@ -338,7 +331,7 @@ class ReturnedLoss:
             outputs = model(**x)
         counted = self._count(model, x.get("labels"), num_rows)
         mean = _loss_of(outputs, model, x)
-        if not counted:  # transformers makes NaN of it; this goes backward to nothing
+        if not counted:  # transformers returns NaN; this has no gradient
             mean = mean.new_zeros((), requires_grad=mean.requires_grad)
         return LossValue(mean, counted), outputs
 
@@ -357,21 +350,21 @@ class ReturnedLoss:
 
 
 def weight_of(model: nn.Module, labels: Any) -> Weight:
-    """Returns what the loss of a model is taken to be a mean over, unless the job says it."""
+    """Return the items of which a model's loss is taken as the mean, unless the job names them."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return "rows"
     return "shifted_labels" if labels.dim() > 1 and _shifts_labels(model) else "labels"
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Returns whether the model compares its output at a place with the label of the next one."""
+    """Return whether the model compares its output at a place with the label of the next one."""
     wrapped = getattr(model, "get_base_model", None)  # of peft
     inner = wrapped() if callable(wrapped) else model
     names = [kind.__name__ for kind in type(inner).__mro__]
     if any(name.endswith("ForCausalLM") or name in _CAUSAL for name in names):
         return True
-    # With an encoder of text, labels stand where they are predicted; with one of images they do
-    # not.
+    # With a text encoder, labels are at the place of their prediction; not so with an image
+    # encoder.
     has_encoder = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
     return any(name.endswith("ForConditionalGeneration") for name in names) and not has_encoder
 
@@ -386,7 +379,7 @@ def _loss_of(outputs: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor
 
 
 def _output(outputs: Any) -> Any:
-    """Returns what metrics and predictions are made of."""
+    """Return the output for metrics and predictions."""
     given = outputs if isinstance(outputs, Mapping) else vars(outputs)
     if given.get("logits") is not None:
         return given["logits"]

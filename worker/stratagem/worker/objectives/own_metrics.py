@@ -1,11 +1,11 @@
-"""Compute the user's own metrics, each once, of all rows of a split, and never of a batch.
+"""Compute each of the user's own metrics once, of all rows of a split, never of a batch.
 
 A function gets the outputs and the targets of all rows, in order. An object with `update` and
-`compute` (torchmetrics and others like it) is updated with batch after batch, in order, as in a
-loop of the user's. Merging the states of such objects instead would not do: torchmetrics 1.9 puts
-the rows of the merged one first, and takes means for single values. So the numbers depend neither
-on who evaluated which batch nor on how many did. Only clients, whose rows are never together,
-report their states beside the values, where the states are sums.
+`compute` (such as those of torchmetrics) is updated with batch after batch, in order, as in a
+user's loop. So the numbers depend neither on the assignment of batches to members nor on the number
+of members. The states of such objects cannot be merged instead: torchmetrics 1.9 puts the rows of
+the merged one first, and takes means for single values. Only clients, whose rows are never
+together, report their states beside the values, where the states are sums.
 """
 
 import copy
@@ -34,37 +34,38 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 # again where the metrics are computed.
 
 LAYOUT: Final = "layout"
-"""The key of the metadata that says how the tensors of a batch are nested."""
+"""The key of the metadata with the nesting of a batch's tensors."""
 
 _TENSOR: Final = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """Output and target of one batch: their tensors in order, and how these are nested, as JSON."""
+    """The output and target of one batch: their tensors in order, and their nesting as JSON."""
 
     layout: str
     tensors: tuple[Tensor, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors."""
+        """Return the number of bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def unpacked(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, Any]:
-        """(output, target) with copies of the tensors, which may be changed; or with these ones."""
+        """Return (output, target) with copies of the tensors, which may be changed, or with the
+        given ones."""
         left = iter([each.clone() for each in self.tensors] if tensors is None else tensors)
         output, target = json.loads(self.layout)
         return _nested(output, left), _nested(target, left)
 
 
 def kept_batch(output: Any, target: Any) -> KeptBatch:
-    """Copies output and target of a batch to the CPU.
+    """Copy output and target of a batch to the CPU.
 
-    Raises InvalidInputError for what is no nesting of tensors.
+    Raises InvalidInputError for anything but a nesting of tensors.
     """
     tensors: list[Tensor] = []
-    # Copies that are made in inference mode could not be changed outside of it.
+    # Copies made in inference mode could not be changed outside of it.
     with torch.inference_mode(mode=False), torch.no_grad():
         layout = json.dumps(
             [_layout(output, "output", tensors), _layout(target, "target", tensors)]
@@ -73,7 +74,7 @@ def kept_batch(output: Any, target: Any) -> KeptBatch:
 
 
 def joined(batches: Sequence[KeptBatch]) -> tuple[Any, Any]:
-    """(outputs, targets) of all rows of these batches, in order, in memory of their own.
+    """Return (outputs, targets) of all rows of these batches, in order, in new memory.
 
     Raises InvalidInputError where the batches differ in more than their rows.
     """
@@ -92,7 +93,7 @@ def joined(batches: Sequence[KeptBatch]) -> tuple[Any, Any]:
 
 
 def named_tensors(split: str, batch: int, kept: KeptBatch) -> dict[str, Tensor]:
-    """The tensors of a batch by the names under which they are sent."""
+    """Return the tensors of a batch by the names under which they are sent."""
     return {
         f"{split}/{number:04d}/{batch:012d}": tensor for number, tensor in enumerate(kept.tensors)
     }
@@ -101,7 +102,7 @@ def named_tensors(split: str, batch: int, kept: KeptBatch) -> dict[str, Tensor]:
 def from_named(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], split: str
 ) -> list[KeptBatch]:
-    """The batches of a split in order, from what `named_tensors` gave for all of them."""
+    """Return the batches of a split in order, from the results of `named_tensors`."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         of_split, number, batch = name.rsplit("/", 2)
@@ -158,15 +159,15 @@ def _unlike(text: str) -> InvalidInputError:
 
 # ---- States that are sums ----
 #
-# Some metric objects have only states that are numbers of fixed size and are added up. Such states
-# of clients, each over its own rows, may be added: the sum is the state of one object that has seen
-# the rows of all. A metric of torchmetrics declares each such state by `dist_reduce_fx="sum"`; an
-# object of any other kind names its attributes in `summed_states`. A metric is none of these if a
-# state begins with another value than zero, which would be counted once per client, or is a list of
-# rows, which do not leave the client.
+# Some metric objects have only states that are sums of fixed size. Such states of clients, each
+# over its rows, may be added: the sum is the state of one object that has seen the rows of all. A
+# metric of torchmetrics declares each such state by `dist_reduce_fx="sum"`; an object of any other
+# kind names its attributes in `summed_states`. A metric is excluded if a state begins with a value
+# other than zero, which would be counted once per client, or is a list of rows, which stay at
+# clients.
 
 MAX_NUMBERS: Final = 65_536
-"""Numbers of all such states of a split together, which leave with one message."""
+"""The limit on the numbers in all such states of a split, which are sent with one message."""
 DECLARATION: Final = "summed_states"
 
 _TORCHMETRICS_SUM: Final = "dim_zero_sum"
@@ -174,17 +175,17 @@ _TORCHMETRICS_SUM: Final = "dim_zero_sum"
 
 @dataclass(frozen=True, slots=True)
 class SummedState:
-    """One state of a metric, as 64-bit numbers: int64 where it counts, else float64."""
+    """One state of a metric, as 64-bit numbers: int64 for counts, else float64."""
 
     metric: str
-    """ "<split>.<metric>"."""
+    """The name of the metric, as "<split>.<metric>"."""
     name: str
-    """Of the attribute; in a collection, "<key>/<attribute>"."""
+    """The name of the attribute; in a collection, "<key>/<attribute>"."""
     values: np.ndarray
 
 
 def num_summed(metric: object) -> int:
-    """Return how many numbers the states of a new metric are; 0 where it is no metric of sums."""
+    """Return the number of values in a new metric's states; 0 where it is no metric of sums."""
     number = 0
     for _, member in _members(metric):
         names = _declared(member)
@@ -210,7 +211,7 @@ def read(named: str, metric: object) -> Iterator[SummedState]:
 
 
 def fill(named: str, metric: object, states: Sequence[SummedState]) -> None:
-    """Give a new metric of sums these states, in the types and shapes of its own.
+    """Set the states of a new metric of sums, in the types and shapes of its own ones.
 
     Raises InvalidInputError where they are not those of the metric.
     """
@@ -220,35 +221,32 @@ def fill(named: str, metric: object, states: Sequence[SummedState]) -> None:
             given = left.pop(f"{prefix}{name}", None)
             setattr(member, name, _like(named, name, getattr(member, name), given))
         if hasattr(member, "_update_count"):
-            member._update_count = 1  # torchmetrics warns of values without rows
+            member._update_count = 1  # else torchmetrics warns of values without rows
     if left:
         raise _misfit(named, f"it has no state {next(iter(left))}")
 
 
 def _members(metric: object) -> list[tuple[str, Any]]:
-    """Return the objects that hold states, with what stands before the names of theirs."""
+    """Return the objects that have states, with the prefixes of their names."""
     if isinstance(metric, nn.ModuleDict):  # a MetricCollection; its items() have shared states
         return [(f"{key}/", member) for key, member in sorted(metric.items())]
     return [("", metric)]
 
 
 def _declared(member: Any) -> Sequence[str]:
-    """Return the names of all states of an object; none where one of them is not added up."""
+    """Return the names of all states of an object; none where one of them is not a sum."""
     declared = getattr(member, DECLARATION, None)
     if isinstance(declared, tuple | list) and all(isinstance(name, str) for name in declared):
         return sorted(declared)
     defaults, reductions = getattr(member, "_defaults", None), getattr(member, "_reductions", None)
     if not isinstance(defaults, Mapping) or not isinstance(reductions, Mapping):
         return ()
-    if isinstance(member, nn.Module) and any(map(_has_states, member.children())):
-        return ()  # a metric of metrics, whose states are none of its own
+    children = member.children() if isinstance(member, nn.Module) else ()
+    if any(hasattr(each, "_defaults") for child in children for each in child.modules()):
+        return ()  # a metric of metrics, which has no states itself
     if all(getattr(each, "__name__", "") == _TORCHMETRICS_SUM for each in reductions.values()):
         return sorted(defaults)
     return ()
-
-
-def _has_states(module: nn.Module) -> bool:
-    return any(hasattr(each, "_defaults") for each in module.modules())
 
 
 def _as_array(value: object) -> np.ndarray | None:
@@ -265,7 +263,7 @@ def _as_array(value: object) -> np.ndarray | None:
 
 
 def _like(named: str, name: str, own: Any, given: np.ndarray | None) -> Any:
-    """Return numbers as a value of the same type, dtype and shape as one of the metric's own."""
+    """Return numbers as a value with the type, dtype and shape of one of the metric's states."""
     fresh = _as_array(own)
     if given is None or fresh is None or given.shape != fresh.shape:
         shape = "none" if given is None else str(given.shape)
@@ -295,31 +293,31 @@ def _misfit(named: str, why: str) -> InvalidInputError:
 
 Sums = list[SummedState]
 Measure = Callable[[Sequence[KeptBatch], str, Sums | None], Any]
-"""Computes a metric of all batches of a split, in order; the name is that of what is measured, and
-the list gets its states where these are sums."""
+"""Computes a metric of all batches of a split, in order; the name is that of the result, and the
+list receives its states where these are sums."""
 
 DEFAULT_MAX_BYTES: Final = 1 << 30
 MAX_VALUES: Final = 128
-"""Values of all own metrics together: each is a number with a name in journal and reports."""
+"""The limit on the values of all own metrics: each is a named number in journal and reports."""
 _MAX_NAME_CHARS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class OwnMetrics:
-    """The user's own metrics of a job, by name, and what is kept of each batch for them."""
+    """The user's own metrics of a job, by name, and the batches that are kept for them."""
 
     measures: Mapping[str, Measure]
     keep_of: Callable[..., Any] | None
     max_bytes: int
     best: str | None
     makers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """Of those that are objects, what makes a new one."""
+    """The functions that make new ones of those that are objects."""
 
     def keep(self, output: Any, target: Any, num_rows: int, num_all_rows: int) -> KeptBatch:
-        """Keeps a batch of a split of that many rows.
+        """Keep a batch of a split with num_all_rows rows.
 
-        Raises InvalidInputError if all batches, were they like this one, would be too large. So it
-        is the same batch that is refused on any number of workers.
+        Raises InvalidInputError if all batches of this size would be too large, so the same batch
+        is refused on any number of workers.
         """
         if self.keep_of is not None:
             pair = self.keep_of(output, target)
@@ -339,9 +337,9 @@ class OwnMetrics:
     def measured(
         self, split: str, batches: Sequence[KeptBatch], sums: Sums | None = None
     ) -> dict[str, float]:
-        """Computes the metrics of a whole split, by "<split>.<metric>"; none without rows.
+        """Compute the metrics of a whole split, by "<split>.<metric>"; none without rows.
 
-        sums: gets the states of those that may be added to the states of others.
+        sums: receives the states that may be added to those of others.
         """
         found: dict[str, float] = {}
         for name, measure in self.measures.items() if batches else ():
@@ -355,8 +353,8 @@ class OwnMetrics:
     def merged(
         self, split: str, states: Sequence[SummedState]
     ) -> tuple[dict[str, float], dict[str, StratagemError]]:
-        """Computes the metrics of these states of a split, each the sum over clients; and returns
-        the errors of those that cannot be computed, by name."""
+        """Compute the metrics of these states of a split, each the sum over clients; return them,
+        and the errors of those that cannot be computed, by name."""
         found: dict[str, float] = {}
         failed: dict[str, StratagemError] = {}
         for name, make in self.makers.items():
@@ -371,7 +369,7 @@ class OwnMetrics:
         return {f"{split}.{name}": value for name, value in found.items()}, failed
 
     def are_sums(self, name: str) -> bool:
-        """True for a metric that is an object whose states are sums."""
+        """Return whether a metric is an object whose states are sums."""
         with user_code(f"making {name}"):
             return name in self.makers and 0 < num_summed(self.makers[name]()) <= MAX_NUMBERS
 
@@ -388,8 +386,8 @@ class OwnMetrics:
 def make_own_metrics(
     spec: EvaluationSpec | None, entrypoints: EntryPoints, numerics: int
 ) -> OwnMetrics | None:
-    """The user's own metrics of a job; None where there are none, or by the rules of `numerics` 2
-    and before."""
+    """Return the user's own metrics of a job; None where there are none, or by the rules of
+    `numerics` 2 and before."""
     names = own_names(spec.metrics) if spec is not None and numerics >= 3 else ()
     if spec is None or not names:
         return None
@@ -409,12 +407,12 @@ def make_own_metrics(
 
 
 def own_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the metrics that are the user's own: they are named by entry point."""
+    """Return those of the metrics that are the user's own, which are named by entry point."""
     return tuple(name for name in names if ":" in name)
 
 
 def _maker_of(target: Any) -> Callable[[], Any] | None:
-    """Return what makes an object that is updated; None of a function of outputs and targets."""
+    """Return the maker of a metric object; None for a function of outputs and targets."""
     if inspect.isclass(target) and _is_updated(target):
         return target
     if _is_updated(target):
@@ -457,7 +455,7 @@ def _is_updated(target: object) -> bool:
 def _takes_nothing(target: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(target)
-    except (TypeError, ValueError):  # of some that are written in C
+    except (TypeError, ValueError):  # raised for some functions in C
         return False
     return _binds(signature) and not _binds(signature, None, None)
 

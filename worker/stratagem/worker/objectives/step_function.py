@@ -1,8 +1,8 @@
-"""A step function is an objective that the user defines: a function called with model and batch.
+"""A step function is an objective that the user defines, as a function of model and batch.
 
 It returns the mean loss, (mean, weight), or {"loss", "weight", "log": {name: (mean, weight)}}. It
-must not run backward or update parameters: a gradient that it leaves behind, or a parameter that it
-writes, would be counted twice or not by all, and is refused.
+must not run backward or update parameters: gradients that it leaves, and parameters that it writes,
+would be counted twice or not by all members, and are refused.
 """
 
 import re
@@ -48,18 +48,18 @@ _KEYS: Final = ("loss", "weight", "log")
 
 
 def batch_of(x: Any, y: Any) -> Any:
-    """Returns the batch as it was collated: a pair, or whatever else it is."""
+    """Return the batch as it was collated: a pair, or any other value."""
     return x if y is None or y is x else (x, y)
 
 
 @dataclass(slots=True)
 class _Watch:
-    """Whether a step function runs: read by hooks, which must not lead back to the model."""
+    """A flag for hooks, which must not refer to the model: a step function is running."""
 
     is_on: bool = False
 
     def hook(self, _: Tensor) -> None:
-        """Runs where a parameter has got a gradient."""
+        """Run when a parameter has received a gradient."""
         if self.is_on:
             raise RuntimeError(
                 "a step returns its loss and does not call backward: the gradient would be "
@@ -77,13 +77,13 @@ class StepFunction:
     counts_rows: bool = field(default=False, init=False)
     may_log: bool = field(default=True, init=False)
     _names: list[tuple[str, ...]] = field(default_factory=list, init=False)
-    """The names that the first micro-batch has logged."""
+    """The names logged by the first micro-batch."""
     _watches: WeakKeyDictionary[nn.Module, tuple[_Watch, list[nn.Parameter]]] = field(
         default_factory=WeakKeyDictionary, init=False
     )
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """Computes the loss of a micro-batch."""
+        """Compute the loss of a micro-batch."""
         watch, params = self._watched(model)
         versions = [param._version for param in params]
         watch.is_on = True
@@ -109,7 +109,7 @@ class StepFunction:
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Computes the loss of a batch, and what `predict` gives."""
+        """Compute the loss of a batch, and the result of `predict`."""
         batch = batch_of(x, y)
         with noted("the step, beside the model,", batch):
             returned = self.function(model, batch)
@@ -137,7 +137,7 @@ class StepFunction:
 
 @dataclass(frozen=True, slots=True)
 class TurnsObjective:
-    """The objective of a job with turns, as evaluations see it: the sum of what they minimise."""
+    """The objective of a job with turns for evaluations: the sum of the turns' losses."""
 
     of_turns: Sequence[StepFunction]
     is_users: bool = field(default=True, init=False)
@@ -145,13 +145,13 @@ class TurnsObjective:
     may_log: bool = field(default=True, init=False)
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """Raises an error: each turn has its own objective."""
+        """Raise an error: each turn has its own objective."""
         raise AssertionError("a turn is trained by its own objective")
 
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Computes the sum of the turns' losses, a mean over rows."""
+        """Compute the sum of the turns' losses, a mean over rows."""
         first, *others = self.of_turns
         found = first.evaluate(model, x, y, num_rows, wants_output=wants_output)
         mean = found.loss.mean
@@ -164,7 +164,7 @@ class TurnsObjective:
 def predicted(
     predict: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any
 ) -> tuple[Any, Any]:
-    """Returns (output, target) of a batch; raises ValueError where the function returns others."""
+    """Return (output, target) of a batch. Raises ValueError for any other result."""
     with noted("predict, beside the model,", batch):
         pair = predict(model, batch)
     if not (isinstance(pair, tuple) and len(pair) == 2):
@@ -174,7 +174,7 @@ def predicted(
 
 
 def other_names(names: tuple[str, ...], first: tuple[str, ...]) -> str:
-    """Returns the words for names that are not those of the first micro-batch."""
+    """Describe names that differ from those of the first micro-batch."""
     missing = ", ".join(sorted(set(first) - set(names)))
     further = ", ".join(sorted(set(names) - set(first)))
     parts = [f"lacks {missing}" if missing else "", f"has {further} as well" if further else ""]
@@ -200,7 +200,7 @@ def _loss_value(returned: Any, num_rows: int) -> LossValue:
 
 
 def _logged(log: Any, num_rows: int) -> Iterator[Logged]:
-    """Yields what is logged, in order of name."""
+    """Yield the logged numbers, in order of name."""
     if not isinstance(log, Mapping):
         raise ValueError(f"the log of the step is a mapping, not a {type(log).__name__}")
     if len(log) > MAX_LOGGED:
@@ -218,7 +218,7 @@ def _logged(log: Any, num_rows: int) -> Iterator[Logged]:
 
 
 def check_log_name(name: Any) -> None:
-    """Raises ValueError unless a series may have this name."""
+    """Raise ValueError unless a series may have this name."""
     is_name = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(name)
     if not is_name:
         allowed = f"at most {MAX_NAME_CHARS} of A-Z, a-z, 0-9, _ and ., a letter first"
@@ -236,11 +236,11 @@ def _weight(value: Any, what: str) -> float:
 
 # ---- Objective of a job ----
 #
-# `make_objective` is the one place that knows all kinds of objectives.
+# Only `make_objective` knows all kinds of objectives.
 
 
 def make_objective(job: JobSpec, entrypoints: EntryPoints) -> Objective:
-    """Makes the objective that a job names."""
+    """Make the objective that a job names."""
     if job.turns is not None:
         return TurnsObjective(step_functions(job, entrypoints))
     if job.step is None:
@@ -251,7 +251,7 @@ def make_objective(job: JobSpec, entrypoints: EntryPoints) -> Objective:
 
 
 def step_functions(job: JobSpec, entrypoints: EntryPoints) -> list[StepFunction]:
-    """Makes the objective of each turn of a job."""
+    """Make the objective of each turn of a job."""
     predict = _predict(job, entrypoints)
     return [
         StepFunction(entrypoints.resolve(turn.step, f"turns[{place}].step"), predict)

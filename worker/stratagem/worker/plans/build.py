@@ -1,4 +1,4 @@
-"""Build a job's model alone and before anything else, and check the job against model and data.
+"""Build a job's model before anything else, and check the job against model and data.
 
 Runs in the torch thread.
 """
@@ -63,8 +63,8 @@ _MODEL: Final = "model/"
 
 
 def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
-    """Build the model from the seed, or load the state that the job begins from; its state waits
-    as the snapshot of segment 0."""
+    """Build the model from the seed, or load the initial state of the job; its state becomes the
+    snapshot of segment 0."""
     work.set_activity("building")
     initial = work.job.initial
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
@@ -106,15 +106,15 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
 def _begin_from(
     work: ExecutionContext, initial: InitialSpec, model: nn.Module
 ) -> Mapping[str, str]:
-    """Load the model of the state that the job begins from; return the metadata of the state."""
-    assert initial.digest is not None  # the client has found it
+    """Load the model of the job's initial state; return the metadata of the state."""
+    assert initial.digest is not None  # the client has set it
     tensors, metadata = work.blob(initial.digest)
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     if converted := conversions_of(dtypes, model):
         work.warn([f"initial: {converted}"])
     given = given_model_state(tensors, model)
     if lacking := personal(work.job, model_state(model)):
-        given = {**lacking, **given}  # the result of such a run has none of them
+        given = {**lacking, **given}  # the result of such a run lacks them
     try:
         load_model_state(model, given, where="initial")
     except InvalidInputError as error:
@@ -130,8 +130,8 @@ def _begin_from(
 
 
 def averaged(model: nn.Module, sent: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return metadata that name the floating-point tensors of those that are sent that no server
-    optimizer may change.
+    """Return metadata that name the sent floating-point tensors that no server optimizer may
+    change.
 
     These are buffers, frozen parameters and control variates. Empty where there are none.
     """
@@ -146,7 +146,7 @@ def averaged(model: nn.Module, sent: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def frozen(model: nn.Module) -> dict[str, str]:
-    """Return metadata that name the parameters that no client changes: they get no noise. Empty
+    """Return metadata that name the parameters that no client changes, which get no noise. Empty
     where there are none."""
     live = model.state_dict(keep_vars=True)
     names = [
@@ -170,17 +170,17 @@ def layout_digest(tensors: Mapping[str, Tensor]) -> str:
 
 # ---- Checks of a built job ----
 #
-# These checks need the model and the data, and run once both are built, before training.
+# These checks need the model and the data, and run after both are built, before training.
 
 _NUM_NAMES: Final = 3
-"""How many parameters a refusal lists."""
+"""The largest number of parameters that a refusal names."""
 
 
 def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> None:
     """Check that the job's evaluation split has rows, that its codec knows the dtypes of its model,
-    and that this can be cut into its stages.
+    and that the model can be cut into its stages.
 
-    model: the whole of it. num_rows: of each split. Raises InvalidInputError.
+    model: the whole model. num_rows: by split. Raises InvalidInputError.
     """
     _check_split(job, num_rows)
     _check_codec(job, model)
@@ -205,8 +205,8 @@ def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> 
 
 
 def check_followed_at_clients(job: JobSpec, own: OwnMetrics | None) -> None:
-    """Check that what follows a metric of the user's own over rows that are nowhere together names
-    one that has a value over all of them.
+    """Check that settings that follow a user's metric over rows of separate clients name one that
+    has a value over all of them.
 
     Raises InvalidInputError.
     """
@@ -237,9 +237,10 @@ def check_followed_at_clients(job: JobSpec, own: OwnMetrics | None) -> None:
 def check_resumed_state(
     job: JobSpec, initial: InitialSpec, metadata: Mapping[str, str], num_steps: int
 ) -> None:
-    """Check that a state is of the step from which the run is to go on, and that steps are left.
+    """Check that a state is that of the step from which the run must continue, and that steps
+    remain.
 
-    metadata: of the state; that of a federation says no step. num_steps: of the whole training.
+    metadata: that of the state; a federation's has no step. num_steps: of the whole training.
     """
     found = metadata.get("step", str(initial.step))
     if found != str(initial.step):
@@ -256,7 +257,7 @@ def check_resumed_state(
 
 def _check_split(job: JobSpec, num_rows: Mapping[str, int]) -> None:
     if job.evaluation is None or job.data.worker_local is not None:
-        return  # clients with data of their own may have other splits
+        return  # clients with separate data may have other splits
     split = job.evaluation.split
     if split not in num_rows:
         known = ", ".join(num_rows) or "none"
@@ -283,7 +284,7 @@ def _check_codec(job: JobSpec, model: nn.Module) -> None:
 
 
 def _pipeline(strategy: Strategy, field: str) -> tuple[str, ModelParallel | None]:
-    """Return the pipeline that the strategy or its replicas are, if any, and its field's path."""
+    """Return the pipeline in the strategy or its replicas, if any, and the path of its field."""
     if isinstance(strategy, ModelParallel):
         return field, strategy
     inner = getattr(getattr(strategy, "options", None), "inner", None)
@@ -306,9 +307,9 @@ Layout: TypeAlias = list[tuple[object, ...]]
 def structural(
     work: ExecutionContext, model: nn.Module, variants: Iterable[pb.Variant]
 ) -> list[str]:
-    """Return the names of the variants of the job whose state has another structure than its own.
+    """Return the names of the variants of the job whose states have a different structure.
 
-    model: as the job trains it.
+    model: that of the job, with its trained parameters.
     """
     names: dict[str, None] = {}
     own, entrypoints = work.job, work.entrypoints
@@ -327,7 +328,7 @@ def structural(
                 own_layout = own_layout or layout_of(own, entrypoints)
                 is_other = is_other or layout_of(changed, entrypoints) != own_layout
         except StratagemError:
-            continue  # a value that cannot be built is no state that anybody could copy
+            continue  # a variant that cannot be built has no state to copy
         if is_other:
             names[variant.name] = None
     return list(names)
@@ -336,8 +337,8 @@ def structural(
 def layout_of(job: JobSpec, entrypoints: EntryPoints) -> Layout:
     """Return the layout of the model's state: a tuple for each tensor, sorted by name.
 
-    Each has name, type, shape, whether it is trained, and the first name of those that it is tied
-    to. Raises StratagemError where the model cannot be built.
+    Each tuple has name, type, shape, whether it is trained, and the first name of its tied tensors.
+    Raises StratagemError where the model cannot be built.
     """
     with user_code("building the model"):
         model = build_shapes(job, entrypoints, device=_META)
@@ -355,7 +356,7 @@ def go_on(
     params: Sequence[tuple[str, int]],
     entrypoints: EntryPoints = _NOTHING_ALLOWED,
 ) -> bool:
-    """Return whether each of two optimizers can continue from the state that the other has kept.
+    """Return whether each of two optimizers can continue from the state of the other.
 
     params: names and numbers of dimensions. Raises StratagemError where one cannot be made.
     """
@@ -382,7 +383,7 @@ def _by_group(spec: OptimizerSpec) -> dict[str, OptimizerSpec]:
 
 
 def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: int, entrypoints: EntryPoints) -> bool:
-    """Return whether the new optimizer can make a step from the state that the old one has kept."""
+    """Return whether the new optimizer can make a step from the state of the old one."""
     before, after = _params(dims), _params(dims)
     first = make_optimizer(old, before, entrypoints=entrypoints)
     second = make_optimizer(new, after, entrypoints=entrypoints)
@@ -390,13 +391,13 @@ def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: int, entrypoints: Ent
     load_optimizer_state(second, after, *optimizer_state(first, before))
     try:
         update(second)
-    except Exception:  # of any type, from an optimizer that misses something
+    except Exception:  # an optimizer may raise any type for missing entries
         return False
     return True
 
 
 def _params(dims: int) -> list[tuple[str, nn.Parameter]]:
-    """Return a parameter of so many dimensions, of size 2 along each, with a gradient."""
+    """Return a parameter with this many dimensions, of size 2 along each, and a gradient."""
     param = nn.Parameter(torch.ones([2] * dims))
     param.grad = torch.ones_like(param)
     return [("weight", param)]
@@ -410,7 +411,7 @@ _SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
 
 
 def check_supported(execution: ExecutionSpec) -> None:
-    """Raise InvalidInputError that names every setting which this worker does not carry out."""
+    """Raise InvalidInputError, which names every setting that this worker does not support."""
     refuse(
         [
             Violation(

@@ -1,4 +1,4 @@
-"""Run one client's round: train from the global state, and keep the update to be fetched.
+"""Run one client's round: train from the global state, and keep the update for the coordinator.
 
 Runs in the torch thread.
 """
@@ -61,10 +61,9 @@ def coded_update(
     client: int,
     numerics: int = CURRENT,
 ) -> tuple[Frozen, dict[str, int]] | None:
-    """Return the update for the wire, and what that saves (see TrainResult.traffic).
+    """Return the coded update, and the saved bytes (see TrainResult.traffic).
 
-    None where it is not finite: it is then sent as it is, so that the coordinator rejects it as it
-    rejects any.
+    None where it is not finite: it is then sent uncoded, so that the coordinator rejects it.
     """
     assert job.compression is not None
     whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
@@ -94,7 +93,7 @@ def coded_update(
 
 def _flats(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[FloatArray]:
     copies = [to_host(tensors[name].detach().reshape(-1)) for name in names]
-    return [copy.wait().numpy() for copy in copies]  # all were under way before one is read
+    return [copy.wait().numpy() for copy in copies]  # all were started before one is read
 
 
 # ---- Privacy of rows ----
@@ -104,7 +103,7 @@ def _flats(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[FloatArr
 
 @dataclass(frozen=True, slots=True)
 class RowRound:
-    """What the rows of a client get in a round, and what they pay."""
+    """The noise for the rows of a client in a round, and its privacy cost."""
 
     noise: RowNoise
     epsilon: float
@@ -113,11 +112,11 @@ class RowRound:
 
     @property
     def costs(self) -> Mapping[str, JSON]:
-        """What the audit of a site says of the round."""
+        """Return the round's entries for the audit of a site."""
         return {"epsilon": self.epsilon, "noise": self.noise.digest_of_names}
 
     def result(self, done: ClientRound) -> pb.ClientRoundResult:
-        """Return what is told of the round: nothing that its rows decide."""
+        """Return the reported result of the round, which depends on none of its rows."""
         return pb.ClientRoundResult(
             num_samples=done.num_samples,
             num_steps=done.num_steps,
@@ -133,8 +132,8 @@ class RowRound:
 
 def begin_rows(work: ExecutionContext, plan: pb.ClientRoundPlan, num_rows: int) -> RowRound:
     """Return the noise of a round that the client's budget allows. Raises BudgetSpentError where it
-    does not, RefusedBySiteError without the secret of the rounds before, and InvalidInputError for
-    a plan that says nothing of them."""
+    does not, RefusedBySiteError without the secret of the earlier rounds, and InvalidInputError for
+    a plan that does not mention these."""
     spec = work.job.privacy
     assert spec is not None
     if not plan.HasField("rows"):
@@ -142,14 +141,14 @@ def begin_rows(work: ExecutionContext, plan: pb.ClientRoundPlan, num_rows: int) 
         raise InvalidInputError.at("client_round.rows", text)
     noise, fingerprint = _noise(work, plan)
     costs, num_before = RowCosts.of(work.job, num_rows), plan.rows.num_rounds
-    if work.admission is not None:  # a site counts by itself what has left it
+    if work.admission is not None:  # a site itself counts the spent budget
         num_before = max(num_before, len(work.admission.noises - {noise.digest_of_names}))
     epsilon = check_budget(costs, spec.target.epsilon, num_before)
     return RowRound(noise, epsilon, costs.epsilon_after(num_before + 2), fingerprint)
 
 
 def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, str]:
-    """Return the noise of a round, and the fingerprint of the secret that it comes from."""
+    """Return the noise of a round, and the fingerprint of its secret."""
     own, client = plan.rows, str(plan.client)
     spec = work.job.privacy
     assert spec is not None
@@ -157,7 +156,7 @@ def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, 
         of_round = (str(work.segment), client)
         return RowNoise(seeded_secret(work.job.seed), of_round, is_seeded=True), ""
     secret, fingerprint = own.secret, own.fingerprint
-    if work.job.data.worker_local is not None:  # whatever the coordinator sends: rows are here
+    if work.job.data.worker_local is not None:  # whatever the coordinator sends, the rows are here
         try:
             secret = work.host.privacy_secret.get(own.fingerprint)
         except (SecretLostError, InvalidInputError) as error:
@@ -174,27 +173,27 @@ def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, 
 # ---- Client round ----
 
 NUM_UPDATES: Final = 1
-"""A worker may play many clients, so each keeps its latest update only."""
+"""The number of updates kept for each client, of which a worker may have many."""
 MAX_MANIFEST_BYTES: Final = 2**20
-"""Of a manifest that is told with a result: a message has its limit."""
+"""The largest manifest that is sent with a result, as messages have a limit."""
 MAX_RUNNERS: Final = 4
-"""Jobs of one run that keep a model for their clients: each costs one."""
+"""The number of jobs of one run that keep a model for their clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """A client's training of a round, of which nothing has been told yet."""
+    """A client's training of a round, before any report of it."""
 
     done: ClientRound
     own_model: Mapping[str, Tensor]
-    """The client's own, where clients have one."""
+    """The client's own model, where clients have one."""
     rows: RowRound | None
-    """Of a round whose rows are protected."""
+    """The privacy of a round whose rows are protected."""
     history: ClientHistory
 
 
 def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
-    """Train one client from the base; the update waits as the snapshot of the round."""
+    """Train one client from the base; the update becomes the snapshot of the round."""
     started_s = time.monotonic()
     work.set_activity("training")
     federation = work.key.party.rpartition("/")[0]
@@ -225,7 +224,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         work.admission.update(update.manifest, update.buffers, done.num_samples, costs)
     elif is_near(plan.place):
         update = _offered(update, result)
-        work.control.check()  # of an update that nobody waits for no copy stays open
+        work.control.check()  # no copy stays open of an update that nobody waits for
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
     result.state_digest, result.state_lost = state_digest, kept.lost
     result.num_history_parts, result.history_digest = trained.history.end()
@@ -234,7 +233,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
 
 
 def _offered(update: Frozen, result: pb.ClientRoundResult) -> Frozen:
-    """Offer a small update with the result: nobody has to ask for it then."""
+    """Offer a small update with the result, so that it need not be requested."""
     manifest = to_proto(update.manifest).SerializeToString()
     if update.manifest.total_bytes > MAX_COPY_BYTES or len(manifest) > MAX_MANIFEST_BYTES:
         return update
@@ -253,7 +252,7 @@ def _train(
     base: Mapping[str, Tensor],
     kept: RoundStart,
 ) -> _Trained:
-    """Train what is sent, and then the client's own model; kept: what the client begins with."""
+    """Train the shared model, then the client's own. kept: the client's state before."""
     with StepRecorder(work) as recorder:
         timer = ClientSteps(work.host.stats)
         runner, rows = _runner(work), None
@@ -283,7 +282,7 @@ def _train(
 def _before_step(
     work: ExecutionContext, recorder: StepRecorder, timer: ClientSteps
 ) -> Callable[[], None]:
-    """Return what is to be called before each step of a round."""
+    """Return the function to call before each step of a round."""
     steps = count(1)
 
     def before_step() -> None:
@@ -303,8 +302,8 @@ def _told_of_nothing(
     plan: pb.ClientRoundPlan,
     rows: RowRound | None,
 ) -> tuple[Frozen, pb.ClientRoundResult] | None:
-    """Return the update of a masked or protected round, and the result, which tells nothing that
-    its rows decide; None of any other round."""
+    """Return the update of a masked or protected round, and the result, which depends on none of
+    its rows; None for any other round."""
     if isinstance(work.job.strategy, Federated) and work.job.strategy.options.secure_aggregation:
         return _masked(work, done, base, plan), _nothing_of(done)
     if plan.clip_norm:
@@ -315,14 +314,14 @@ def _told_of_nothing(
 
 
 def _is_normalized(job: JobSpec) -> bool:
-    """Return True where the update is divided by how far its steps go."""
+    """Return whether the update is divided by the number of its steps."""
     return isinstance(job.strategy, Federated) and job.strategy.options.normalize is not None
 
 
 def _loss_before(
     work: ExecutionContext, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan
 ) -> float | None:
-    """Return the loss of the base over the client's rows, where the job weighs updates by it."""
+    """Return the loss of the base over the client's rows, where the job weights updates by it."""
     strategy = work.job.strategy
     if not isinstance(strategy, Federated) or strategy.options.q is None:
         return None
@@ -333,7 +332,7 @@ def _loss_before(
 def _private(
     done: ClientRound, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan, round_num: int
 ) -> Frozen:
-    """Return the clipped change as the update, and with it that it was clipped or not."""
+    """Return the clipped change as the update, with the information whether it was clipped."""
     change = clipped_change(base, done.tensors, plan.clip_norm)
     metadata = {
         "round": str(round_num),
@@ -347,7 +346,7 @@ def _masked(
     work: ExecutionContext, done: ClientRound, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan
 ) -> Frozen:
     """Return the masked change as the update. Raises RefusedBySiteError where the client has no
-    secrets of this round, or has used them for another update."""
+    secrets for this round, or has used them for another update."""
     if not plan.HasField("secure_mask"):
         raise RefusedBySiteError("secure_aggregation: the plan asks for an update without masks")
     party = Party(work.key.party.rpartition("/")[0])
@@ -362,8 +361,8 @@ def _masked(
 
 
 def _nothing_of(done: ClientRound) -> pb.ClientRoundResult:
-    """Return the result of a private or a masked client: its loss, its rows and the time it took
-    stay here, and only that it has learned nothing is told, as a loss that is not finite."""
+    """Return the result of a private or a masked client, without its loss, rows and time; only a
+    failure to learn is reported, as a loss that is not finite."""
     num_skipped = done.metrics.get("skipped_steps", 0)
     has_learned = math.isfinite(done.loss) and num_skipped < done.num_steps
     loss = 0.0 if has_learned else math.nan
@@ -393,9 +392,9 @@ def _coded(
 
 
 def _runner(work: ExecutionContext) -> ClientRunner:
-    """Return the runner of the job: one model and the data serve all its clients on this worker.
+    """Return the runner of the job, whose model and data serve all its clients on this worker.
 
-    Parties of a run may have jobs of their own: members of a population, with other settings.
+    Parties of a run may have different jobs, such as members of a population.
     """
     runners, text = work.run_cache.clients, work.request.job_json + work.data_version
     if text not in runners:

@@ -1,10 +1,9 @@
-"""Keep the private state of a federated client: read before its round, written before its update
-goes.
+"""Keep the private state of a federated client, which is read before its round and written before
+its update is sent.
 
-The module says which tensors of the model are private, and with which values they begin. Where a
-worker has the rows of a client of its own, the state stays on that worker (see `host.states`). The
-state of a simulated client goes to the coordinator, because its next round may be on another
-worker.
+The module determines the private tensors of the model, and their initial values. Where the rows of
+a client are at a worker, the state stays there (see `host.client_states`). The state of a simulated
+client is sent to the coordinator, because its next round may be on another worker.
 """
 
 from collections.abc import Iterable, Mapping
@@ -44,7 +43,7 @@ _NUM_NAMES: Final = 5
 
 
 def is_personal(job: JobSpec, name: str) -> bool:
-    """Return whether a tensor of the model, by its name in a state, is never sent."""
+    """Return whether a tensor of the model, by its name in a state, is private."""
     strategy = job.strategy
     if not isinstance(strategy, Federated) or strategy.options.personal is None:
         return False
@@ -57,13 +56,13 @@ def shared(job: JobSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def personal(job: JobSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that are never sent."""
+    """Return the private tensors, which are never sent."""
     return {name: tensor for name, tensor in tensors.items() if is_personal(job, name)}
 
 
 def check_personal(job: JobSpec, model: nn.Module) -> None:
-    """Check that each pattern fits something, that something to train is left to share, and that
-    nothing is both. Raises InvalidInputError."""
+    """Check that each pattern matches a tensor, that a trained tensor remains to share, and that no
+    tied tensor is both. Raises InvalidInputError."""
     strategy = job.strategy
     if not isinstance(strategy, Federated) or strategy.options.personal is None:
         return
@@ -87,20 +86,20 @@ def check_personal(job: JobSpec, model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RoundStart:
-    """What a client begins its round with."""
+    """The state of a client at the beginning of its round."""
 
     start: Mapping[str, Tensor]
-    """Of the model whose change is sent."""
+    """The tensors of the model whose change is sent."""
     own: Mapping[str, Tensor]
-    """What it has kept to itself: a part of that, or a whole model of its own."""
+    """Its private tensors: a part of that model, or a whole model."""
     lost: str = ""
-    """Why this is not what the plan has named."""
+    """The reason why this is not the state that the plan names."""
 
 
 def kept_state(
     work: ExecutionContext, plan: pb.ClientRoundPlan, base: Mapping[str, Tensor]
 ) -> RoundStart:
-    """Return what a client has kept; where that is not here or nothing yet, what it begins with.
+    """Return the state that a client has kept, or where there is none, its initial state.
 
     base: the global state.
     """
@@ -113,7 +112,7 @@ def kept_state(
         except NotFoundError as error:
             lost = str(error)
     elif is_at_worker(work.job):
-        _store(work)  # refuses before anything is trained
+        _store(work)  # refuse before anything is trained
     if _ditto(work.job) is not None:
         return RoundStart(base, base if own is None else own, lost)
     if is_controlled(work.job):
@@ -129,8 +128,7 @@ def own_model(
     base: Mapping[str, Tensor],
     kept: RoundStart,
 ) -> Mapping[str, Tensor]:
-    """Train the client's own model near the global state; return it, and nothing where clients have
-    none."""
+    """Train the client's own model, if any, near the global state; return it."""
     ditto = _ditto(work.job)
     if ditto is None:
         return {}
@@ -148,8 +146,8 @@ def own_model(
 def state_to_evaluate(
     work: ExecutionContext, client: int, ref: pb.ClientStateRef
 ) -> Mapping[str, Tensor]:
-    """Return what a client evaluates with beside the global state. Raises InvalidInputError where
-    it is lost."""
+    """Return the private state for an evaluation, beside the global state. Raises InvalidInputError
+    where it is lost."""
     if not ref.digest:
         return {}
     try:
@@ -166,12 +164,12 @@ def keep(
     base: Mapping[str, Tensor],
     kept: RoundStart,
 ) -> tuple[ClientRound, str]:
-    """Write what the client keeps to itself; return the round as it is sent, and the digest of what
-    is kept here.
+    """Write the client's private state; return the round as it is sent, and the digest of the state
+    if it is kept here.
 
-    model: of the client's own, where it has one. base: the global state. kept: what the round has
-    begun with. Raises InvalidInputError where it cannot be written, UserCodeError where it is not
-    finite.
+    model: the client's own model, where it has one. base: the global state. kept: the state at the
+    beginning of the round. Raises InvalidInputError where it cannot be written, UserCodeError where
+    it is not finite.
     """
     job = work.job
     if not _keeps(job):
@@ -193,7 +191,8 @@ def keep(
         of_round = work.key.run_id, plan.client, work.segment
         digest = _store(work).save(*of_round, own, plan.kept_rounds)
     else:
-        work.post(work.states.keep_outputs, work.segment, freeze(_detached(own), {}))
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+        work.post(work.states.keep_outputs, work.segment, freeze(copies, {}))
     if model or is_controlled(job):
         return done, digest
     trained = frozenset(name for name in done.trained if name not in own)
@@ -205,12 +204,8 @@ def _keeps(job: JobSpec) -> bool:
 
 
 def is_at_worker(job: JobSpec) -> bool:
-    """Return whether what a client keeps lies on its worker, and nowhere else."""
+    """Return whether the private state of a client is only on its worker."""
     return job.data.worker_local is not None
-
-
-def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _ditto(job: JobSpec) -> Ditto | None:
@@ -231,8 +226,8 @@ def _load(work: ExecutionContext, client: int, ref: pb.ClientStateRef) -> Mappin
 
 
 def _beginning(work: ExecutionContext) -> dict[str, Tensor]:
-    """Return what every client of the job begins with: of the given state, or of the model as the
-    seed makes it."""
+    """Return the initial private state of every client of the job: from the initial state, or the
+    model built from the seed."""
     model = build_model(work.job, work.entrypoints, device=torch.device("cpu"), fresh=True)
     own = personal(work.job, model_state(model))
     initial = work.job.initial
@@ -263,8 +258,8 @@ def is_controlled(job: JobSpec) -> bool:
 
 
 def check_control(job: JobSpec, model: nn.Module, callbacks: Callbacks) -> None:
-    """Check that steps tell the gradient: it is nobody else's to change, and wide enough. Raises
-    InvalidInputError."""
+    """Check that steps reveal the gradient, which nothing else may change and which must be wide
+    enough. Raises InvalidInputError."""
     if not is_controlled(job):
         return
     if callbacks.takes_gradients:
@@ -277,13 +272,13 @@ def check_control(job: JobSpec, model: nn.Module, callbacks: Callbacks) -> None:
 
 
 def control_zeros(model: nn.Module) -> dict[str, Tensor]:
-    """Return c as it begins, of each trained parameter."""
+    """Return the initial c of each trained parameter."""
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return {f"{CONTROL}{n}": torch.zeros_like(p, device="cpu").detach() for n, p in trained}
 
 
 def control_begun(base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return c_k as it begins. base: a global state."""
+    """Return the initial c_k. base: a global state."""
     return {name: torch.zeros_like(base[name]) for name in _names(base)}
 
 
@@ -295,8 +290,8 @@ def correction(base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[st
 def control_moved(
     base: Mapping[str, Tensor], own: Mapping[str, Tensor], done: ClientRound
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return c_k after the round, and Δc. A client whose steps had a rate of zero has learned
-    nothing of its gradient, and keeps what it had."""
+    """Return c_k after the round, and Δc. A client whose steps had a rate of zero has not learned
+    its gradient, and keeps its c_k."""
     moved, changed = {}, {}
     for name in _names(base):
         before, param = own[name], name.removeprefix(CONTROL)

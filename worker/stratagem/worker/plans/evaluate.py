@@ -1,9 +1,8 @@
 """Evaluate this member's share of the batches for a stored state, and show results to the user's
 hook.
 
-A member knows no other one. When the party changes, the coordinator sends the same plan with
-another share, and the member answers at once for batches that it has evaluated already. Runs in the
-torch thread.
+Members are independent. When the party changes, the coordinator sends the same plan with another
+share, and the member answers at once for evaluated batches. Runs in the torch thread.
 """
 
 import time
@@ -36,9 +35,9 @@ from stratagem.worker.session.states import freeze
 def evaluate_state(
     work: ExecutionContext, plan: pb.EvaluatePlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """Return the sums of the batches asked for, and the membership that they were asked for under.
+    """Return the sums of the requested batches, and the membership of the request.
 
-    Ends early, with a result that is not used, once another share is asked for.
+    It ends early, with an unused result, once another share is requested.
     """
     membership = work.control.view.membership
     work.set_activity("evaluating")
@@ -66,7 +65,7 @@ def evaluate_state(
         work.post(work.states.keep, work.segment, freeze(_named(segment.outputs, share), {}))
     parts = [segment.evaluated[batch] for batch in share if batch in segment.evaluated]
     own = None
-    if len(parts) == len(share):  # or another share is asked for by now
+    if len(parts) == len(share):  # otherwise another share has been requested
         own = own_metrics(work, evaluator, plan.splits, parts, wants_sums=plan.wants_sums)
     result = pb.EvaluateResult(
         parts=list(parts_to_proto(parts)),
@@ -79,7 +78,7 @@ def evaluate_state(
 def _named(
     outputs: Mapping[Batch, Mapping[str, Tensor]], share: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Return the outputs as "<split>.<output>/<batch>": sorted by name, batches are in order."""
+    """Return the outputs by "<split>.<output>/<batch>", whose order by name is that of batches."""
     return {
         f"{split}.{name}/{batch:012d}": tensor
         for split, batch in share
@@ -88,7 +87,7 @@ def _named(
 
 
 def _inference(work: ExecutionContext, plan: pb.EvaluatePlan) -> Inference:
-    """Return the model with the weights of the plan's state, and those that its client keeps."""
+    """Return the model with the weights of the plan's state, and of its client's private state."""
     digest = f"{plan.base.digest} {plan.client_state.digest}"
     held = work.holding.inference
     is_other = work.holding.data_version != work.data_version
@@ -98,7 +97,7 @@ def _inference(work: ExecutionContext, plan: pb.EvaluatePlan) -> Inference:
         return held[1]
     tensors, _ = work.blob(plan.base.digest)
     own = state_to_evaluate(work, plan.client, plan.client_state)
-    work.holding.inference = None  # one that fails to load is not kept
+    work.holding.inference = None  # a model that fails to load is not kept
     inference = work.new_inference(fresh=False) if held is None else held[1]
     inference.load_state({**tensors, **own})
     work.holding.inference, work.holding.data_version = (digest, inference), work.data_version
@@ -106,7 +105,7 @@ def _inference(work: ExecutionContext, plan: pb.EvaluatePlan) -> Inference:
 
 
 class _Progress:
-    """Reports at intervals how many batches of the share are done, and rows per second."""
+    """The reports, at intervals, of the finished batches of the share, and rows per second."""
 
     def __init__(self, work: ExecutionContext, num_batches: int, num_done: int) -> None:
         self._work, self._num_batches, self._num_done = work, num_batches, num_done
@@ -131,15 +130,15 @@ class _Progress:
 
 # ---- Show plan ----
 #
-# The coordinator has added up the numbers of all members and runs none of the user's code, so a
-# worker shows them to the user's `on_evaluation`. The answer of the hook comes back before the
-# evaluation is journaled, so the hook is called once for each evaluation that counts.
+# The coordinator has added the numbers of all members and runs none of the user's code, so a worker
+# passes them to the user's `on_evaluation`. The answer of the hook returns before the evaluation is
+# journaled, so the hook is called once for each evaluation that counts.
 
 STOPPED: Final = "on_evaluation has called view.stop()"
 
 
 def show(work: ExecutionContext, plan: pb.ShowPlan) -> pb.Shown:
-    """Call the hook; return what it has logged, and whether it wants the training to end."""
+    """Call the hook; return its logged numbers, and whether it requests the end of the training."""
     work.set_activity("showing an evaluation")
     seen = EvaluationView(plan.step, plan.split, dict(plan.metrics))
     _callbacks(work).saw_evaluation(seen)
@@ -150,7 +149,7 @@ def show(work: ExecutionContext, plan: pb.ShowPlan) -> pb.Shown:
 
 
 def _callbacks(work: ExecutionContext) -> Callbacks:
-    """Return those of the model that was evaluated, or new ones where it is here no more."""
+    """Return the callbacks of the evaluated model, or new ones where it is gone."""
     holding = work.holding
     if holding.trainer is not None:
         return holding.trainer.callbacks

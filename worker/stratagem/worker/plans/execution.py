@@ -64,11 +64,11 @@ from stratagem.worker.user_code.entrypoints import user_error
 log = structlog.get_logger(__name__)
 
 DESERTED_S: Final = 5.0
-"""A coordinator that restarts is back sooner."""
+"""The time without callers after which a plan is deserted; a restart is shorter."""
 
 
 class Key(NamedTuple):
-    """A plan by name, inside its session; later ones are greater."""
+    """The name of a plan inside its session; later plans have greater keys."""
 
     lineage: int
     segment: int
@@ -78,7 +78,7 @@ class Key(NamedTuple):
 class ExecutionPhase(Enum):
     ACTIVE = auto()  # queued or running
     FINISHED = auto()
-    FAILED = auto()  # by a defect; the next call with this key starts over
+    FAILED = auto()  # after a defect; the next call with this key starts over
 
 
 def key_of(request: pb.ExecuteRequest) -> Key:
@@ -88,7 +88,7 @@ def key_of(request: pb.ExecuteRequest) -> Key:
 
 
 def view_of(request: pb.ExecuteRequest) -> MemberView:
-    """Return the view that a request carries; plans without a party have one without members."""
+    """Return the view in a request; plans without a party have a view without members."""
     view = request.train.view
     members = tuple(
         Peer(
@@ -102,21 +102,21 @@ def view_of(request: pb.ExecuteRequest) -> MemberView:
 
 
 class PlanExecution:
-    """One execution of a plan, until its result. Lives on the event loop, but for `_run`."""
+    """One execution of a plan, until its result. Used on the event loop, except `_run`."""
 
     def __init__(self, work: ExecutionContext) -> None:
         self.key = key_of(work.request)
         self._work = work
         self._segment = Segment()
         self._phase = ExecutionPhase.ACTIVE
-        self._membership = work.control.view.membership  # that a finished result is of
+        self._membership = work.control.view.membership  # the membership of a finished result
         self._num_followers = 0
         self._can_go_on: Callable[[], bool] | None = None  # set while it is parked
         self._look: asyncio.TimerHandle | None = None
         self._closing: asyncio.TimerHandle | None = None
         if work.admission is not None and work.admission.open_s is not None:
             loop = work.host.loop
-            self._closing = loop.call_later(work.admission.open_s, self._close_window)
+            self._closing = loop.call_later(work.admission.open_s, self._interrupt, CLOSED)
         self._look_later()
 
     @property
@@ -129,29 +129,29 @@ class PlanExecution:
 
     @property
     def is_parked(self) -> bool:
-        """True while it waits for its party or for a caller and leaves the torch thread free."""
+        """Return whether it waits for its party or a caller and leaves the torch thread free."""
         return self._can_go_on is not None
 
     @property
     def is_attended(self) -> bool:
-        """True while a call follows it."""
+        """Return whether a call follows it."""
         return self._num_followers > 0
 
     @property
     def is_deserted(self) -> bool:
-        """True if no call has followed it for a while."""
+        """Return whether no call has followed it for a while."""
         return self._work.control.is_deserted
 
     @property
     def is_ended(self) -> bool:
-        """True once it was told to end now."""
+        """Return whether it was told to end now."""
         return self._work.control.is_interrupted
 
     def start(self) -> None:
         self._work.host.thread.submit(self._run, self)
 
     async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
-        """Yield the messages of this plan to one call that attends it, until its outcome."""
+        """Yield the messages of this plan to one following call, until its outcome."""
         self._num_followers += 1
         self._work.control.set_deserted(False)
         self._unpark()
@@ -171,7 +171,7 @@ class PlanExecution:
             self._look = loop.call_later(DESERTED_S, self._look_for_callers)
 
     def _forget_to_look(self) -> None:
-        # The timer holds this plan, and so the states of its session.
+        # The timer refers to this plan, and so to the states of its session.
         if self._look is not None:
             self._look.cancel()
             self._look = None
@@ -189,7 +189,7 @@ class PlanExecution:
             self._work.control.set_deserted(True, must_cut=is_server)
 
     def attach(self, request: pb.ExecuteRequest) -> None:
-        """Take in a repeated request for the same plan, perhaps with a newer view of its party."""
+        """Accept a repeated request for the same plan, perhaps with a newer view of its party."""
         view = view_of(request)
         if view.membership <= self._work.control.view.membership:
             return
@@ -202,12 +202,8 @@ class PlanExecution:
             self._again()
 
     def abort(self) -> None:
-        """End the plan; the state that the session holds is dropped with it."""
+        """End the plan; the state of the session is dropped with it."""
         self._interrupt(ABORTED)
-
-    def _close_window(self) -> None:
-        """End the plan with the window of the site."""
-        self._interrupt(CLOSED)
 
     def _interrupt(self, reason: str) -> None:
         if self._phase is not ExecutionPhase.ACTIVE:
@@ -216,7 +212,7 @@ class PlanExecution:
         self._unpark()
 
     def forget_outputs(self) -> None:
-        """Free what a finished plan keeps of its evaluation in case that it is asked for again."""
+        """Free the evaluation that a finished plan keeps for a repeated request."""
         if self._phase is ExecutionPhase.FINISHED:
             self._segment.evaluated.clear()
             self._segment.outputs.clear()
@@ -231,7 +227,7 @@ class PlanExecution:
         self._unpark()
 
     def _unpark(self) -> None:
-        """Take the torch thread again once there is something to do with it."""
+        """Queue for the torch thread again once there is work for it."""
         if self._can_go_on is None:
             return
         if self._work.control.is_ending or self._can_go_on():
@@ -239,7 +235,7 @@ class PlanExecution:
             self.start()
 
     def _is_outdated(self) -> bool:
-        """Return whether the result is none of the present view; errors of the user stay valid."""
+        """Return whether the result belongs to an older view; errors of the user stay valid."""
         result = self._work.outbox.result
         kind = result.WhichOneof("outcome") if result is not None else None
         if kind == "interrupted":
@@ -264,7 +260,7 @@ class PlanExecution:
     def _failed(self, error: BaseException) -> None:
         self._phase = ExecutionPhase.FAILED
         self._forget_timers()
-        # What its frames have, tensors above all, is not needed: it has been logged.
+        # Its frames, which refer to tensors, are not needed, as it has been logged.
         self._work.outbox.fail(without_frames(error))
 
     # ---- Calls in the torch thread ----
@@ -308,7 +304,7 @@ class PlanExecution:
                 work.holding.drop()
                 result, membership = users_fault(work, error), work.control.view.membership
                 tracing.fail(f"{result.error.type}: {result.error.message}")
-            except BaseException as error:  # the task supervisor: reported to every caller
+            except BaseException as error:  # the supervisor reports it to every caller
                 log.error("plan failed", exc_info=error)
                 tracing.fail("a defect; see the log")
                 work.host.stats.ended[DEFECT] += 1
@@ -317,7 +313,7 @@ class PlanExecution:
                 work.post(self._failed, error)
                 return
             if work.admission is not None:
-                result = _told(work, work.admission, result)
+                result = _disclosed(work, work.admission, result)
             outcome = result.WhichOneof("outcome") or DEFECT
             work.host.stats.ended[outcome] += 1
             tracing.note(outcome=outcome, engine=result.train.engine, step=result.train.step)
@@ -378,8 +374,8 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
 
 
 def _start_readers(work: ExecutionContext) -> None:
-    """Start the readers of a job while its party still meets; the stages of a pipeline that read
-    nothing have none."""
+    """Start the readers of a job while its party is still joining; pipeline stages without input
+    data have none."""
     request = work.request
     if request.WhichOneof("plan") in ("measure", "measure_sums", "show") or request.train.ranks:
         return
@@ -389,30 +385,30 @@ def _start_readers(work: ExecutionContext) -> None:
 
 
 def _stopped(work: ExecutionContext, reason: str) -> pb.ExecuteResult:
-    """Return the result of a plan that was ended; with the window of its site, it is an error that
-    says when the next one opens."""
+    """Return the result of a plan that was ended; if its site's window has closed, it is an error
+    that names the next opening."""
     if reason == CLOSED and work.admission is not None:
         return users_fault(work, work.admission.closed)
     return pb.ExecuteResult(interrupted=pb.Interrupted(reason=reason))
 
 
-def _told(
+def _disclosed(
     work: ExecutionContext, admission: SiteAdmission, result: pb.ExecuteResult
 ) -> pb.ExecuteResult:
-    """Return what a site tells of a result, once that is written down; else why it is not."""
+    """Return the disclosed part of a result, once that is in the site's audit, or the error."""
     try:
-        return admission.told(result)
+        return admission.disclosed(result)
     except RefusedBySiteError as error:
         return users_fault(work, error)
 
 
 # ---- Errors of plans ----
 #
-# The job or the user's code causes some errors, and these become results. Everything else is a
-# defect of Stratagem and reported as one; so an error that torch raises as a general type for
-# something that the job did is given its own type first.
+# Errors that the job or the user's code has caused become results. Everything else is reported as a
+# defect of Stratagem, so errors of a general type that torch raises because of the job are first
+# given a specific type.
 
-# What the job, the user's code or the user's sizes have brought about. Never retried.
+# Errors caused by the job, the user's code or the user's sizes; never retried.
 USERS_FAULT: Final = (
     UserCodeError,
     InvalidInputError,
@@ -426,8 +422,8 @@ USERS_FAULT: Final = (
 )
 
 _OF_TORCH: Final = (RuntimeError, NotImplementedError)
-"""The types, and none derived from them, by which torch says that it cannot compute with the
-tensors that it is given: it will say so again."""
+"""The types, without subclasses, by which torch refuses to compute with given tensors; it would
+refuse again."""
 _OF_THE_HOST: Final = re.compile(
     r"out of memory|allocat\w* memory|shared memory|DefaultCPUAllocator|mmap|no space left|quota"
     r"|open file|writing file|file descriptor|input/output|new thread|temporarily unavailable"
@@ -436,22 +432,23 @@ _OF_THE_HOST: Final = re.compile(
     r"|(?:un-acquired|unlocked) lock",
     re.IGNORECASE,
 )
-"""Words for what another time or place may mend, or for the interpreter's own errors."""
+"""Words of errors that may not recur at another time or place, or of the interpreter."""
 _TORCH: Final = str(Path(torch.__file__).parent)
 _TORCHS_HOST: Final = tuple(f"{_TORCH}/{part}" for part in ("serial", "multiproc", "distributed/"))
-"""Parts of torch that deal with files, processes and peers, and not with numbers."""
+"""The parts of torch for files, processes and peers, rather than numbers."""
 _NO_CALLS: Final = ("RAISE_VARARGS", "RERAISE", "FOR_ITER")
-"""Instructions at which an error is not that of a function of torch in C++."""
+"""The instructions at which an error does not come from a C++ function of torch."""
 
 
 @contextmanager
 def typed_errors(work: ExecutionContext) -> Iterator[None]:
-    """Turn the RuntimeError by which torch says that the host has no memory into MemoryError, and
-    that of an assertion on the device, which is lost then, into an error of the job.
+    """Turn torch's RuntimeError for a lack of host memory into MemoryError, and that for an
+    assertion on the device, which is then lost, into an error of the job.
 
-    So is what torch refuses to compute with the tensors of the job's model and data, also where
-    our code has called it: a plan that is tried again would fail again. A RuntimeError of ours, of
-    the interpreter or of the host stays as it is."""
+    Refusals of torch to compute with the tensors of the job's model and data become errors of the
+    job, too, also where our code has called torch: a repeated plan would fail again. Other
+    RuntimeErrors of ours, of the interpreter or of the host are unchanged.
+    """
     try:
         yield
     except Exception as error:
@@ -470,8 +467,8 @@ def typed_errors(work: ExecutionContext) -> Iterator[None]:
 
 
 def _is_refusal_of_torch(error: BaseException) -> bool:
-    """Return whether torch has raised an error about the tensors that it was given; one that names
-    another as its cause, as ours with the name of a parameter do, is what that one is."""
+    """Return whether torch has raised an error about given tensors. An error with a cause, as ours
+    with the name of a parameter, is judged by its cause."""
     if type(error) not in _OF_TORCH or _OF_THE_HOST.search(str(error)):
         return False
     if error.__traceback__ is not None and _is_raised_by_torch(error.__traceback__):
@@ -480,8 +477,8 @@ def _is_refusal_of_torch(error: BaseException) -> bool:
 
 
 def _is_raised_by_torch(trace: TracebackType) -> bool:
-    """Return whether the innermost frame is torch's, or one of ours that has called what has no
-    frame, as functions of torch in C++ do not."""
+    """Return whether the innermost frame is torch's, or one of ours that has called a function
+    without a frame, such as a C++ function of torch."""
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
@@ -494,7 +491,7 @@ def _is_raised_by_torch(trace: TracebackType) -> bool:
 def users_fault(work: ExecutionContext, error: BaseException) -> pb.ExecuteResult:
     """Return the result for an error that the user's code or the job has caused.
 
-    Errors of our own about the job come without a traceback, which would be of our code.
+    Our own errors about the job come without a traceback, which would show our code.
     """
     activity = work.holding.activity
     match error:

@@ -1,9 +1,9 @@
 """Record the step history of one segment on one member, and send it in parts.
 
-Every member records what all of them know alike, so that any of them can continue the record of
-another; the first member of the party sends it. Each member also records and sends what it alone
-knows, of its nodes or stages and of itself. Sending begins with the segment's first step whenever a
-view begins: the member before may be lost, and with it what only that one had sent.
+Every member records the common numbers, so that any of them can continue the record of another; the
+first member of the party sends them. Each member also records and sends the numbers that only it
+knows, about its nodes or stages and itself. Sending begins with the segment's first step whenever a
+view begins, since the earlier sender and its parts may be lost.
 """
 
 import hashlib
@@ -31,26 +31,26 @@ _WAIT: Final = Series("time.exchange_wait_s", observed=True)
 
 
 class StepHistory:
-    """Records the steps of a segment under one view. Used by the torch thread."""
+    """The record of the steps of a segment under one view. Used by the torch thread."""
 
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int
     ) -> None:
-        """step: steps applied."""
+        """Begin the record. step: the number of applied steps."""
         self._work, self._stride = work, int(plan.history_stride)
         self._before = int(plan.history_from_step)
-        """Steps that the history has before those of this plan."""
+        """The number of steps in the history before those of this plan."""
         self._is_first = view.rank == 0
         self._is_shared = not are_models_apart(work.job.strategy)
-        """All members know the numbers of a step alike; nodes and replicas have their own."""
+        """True where all members know the numbers of a step alike, unlike nodes and replicas."""
         num_ranks = len(set(plan.ranks))
         self._has_parts = not num_ranks or view.rank < num_ranks
-        """Of several pipelines the first one's stages stand for all."""
+        """True where this member's stages are recorded: those of the first of several pipelines."""
         recording = work.job.recording
         self._observes = recording is None or recording.observed
         self._series: dict[str, Series] = {}
         self._newest: StepReport | None = None
-        """Of the step that was applied last, under this view."""
+        """The report of the last applied step under this view."""
         of_worker = f"worker.{work.host.worker_id}"
         self._busy, self._wait, self._memory = (
             Series(f"{of_worker}.{name}", observed=True)
@@ -70,13 +70,15 @@ class StepHistory:
         self._parts = SentParts(work)
 
     def add(self, report: StepReport, seconds: float) -> None:
-        """Record an applied step that took so long; send what is complete, at intervals."""
+        """Record an applied step and its duration; send complete rows, at intervals."""
         recorder = self._work.holding.recorder
         if recorder is None:
             return
         if report.answered:
-            shown = self._before + self._shown_step(report)
-            recorder.add(shown, self._logged(report.answered))
+            # they belong to the previous step that on_step was shown, the last exact one
+            latest = self._work.holding.tally.latest
+            shown = int(latest["step"]) if latest else report.step - 1
+            recorder.add(self._before + shown, self._logged(report.answered))
         recorder.add(self._before + report.step, self._values(report, seconds))
         self._newest = report
         is_due = self._parts.are_due()
@@ -85,15 +87,14 @@ class StepHistory:
             self._send(is_end=False)
 
     def end(self, measured: Mapping[str, float]) -> tuple[int, str]:
-        """Send all that is left, also of rows that the next segment goes on with; return how many
-        parts there are, and their digest. measured: after the last step, by series, of all nodes
-        together."""
+        """Send all remaining rows, also those that the next segment continues; return the number of
+        parts, and their digest. measured: final values of all nodes together, by series."""
         holding = self._work.holding
         recorder = holding.recorder
         if recorder is None:
             return 0, ""
         if holding.answer.logged and self._is_first:
-            # of the last step, of which the others have not learned
+            # those of the last step, which the others have not received
             recorder.add(self._before + holding.shown_step, self._logged(holding.answer.logged))
         if measured:
             recorder.add(self._before + (holding.applied_step or 0), self._named_values(measured))
@@ -103,17 +104,12 @@ class StepHistory:
             self._parts.say_what_is_left_out(each)
         return self._parts.num_parts, self._parts.digest
 
-    def _shown_step(self, report: StepReport) -> int:
-        """Return the step that on_step was shown before this one: the last exact one."""
-        latest = self._work.holding.tally.latest
-        return int(latest["step"]) if latest else report.step - 1
-
     def _logged(self, logged: Mapping[str, float]) -> Iterator[tuple[Series, float]]:
         for name, value in logged.items():
             yield self._named(f"train.{name}"), value
 
     def _values(self, report: StepReport, seconds: float) -> Iterator[tuple[Series, float]]:
-        """What all members know alike, and the first one's clock."""
+        """Yield the numbers that all members know, and those of the first member's clock."""
         if self._is_shared:
             is_predicted = report.phase == TrainingPhase.PREDICT
             yield _PREDICTED if is_predicted else LOSS, report.loss
@@ -130,7 +126,7 @@ class StepHistory:
             yield _WAIT, report.exchange_wait_s
 
     def _add_own(self, report: StepReport, seconds: float, *, with_memory: bool) -> None:
-        """Record what this member alone knows of a step."""
+        """Record the numbers of a step that only this member knows."""
         memory = {}
         if with_memory and self._observes:
             memory["memory_bytes"] = float(memory_bytes(self._work.host.device))
@@ -144,7 +140,7 @@ class StepHistory:
             self._record(part.party, report.step, self._of_part(part, memory))
 
     def _add_actions(self) -> None:
-        """Record what the stages have done when in the last step."""
+        """Record the actions of the stages in the last step, with their times."""
         newest = self._newest
         if newest is None or not self._has_parts or not self._observes:
             return
@@ -177,7 +173,7 @@ class StepHistory:
         return series
 
     def _sent_recorders(self) -> Iterator[tuple[str, Recorder]]:
-        """Yield what this member sends, each with the part of the party that it is of."""
+        """Yield the recorders that this member sends, each with its part of the party."""
         holding = self._work.holding
         if self._is_first and holding.recorder is not None:
             yield "", holding.recorder
@@ -190,16 +186,16 @@ class StepHistory:
 
 # ---- History of a client's round ----
 #
-# A client begins each round anew, on any worker. So its steps count as if it took part in all
-# rounds: before those of round r there are r - 1 times the steps of one round.
+# A client begins each round anew, on any worker. So its steps are numbered as if it took part in
+# all rounds: (r - 1) times the steps of one round come before those of round r.
 
 
 class ClientHistory:
-    """Records the steps of a client in a round, where the job asks for it. Used by the torch
+    """The record of the steps of a client in a round, where the job asks for it. Used by the torch
     thread."""
 
     def __init__(self, work: ExecutionContext, num_steps: int | None) -> None:
-        """num_steps: of one round of the client; None where that is not known before."""
+        """Begin the record. num_steps: those of one round; None if not known before."""
         recording, strategy = work.job.recording, work.job.strategy
         self._recorder: Recorder | None = None
         self._observes = recording is not None and recording.observed
@@ -215,7 +211,7 @@ class ClientHistory:
         self._step_ended_s = time.perf_counter()
 
     def add(self, step: ClientStep) -> None:
-        """Record a step; send what is complete, at intervals."""
+        """Record a step; send complete rows, at intervals."""
         if self._recorder is None:
             return
         self._recorder.add(self._before + step.number, self._values(step))
@@ -223,7 +219,7 @@ class ClientHistory:
             self._parts.send("", self._recorder, is_end=False)
 
     def end(self) -> tuple[int, str]:
-        """Send all that is left; return how many parts there are, and their digest."""
+        """Send all remaining rows; return the number of parts, and their digest."""
         if self._recorder is None:
             return 0, ""
         self._parts.send("", self._recorder, is_end=True)
@@ -256,10 +252,10 @@ ROWS_PER_S: Final = Series("time.rows_per_s", observed=True)
 
 
 class SentParts:
-    """Parts of the step history of one execution, as they are sent. Used by the torch thread."""
+    """The sent parts of the step history of one execution. Used by the torch thread."""
 
     def __init__(self, work: ExecutionContext, stride: int = 0) -> None:
-        """stride: where the coordinator does not know it."""
+        """Begin without parts. stride: that of the rows, where the coordinator does not know it."""
         self._work, self._stride = work, stride
         self._sent_s = -SEND_INTERVAL_S
         self._sha256 = hashlib.sha256()
@@ -268,11 +264,11 @@ class SentParts:
 
     @property
     def digest(self) -> str:
-        """Of all rows that were sent."""
+        """Return the digest of all rows that were sent."""
         return self._sha256.hexdigest()
 
     def are_due(self) -> bool:
-        """Return whether it is time to send what is complete; then the next time is later."""
+        """Return whether it is time to send complete rows, and if so set the next time."""
         now_s = time.monotonic()
         if now_s - self._sent_s < SEND_INTERVAL_S:
             return False
@@ -280,7 +276,7 @@ class SentParts:
         return True
 
     def send(self, party: str, recorder: Recorder, *, is_end: bool) -> None:
-        """Send the rows of a part of the party that are complete; at the end all."""
+        """Send the complete rows of a part of the party; at the end all rows."""
         for packed in packed_parts(recorder.end() if is_end else recorder.take()):
             part = pb.HistoryPart(
                 number=self.num_parts,

@@ -1,10 +1,9 @@
 """Train to a step with the other members, through every change of the party (TrainPlan).
 
 The loop serves all kinds of trainer: join the party, step until the end, and when the exchange
-fails leave it, report it and wait for the next view. A step is applied by all members or done
-again, so nothing here undoes anything. Members that are sole copies of their state drop it, and the
-coordinator returns the party to its last commit. Runs in the torch thread, which it gives up while
-it waits.
+fails leave the party, report it and wait for the next view. A step is applied by all members or
+repeated, so nothing is undone here. Members that are sole copies of their state drop it, and the
+coordinator returns the party to its last commit. It frees the torch thread while it waits.
 """
 
 import time
@@ -75,33 +74,33 @@ class Segment:
     num_rows: int = 0
     reported_s: float = 0.0
     busy_s: float = 0.0
-    """That stages of a pipeline computed, in the steps since the latest progress."""
+    """The computing time of pipeline stages in the steps since the latest progress."""
     span_s: float = 0.0
     num_timed: int = 0
-    """Steps since the latest progress."""
+    """The number of steps since the latest progress."""
     engine: str = ""
     stop_reason: str = ""
-    """Why the user's code has ended the training, if it has."""
+    """The reason why the user's code has ended the training, if it has."""
     history: StepHistory | None = None
-    """Records the steps under the present view."""
+    """The record of the steps under the present view."""
     summary: SegmentSummary | None = None
-    """Its summary, once it has ended and its snapshot has been taken."""
+    """The summary of the segment, once it has ended and its snapshot has been taken."""
     divided_at: int = -1
     """The membership whose slices are in the snapshot; -1 where nothing was divided."""
     kept: str = ""
     """See TrainResult."""
     streams: dict[int, str] = field(default_factory=dict)
-    """Marks of the streams of rows that were read, at its end."""
+    """The marks of the streams of rows at the end."""
     evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)
-    """The sums of each batch: the next view may ask for them again."""
+    """The sums of each batch, which the next view may request again."""
     outputs: dict[Batch, dict[str, Tensor]] = field(default_factory=dict)
-    """The model's outputs by split and batch, where predictions are wanted."""
+    """The model's outputs by split and batch, where predictions are requested."""
 
 
 def train(
     work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """Train to plan.to_step; return the result, and the membership that it was computed under."""
+    """Train to plan.to_step; return the result, and its membership."""
     holding = work.holding
     holding.begin(plan.lineage, work.segment)
     view = work.control.view
@@ -115,7 +114,7 @@ def train(
             segment.num_redone_steps += int(segment.is_stepping)
             segment.is_stepping = False
             if holding.trainer is not None and holding.trainer.is_sole_copy:
-                holding.drop()  # others may have applied the step that this member did not
+                holding.drop()  # others may have applied a step that this member has not
             work.control.check()
             with suppress(ViewChanged):  # the coordinator knows already
                 give_up(work, view, str(error))
@@ -128,7 +127,7 @@ def _train_under(
     """Join the party and train to plan.to_step, or until the view is no longer the current one."""
     held_step, mesh = work.holding.applied_step, work.host.mesh
     if held_step is not None and held_step > plan.to_step:
-        # The party has returned to an earlier commit; what we hold is ahead of it.
+        # The party has returned to an earlier commit; the state here is ahead of it.
         work.holding.drop()
     try:
         joined = join(work, plan, view)
@@ -171,7 +170,7 @@ def _take_steps(
             if report.is_end:
                 segment.stop_reason = STOPPED
                 return
-            segment.engine = exchange.name  # a schedule may have been chosen again
+            segment.engine = exchange.name  # another schedule may have been chosen
             _account(work, plan, segment, report)
             _end_offer(work, report)
             if report.is_torn:
@@ -189,27 +188,27 @@ def _take_steps(
 
 
 def _leave_to_show(work: ExecutionContext, trainer: MemberTrainer[Any], report: StepReport) -> None:
-    """Have on_step shown the step under the next view: its parameters are not whole before."""
+    """Let on_step be called under the next view, as the parameters are not whole before."""
     if trainer.callbacks.sees_steps:
         work.holding.tally.latest = report.numbers
 
 
 def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
-    """Check between two steps that the plan is still wanted, and under this view.
+    """Check between two steps that the plan and this view are still current.
 
-    Raises PlanStopped when it is to end, ViewChanged when there is a newer view.
+    Raises PlanStopped when the plan must end, ViewChanged when there is a newer view.
     """
     work.control.check()
     if work.control.view.membership != view.membership:
         raise ViewChanged
-    # The others of a party stop after the same step; nodes and replicas have no step in common.
+    # The other members stop after the same step, but nodes and replicas have no common step.
     is_alone = view.size == 1 or are_models_apart(work.job.strategy)
     if work.control.is_draining and is_alone:
         raise PlanStopped(DRAINED)
 
 
 def _end_offer(work: ExecutionContext, report: StepReport) -> None:
-    """Let go what this member has for others that were behind, after a step of all together."""
+    """Drop the state offered to members that were behind, after a step of all together."""
     if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
         work.holding.is_offering = False
         work.holding.kept_slices = None
@@ -261,7 +260,7 @@ def _account(
 def _conclude(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
 ) -> pb.TrainResult:
-    """Keep a snapshot, evaluate, return the result; what an earlier view did is not repeated."""
+    """Keep a snapshot, evaluate, and return the result; nothing of an earlier view is repeated."""
     trainer, exchange = joined
     if segment.summary is None or segment.divided_at != work.holding.divided_at:
         segment.divided_at = work.holding.divided_at
@@ -315,8 +314,8 @@ def _check_finite(
     trainer: MemberTrainer[Any],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Refuse to have a state committed that training has made infinite: the next step would be
-    blamed for it. Raises UserCodeError."""
+    """Refuse to commit a state that training has made infinite, for which the next step would be
+    blamed. Raises UserCodeError."""
     if work.numerics < REFUSES_INFINITE:
         return
     known = work.holding.infinite
@@ -335,8 +334,8 @@ def _check_finite(
 
 
 def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalStepsTrainer) -> str:
-    """Write what only this member has to a file; return its digest. Files of commits that nobody
-    returns to any more are deleted."""
+    """Write the state that only this member has to a file; return its digest. Files of commits to
+    which no run can return are deleted."""
     kept, run_id = work.host.kept, work.key.run_id
     kept.drop_before(run_id, plan.base.segment)
     digest = kept.write(run_id, work.segment, trainer.copy_state(is_first=False))
@@ -345,7 +344,7 @@ def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalSte
 
 
 def _end_history(plan: pb.TrainPlan, segment: Segment) -> tuple[int, str]:
-    """End what is recorded of the steps; return how many parts were sent, and their digest."""
+    """End the record of the steps; return the number of sent parts, and their digest."""
     if segment.history is None or segment.summary is None:
         return 0, ""
     names = ("consensus_distance",) if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP else ()
@@ -357,7 +356,7 @@ def _evaluate(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
 ) -> tuple[list[EvaluationPart], pb.OwnMetrics | None]:
     """Return the sums of this member's share of the batches, and the user's own metrics if it has
-    all of them; the plan can be ended between the batches."""
+    all batches; the plan can be ended between them."""
     if not plan.evaluate_splits:
         return [], None
     work.set_activity("evaluating")
@@ -384,13 +383,13 @@ def parts_to_proto(parts: list[EvaluationPart]) -> Iterator[pb.EvaluationPart]:
 #
 # Only the member that owns the first shard calls `on_step`; all members learn its answer with the
 # next step. Every member keeps the latest step in its tally, so one that takes over from a lost
-# member shows that step again: the answer to it would be lost otherwise.
+# member calls on_step again for it: the answer would be lost otherwise.
 
 STOPPED: Final = "on_step has called view.stop()"
 
 
 class StepListener:
-    """The calls of on_step by one member under one view; none where it owns other shards."""
+    """The calls of on_step by one member under one view, if it owns the first shard."""
 
     def __init__(self, work: ExecutionContext, view: MemberView, callbacks: Callbacks) -> None:
         self._work, self._callbacks = work, callbacks
@@ -401,11 +400,11 @@ class StepListener:
 
     @property
     def answer(self) -> StepAnswer:
-        """What on_step has said to this member of the latest step."""
+        """Return the answer of on_step for the latest step."""
         return self._work.holding.answer if self._is_mine else NO_ANSWER
 
     def after(self, report: StepReport) -> None:
-        """Takes in a step that was done; a predicted one has nothing to show."""
+        """Process a finished step; a predicted one is not shown."""
         if self._callbacks.sees_steps and report.phase != TrainingPhase.PREDICT:
             self._work.holding.tally.latest = report.numbers
             self._show()
@@ -424,7 +423,7 @@ class StepListener:
 
 
 def check_may_end(work: ExecutionContext, activity: str) -> None:
-    """Raise where the end of this party would not be that of the run."""
+    """Raise where the end of this party would not be the end of the run."""
     text = ""
     if work.key.party:
         text = "is not possible in a part of a run, such as a member of a population"
@@ -443,9 +442,9 @@ def check_may_end(work: ExecutionContext, activity: str) -> None:
 
 # ---- The user's own metrics ----
 #
-# A member that has all batches computes them at once. Otherwise a MeasurePlan computes them, for
-# which the coordinator gathers the values that the members have kept. For clients with rows of
-# their own a MeasureSumsPlan brings the sums of their states instead.
+# A member that has all batches computes the metrics at once. Otherwise a MeasurePlan computes them,
+# for which the coordinator gathers the values that the members have kept. For clients with separate
+# rows a MeasureSumsPlan has the sums of their states instead.
 
 log = structlog.get_logger()
 
@@ -458,10 +457,10 @@ def own_metrics(
     *,
     wants_sums: bool = False,
 ) -> pb.OwnMetrics | None:
-    """Return the metrics if these are all batches of the splits; otherwise keep what they need.
+    """Return the metrics if these are all batches of the splits; otherwise keep their input.
 
     None where the job has no metrics of the user's own, or this member no batches. wants_sums: the
-    rows are all of one client, and states that are sums are told, too.
+    rows belong to one client, which also reports states that are sums.
     """
     if evaluator.own is None:
         return None
@@ -486,7 +485,7 @@ def own_metrics(
 
 
 def measure(work: ExecutionContext, plan: pb.MeasurePlan) -> pb.OwnMetrics:
-    """Return the metrics of the batches of all members, which the plan's blob holds."""
+    """Return the metrics of the batches of all members, which are in the plan's blob."""
     work.set_activity("measuring")
     own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
     tensors, metadata = work.blob(plan.outputs)

@@ -1,8 +1,7 @@
 """Register this worker with the coordinator and keep its lease alive by heartbeats.
 
-Both use a channel of their own so that no tensor stream can hold them up. If the coordinator is
-unreachable, the worker waits for it, and training continues meanwhile. The module knows nothing of
-runs.
+Both use a separate channel, so that no tensor stream can hold them up. If the coordinator is
+unreachable, the worker waits for it, and training continues meanwhile.
 """
 
 import asyncio
@@ -39,57 +38,57 @@ if TYPE_CHECKING:
 
 # ---- Heartbeat stream ----
 #
-# A worker sends heartbeats over one standing call, as often as the coordinator asks for. The
+# A worker sends heartbeats over one standing call, at the interval that the coordinator sets. The
 # coordinator answers each, and may send requests in between. `BeatStream` handles one call from its
 # first message to its end; its caller decides what follows.
 
 LEAST_TIMEOUT_S: Final = 1.0
-"""An answer is waited for as long as an interval, but for this long at least."""
+"""The least wait for an answer, which otherwise is one interval."""
 
-_jitter: Final = random.Random()  # the numbers of the shared one belong to the user's code
+_jitter: Final = random.Random()  # the shared generator belongs to the user's code
 
 
 def spread_s(interval_s: float) -> float:
-    """Return a time within an interval: those who were cut off together do not come back, or beat,
-    all at once."""
+    """Return a random time within an interval, so that workers that were cut off together do not
+    return, or beat, all at once."""
     return _jitter.uniform(0.0, interval_s)
 
 
 @dataclass(slots=True)
 class BeatStream:
-    """One standing call, over which beats are sent until it ends."""
+    """One standing call, over which heartbeats are sent until it ends."""
 
     first: pb.HeartbeatStreamRequest
-    """Names the worker."""
+    """The first message, which names the worker."""
     interval_s: float
-    """How often to beat; what the coordinator has said last."""
+    """The interval between heartbeats, as last set by the coordinator."""
     beat_now: asyncio.Event
-    """Set by whoever wants the next beat at once."""
+    """Set to request the next heartbeat at once."""
     drain_said: asyncio.Event
-    """Set once a beat that says so was answered, or was the last one of the call."""
+    """Set once a heartbeat that announces the drain was answered, or was the call's last one."""
     is_draining: Callable[[], bool]
     is_over: Callable[[], bool]
-    """Whether to beat no more."""
+    """Returns whether heartbeats must end."""
     on_answer: Callable[[pb.HeartbeatStreamResponse, float | None], None]
-    """Called with each answer, and when the beat was sent that it belongs to; None: it was said
-    unasked."""
+    """Called with each answer, and the time at which its heartbeat was sent; None for a request
+    without one."""
     num_answered: int = 0
     _num_sent: int = 0
     _says_drain: bool = False
-    """Whether the beat that was sent last says it."""
+    """True if the last heartbeat announces the drain."""
     _sent_s: float = 0.0
     _answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, stub: "CoordinatorServiceAsyncStub") -> None:
-        """Beat until the coordinator ends the call with OK, or is_over. Raises AioRpcError for
-        another end, and TimeoutError where no answer comes."""
+        """Send heartbeats until the coordinator ends the call with OK, or is_over. Raises
+        AioRpcError for another end, and TimeoutError without an answer."""
         call: Any = stub.HeartbeatStream()
         reading = asyncio.create_task(self._read(call))
         reading.add_done_callback(self._wake)
         try:
             await self._beat(call, reading)
         finally:
-            reading.remove_done_callback(self._wake)  # nobody wishes for a beat
+            reading.remove_done_callback(self._wake)  # not a request for a heartbeat
             self._note_drain()
             call.cancel()
             reading.cancel()
@@ -115,7 +114,7 @@ class BeatStream:
 
     async def _beat(self, call: Any, reading: "asyncio.Task[None]") -> None:
         while not self.is_over():
-            self.beat_now.clear()  # a wish that comes during the beat is for the next one
+            self.beat_now.clear()  # a request during the heartbeat is for the next one
             self._answered.clear()
             if reading.done():
                 reading.result()
@@ -129,7 +128,7 @@ class BeatStream:
                 self._num_sent, self._sent_s = self._num_sent + 1, time.time()
                 await write_message(call, beat)
                 await self._answered.wait()
-            # Those that began together go on at different times.
+            # Workers that began together continue at different times.
             is_first = self._num_sent == 1
             await self._pause(spread_s(self.interval_s) if is_first else self.interval_s)
 
@@ -147,15 +146,15 @@ log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S: Final = 10.0
 LONGEST_TIMEOUT_S: Final = 60.0
-"""A registration waits longer each time: where thousands begin together it may have to wait for the
-others, and one that is given up has to be begun anew."""
+"""The longest wait for a registration, which grows with each attempt: where thousands begin
+together it may have to wait for the others, and an abandoned one must begin anew."""
 LEAVE_TIMEOUT_S: Final = 2.0
 REMIND_S: Final = 60.0
-"""A failure that lasts is told again after so long, and then after twice as long each time."""
+"""The time after which a lasting failure is logged again; it doubles each time."""
 SELDOM_S: Final = 3600.0
-"""But so often at least."""
+"""The longest time between two logs of a lasting failure."""
 LOOK_AGAIN_EVERY: Final = 10
-"""Failures of a row, one of which is asked whether identity is its reason."""
+"""The number of consecutive failures, one of which is checked for a problem of identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +166,12 @@ class Identity:
     address: str
     capability: types_pb2.Capability
     previous_exit: pb.PreviousExit = field(default_factory=pb.PreviousExit)
-    """How the process before this one ended, as far as it is known here."""
+    """The end of the previous process, as far as it is known here."""
 
 
 @dataclass(slots=True)
 class Agent:
-    """Registers this process and sends its heartbeats; one per process, run as a task."""
+    """The registration and the heartbeats of this process; one per process, run as a task."""
 
     coordinators: Coordinators
     identity: Identity
@@ -182,21 +181,21 @@ class Agent:
     proxy: str = ""
     on_registered: Callable[[], None] = lambda: None
     on_store: Callable[[str], None] = lambda _: None
-    """Told the name of the coordinator's folder of states, "" for none, at each registration."""
+    """Called with the name of the coordinator's folder of states, or "", at each registration."""
     for_run: str = ""
-    """The run that this process was started for."""
+    """The run for which this process was started."""
     on_released: Callable[[], None] = lambda: None
     """Called once that run has ended."""
     on_unknown: Callable[[], None] = lambda: None
-    """Called in its place where the coordinator knows no such run, and never did in the time of
-    this process: one that is deleted after its end has just ended."""
+    """Called instead where the coordinator knows no such run, and has known none during this
+    process: otherwise the run has ended and was deleted."""
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     heard_s: float = field(default_factory=time.monotonic)
-    """When the coordinator last answered; at first, the start."""
+    """The time of the coordinator's last answer; at first, the start."""
     _told_s: float = 0.0
-    """When a failure of the present row was last told."""
+    """The time at which the present failure was last logged."""
     _silent_s: float = REMIND_S
-    """For how long it is not told again."""
+    """The time for which it is not logged again."""
     _has_known_run: bool = False
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -205,7 +204,8 @@ class Agent:
     _has_left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Register, then beat; register again whenever the coordinator has forgotten us.
+        """Register, then send heartbeats; register again whenever the coordinator has forgotten
+        this worker.
 
         Ends when this worker has left.
         """
@@ -232,7 +232,7 @@ class Agent:
         identify(term=term)
 
     def drain(self) -> None:
-        """Say so in every heartbeat from now on, the first one at once."""
+        """Announce the drain in every heartbeat from now on, the first one at once."""
         self._is_draining = True
         self._beat_now.set()
 
@@ -240,13 +240,13 @@ class Agent:
         """Send a heartbeat at once."""
         self._beat_now.set()
 
-    async def until_drain_is_said(self) -> None:
-        """Wait until the coordinator knows that we drain, or did not answer that heartbeat."""
+    async def until_drain_is_announced(self) -> None:
+        """Wait for the answer to a heartbeat that announces the drain, or its failure."""
         if self.is_registered.is_set():
             await self._has_said_drain.wait()
 
     async def leave(self, reason: str) -> None:
-        """Beat no more, and report to the coordinator, if it answers now, that this worker ends."""
+        """End the heartbeats, and report the end of this worker to a reachable coordinator."""
         if self.is_registered.is_set():
             self._why_leaving = reason
             self._beat_now.set()
@@ -260,13 +260,13 @@ class Agent:
             incarnation=self.identity.incarnation,
             reason=self._why_leaving,
         )
-        for _ in self.coordinators.addresses:  # each of which may be the one that leads
+        for _ in self.coordinators.addresses:  # each may be the leader
             asked = self.coordinators.present
             try:
                 await stub.Leave(request, timeout=LEAVE_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as error:
-                # Its lease ends, and the coordinator knows that it drains.
+                # The lease will end, and the coordinator knows of the drain.
                 await self._report(1, "cannot say that this worker leaves", error, asked)
 
     async def _register(self, stub: "CoordinatorServiceAsyncStub") -> pb.RegisterWorkerResponse:
@@ -293,7 +293,7 @@ class Agent:
             attempt += 1
 
     async def _beat(self, stub: "CoordinatorServiceAsyncStub", interval_s: float) -> None:
-        """Beat until this worker leaves, or the coordinator does not know this incarnation."""
+        """Send heartbeats until this worker leaves, or is unknown to the coordinator."""
         num_failed = 0
         while not self._why_leaving:
             asked, began_s = self.coordinators.present, time.monotonic()
@@ -313,13 +313,13 @@ class Agent:
     async def _beat_on(
         self, stream: BeatStream, stub: "CoordinatorServiceAsyncStub"
     ) -> Exception | None:
-        """Beat until the stream ends; return why, unless that is in order."""
+        """Send heartbeats until the stream ends; return the error, unless that is a regular end."""
         try:
             await stream.run(stub)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 return error
-            return await self._beat_singly(stream, stub)  # the coordinator is of the version before
+            return await self._beat_singly(stream, stub)  # the coordinator has an earlier version
         except (StratagemError, TimeoutError) as error:
             return error
         return None
@@ -343,10 +343,10 @@ class Agent:
     async def _beat_singly(
         self, stream: BeatStream, stub: "CoordinatorServiceAsyncStub"
     ) -> grpc.aio.AioRpcError | None:
-        """Beat by a call for each heartbeat, instead of a stream that the coordinator does not
-        know, until one fails or this worker leaves; return why."""
+        """Send each heartbeat by a call, for a coordinator that does not know the stream, until one
+        fails or this worker leaves; return the error."""
         while not self._why_leaving:
-            self._beat_now.clear()  # a wish that comes during the call is for the next beat
+            self._beat_now.clear()  # a request during the call is for the next heartbeat
             request = pb.HeartbeatRequest(
                 worker_id=self.identity.worker_id,
                 incarnation=self.identity.incarnation,
@@ -369,8 +369,8 @@ class Agent:
     def _take(
         self, answer: pb.HeartbeatResponse | pb.HeartbeatStreamResponse, sent_s: float | None
     ) -> None:
-        """Take in an answer; sent_s: when its beat was sent, if it has one."""
-        if sent_s is not None and answer.time_s:  # an older coordinator does not say
+        """Process an answer. sent_s: the time at which its heartbeat was sent, if it has one."""
+        if sent_s is not None and answer.time_s:  # an older coordinator does not send it
             self.clock.note(sent_s, time.time(), answer.time_s)
         self._see(answer.term)
         is_unknown = isinstance(answer, pb.HeartbeatStreamResponse) and answer.run_unknown
@@ -386,14 +386,14 @@ class Agent:
             return
 
     async def _report(self, num_before: int, what: str, error: Exception, asked: str) -> None:
-        """Log the first failure of a row as a warning, and one more now and then while it lasts,
-        the others at level debug; after a timeout, try the next coordinator, if any: a frozen one
-        answers no calls.
+        """Log the first of consecutive failures as a warning, and further ones at growing
+        intervals, the others at level debug. After a timeout, try the next coordinator, if any,
+        since a frozen one answers no calls.
 
-        When identity is the reason it is logged as a warning as long as it lasts.
+        A problem of identity is logged as a warning as long as it lasts.
         """
         if not isinstance(error, grpc.aio.AioRpcError):
-            level = log.warning if self._is_told(num_before) else log.debug
+            level = log.warning if self._is_warning(num_before) else log.debug
             level(what, reason=str(error) or "no answer in time")
             if isinstance(error, TimeoutError):
                 self.coordinators.move_on(asked)
@@ -401,15 +401,15 @@ class Agent:
         details = error.details()
         if num_before % LOOK_AGAIN_EVERY == 0 and not name_of(error):
             details = await identity_problem(error, asked, self.proof, proxy=self.proxy) or details
-        is_news = self._is_told(num_before) or details != error.details()
+        is_news = self._is_warning(num_before) or details != error.details()
         level = log.warning if is_news else log.debug
         level(what, code=error.code().name, details=details)
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.coordinators.move_on(asked)
 
-    def _is_told(self, num_before: int) -> bool:
-        """Return whether a failure of a row is told: the first one, and later ones after pauses
-        that double."""
+    def _is_warning(self, num_before: int) -> bool:
+        """Return whether one of consecutive failures is logged as a warning: the first one, and
+        later ones after pauses that double."""
         now_s = time.monotonic()
         if num_before and now_s - self._told_s < self._silent_s:
             return False

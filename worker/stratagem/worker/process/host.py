@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 # ---- Worker security ----
 #
-# Without certificates everything is in plaintext, on loopback unless the operator wants more. With
+# Without certificates everything is in plaintext, on loopback unless the operator allows more. With
 # them the worker's name must be the one in its certificate, or of the pool in it, and unless the
-# operator trusts the network between workers (`--data-plane trusted`) they exchange tensors over
-# gRPC alone, which is the one engine that TLS protects.
+# operator trusts the network between workers (`--data-plane trusted`) they exchange tensors only
+# over gRPC, the one engine that TLS protects.
 
 
 class WorkerSecurity:
@@ -77,7 +77,7 @@ class WorkerSecurity:
 
     @property
     def mesh(self) -> str:
-        """The engine that the operator wants between workers; "grpc" where it must be under TLS."""
+        """Return the operator's engine between workers; "grpc" where TLS requires it."""
         wish = self._settings.mesh
         if self.data_plane == "trusted":
             return wish
@@ -87,8 +87,8 @@ class WorkerSecurity:
         return "grpc"
 
     def listen(self, server: grpc.aio.Server, sockets: SocketFolder) -> str:
-        """Bind the service; return HOST:PORT at which others reach it, or for a tunnelled worker,
-        whom nobody dials, "" after binding `server_socket` of the folder."""
+        """Bind the service; return HOST:PORT at which others reach it, or "" for a tunnelled
+        worker, which is not dialled and serves at `server_socket` of the folder."""
         if not self._settings.tunnel:
             return advertised(self._settings, self._listen(server))
         self._check_tunnel()
@@ -221,8 +221,8 @@ def _states(settings: WorkerSettings) -> DirectStates | None:
 
 
 def _objects(settings: WorkerSettings, data_plane: str) -> SignedObjects | None:
-    """Return what carries out signed requests; None for a site, whose states go through the
-    coordinator alone."""
+    """Return the client of signed requests; None for a site, whose states go only through the
+    coordinator."""
     if not settings.takes_signed_requests:
         return None
     return SignedObjects(allows_http=data_plane == "trusted")
@@ -263,7 +263,7 @@ def _user_code(settings: WorkerSettings) -> UserCode:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of that name. Raise InvalidInputError where this process has none."""
+    """Return the device of that name. Raises InvalidInputError where this process has none."""
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise InvalidInputError.at("--device", f"{name!r} is not cpu or cuda:N")
     device = torch.device(name)
@@ -284,7 +284,7 @@ def device_of(name: str) -> torch.device:
 def capability_of(
     device: torch.device, local_data: Iterable[str], tags: Iterable[str]
 ) -> types_pb2.Capability:
-    """Return the capability of the calling thread on a device."""
+    """Return the capability of a device and the calling thread."""
     fingerprint, description = numerics_fingerprint(device)
     return types_pb2.Capability(
         device=str(device),

@@ -1,8 +1,8 @@
-"""The place that a launcher gives a process: which of its processes this one is, and so its name,
-its device and its share of the cores.
+"""Read the place that a launcher gives a process, which determines its name, its device and its
+share of the cores.
 
-Pure: reads an environment that is handed in. Launchers start equal processes and tell each in
-environment variables which one it is; nobody here waits for all of them, since a coordinator takes
+The functions are pure; the environment is an argument. Launchers start equal processes and number
+them in environment variables. Nothing here waits for all of them, since a coordinator accepts
 workers as they come.
 """
 
@@ -15,7 +15,7 @@ from typing import Final, Literal
 from stratagem.common.base.errors import InvalidInputError
 
 Launcher = Literal["torchrun", "slurm", "kubernetes", "mpi", "env"]
-"""Whose variables are read; env: those of the first launcher that has set its own."""
+"""The launcher whose variables are read; env: the first launcher that has set its variables."""
 
 COORDINATOR: Final = "STRATAGEM_COORDINATOR"
 COORDINATOR_PORT: Final = 7070
@@ -28,19 +28,19 @@ class Place:
 
     launcher: Launcher
     name: str
-    """Of a worker in this place; letters, digits, "_" and "-", as certificates of pools want it."""
+    """The worker's name: letters, digits, "_" and "-", as in certificates of pools."""
     rank: int
     local_rank: int
-    """Its number among the processes of this host."""
+    """The number of the process on this host."""
     num_local: int
-    """Processes of this host, as far as the launcher says; 1 where it does not."""
+    """The number of processes on this host, if the launcher says it, else 1."""
 
 
 def detect(wanted: Launcher, environ: Mapping[str, str], host: str, pid: int) -> Place:
     """Return the place of this process.
 
-    host, pid: name those that their launcher gives no name of its own.
-    Raises InvalidInputError for variables that are missing or no numbers; it names them.
+    host, pid: make a name where the launcher gives none. Raises InvalidInputError, which names the
+    variables that are missing or no numbers.
     """
     if wanted != "env":
         return _PLACES[wanted](environ, host, pid)
@@ -52,9 +52,9 @@ def detect(wanted: Launcher, environ: Mapping[str, str], host: str, pid: int) ->
 
 
 def coordinator_of(environ: Mapping[str, str]) -> str:
-    """Return the coordinator's address that the environment tells, or "".
+    """Return the coordinator's address in the environment, or "".
 
-    MASTER_PORT does not count: at that port the launcher itself listens.
+    MASTER_PORT does not count, since the launcher itself listens there.
     """
     if told := environ.get(COORDINATOR, ""):
         return told
@@ -65,9 +65,9 @@ def coordinator_of(environ: Mapping[str, str]) -> str:
 
 
 def device_at(place: Place, num_visible: int) -> str:
-    """Return the device of a place on a host where so many CUDA devices are visible.
+    """Return the device of a place on a host with this many visible CUDA devices.
 
-    A launcher shows each process either all devices of the host or its own one.
+    A launcher shows each process either all devices of the host or only its own.
     """
     if num_visible == 0:
         return "cpu"
@@ -80,12 +80,12 @@ def device_at(place: Place, num_visible: int) -> str:
 
 
 def cores_at(place: Place, environ: Mapping[str, str], num_cores: int) -> int:
-    """Return the share of a place on a host that lets this process run on so many cores."""
+    """Return the cores of a place on a host that lets this process use num_cores."""
     if place.launcher == "slurm":
         if "SLURM_CPUS_PER_TASK" in environ:
             return max(1, min(num_cores, _number(environ, "SLURM_CPUS_PER_TASK")))
         num_on_node = _number(environ, "SLURM_CPUS_ON_NODE", default=num_cores)
-        if num_cores < num_on_node:  # Slurm has bound the task to its own cores
+        if num_cores < num_on_node:  # Slurm has bound the task to its cores
             return num_cores
         num_cores = num_on_node
     return max(1, num_cores // place.num_local)
@@ -94,7 +94,7 @@ def cores_at(place: Place, environ: Mapping[str, str], num_cores: int) -> int:
 def _torchrun(environ: Mapping[str, str], _host: str, _pid: int) -> Place:
     rank = _rank(environ, "RANK", "WORLD_SIZE")
     run = _text(environ, "TORCHELASTIC_RUN_ID")
-    if run == "none":  # what each run without --rdzv-id is called
+    if run == "none":  # the id of each run without --rdzv-id
         run = f"{environ.get('MASTER_ADDR', '')}-{environ.get('MASTER_PORT', '')}"
     restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
     local, num_local = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -147,15 +147,14 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def _local(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
-    """Return the rank on this host and the processes of this host, of which one variable or both
-    may be missing."""
+    """Return the rank on this host and its number of processes; variables may be missing."""
     if rank not in environ:
         return 0, _number(environ, size, default=1) or 1
     return _rank(environ, rank, size), _number(environ, size, default=1) or 1
 
 
 def _rank(environ: Mapping[str, str], name: str, size: str) -> int:
-    """Return a rank, which is smaller than the size where that is told."""
+    """Return a rank, which must be smaller than the size if that is given."""
     rank = _number(environ, name)
     if size in environ and rank >= (most := _number(environ, size)):
         raise _wrong(name, str(rank), f"is not below {size}, which is {most}")
@@ -182,7 +181,7 @@ def _wrong(name: str, value: str, problem: str) -> InvalidInputError:
 
 
 def _name(*parts: object) -> str:
-    """Return the name of a worker: too long a one is cut, and keeps a digest of the whole."""
+    """Return the name of a worker; a long one is cut and gets a digest of the whole."""
     whole = "-".join(re.sub(r"[^A-Za-z0-9_-]+", "-", str(part)) for part in parts)
     if len(whole) <= MAX_NAME:
         return whole
@@ -197,7 +196,7 @@ _SIGNS: Final[tuple[tuple[Launcher, tuple[str, ...]], ...]] = (
     ("mpi", ("PMI_RANK",)),
     ("env", ("RANK", "MASTER_ADDR")),
 )
-"""torchrun comes first: it may itself have been started by any of the others."""
+"""The variables of each launcher; torchrun is first, as any other may have started it."""
 
 _PLACES: Final = {
     "torchrun": _torchrun,

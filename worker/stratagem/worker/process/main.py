@@ -1,8 +1,8 @@
 """Run the worker process: one event loop for gRPC, one thread for torch, their start and their end.
 
-When asked to end, the worker reports that it drains, ends what runs after its present step, reports
-that it leaves, and exits 0; or with PREEMPTED, where a launcher started it and a signal ended it,
-so that it is started again.
+When asked to end, the worker announces the drain, ends its plans after the present step, reports
+that it leaves, and exits with 0; or with PREEMPTED, where a launcher started it and a signal ended
+it, so that it is started again.
 """
 
 import asyncio
@@ -77,62 +77,62 @@ from stratagem.worker.user_code import watching
 
 # ---- Shutdown by signals ----
 #
-# Schedulers repeat themselves: at the end of a job's time Slurm sends SIGTERM to the step and, at
-# once, to the job. So a repeat that follows closely means nothing. One that comes later, or a
-# second Ctrl-C, ends the process at once.
+# Schedulers repeat signals: at the end of a job's time Slurm sends SIGTERM to the step and, at
+# once, to the job. So a repeat that follows closely is ignored. A later one, or a second Ctrl-C,
+# ends the process at once.
 
 REPEAT_S: Final = 2.0
-"""Signals that follow the first one within this are repeats of it."""
+"""The time within which signals are repeats of the first one."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class Stop:
-    """The request to end this process: whether it has come, and by which signal."""
+    """The request to end this process, and its cause."""
 
     reason: str = ""
     is_release: bool = False
     """True where the work is done, and no signal came before."""
     is_mistaken: bool = False
-    """True where there is nothing that this process could be for: a person has to look at it."""
+    """True where this process was started for something that does not exist; a person must act."""
     is_replacement: bool = False
-    """True where this process can compute no more and another one is to take its place."""
+    """True where this process cannot compute any more and must be replaced."""
     is_stuck: bool = False
-    """True where nothing that runs here will ever end."""
+    """True where the running work will never end."""
     cause: str = ""
-    """What that is, for the log of this process alone."""
+    """The cause of that, for the log of this process only."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
     _first_s: float | None = None
 
     def release(self, reason: str) -> None:
-        """Take in that this process is not needed any more."""
+        """Note that this process is not needed any more."""
         if not self.told.is_set():
             self.reason, self.is_release = reason, True
             self.told.set()
 
     def refuse(self, reason: str) -> None:
-        """Take in that this process was started for something that is not there."""
+        """Note that this process was started for something that does not exist."""
         if not self.told.is_set():
             self.reason, self.is_mistaken = reason, True
             self.told.set()
 
     def replace(self, reason: str) -> None:
-        """Take in that another process has to take the place of this one."""
+        """Note that another process must replace this one."""
         self.is_replacement = True
         if not self.told.is_set():
             self.reason = reason
             self.told.set()
 
     def give_up(self, cause: str) -> None:
-        """Take in that the torch thread does not come back: as `replace`, but nothing is waited
-        for. Who is to end already does so without it, with the status of before."""
+        """Note that the torch thread does not return: as `replace`, but without waiting for
+        anything. A process that is ending already keeps its status."""
         if not self.told.is_set():
             self.is_stuck, self.cause = True, cause
             self.replace("the torch thread was lost")
 
     def note(self, number: signal.Signals, now_s: float) -> bool:
-        """Take in a signal; True when the process has to end at once."""
+        """Note a signal; return whether the process must end at once."""
         if self._first_s is None:
             self._first_s = now_s
             if not self.told.is_set():
@@ -143,13 +143,13 @@ class Stop:
 
     @property
     def is_preemption(self) -> bool:
-        """True when a scheduler, and not a person, has ended a process that was still wanted."""
+        """Return whether a scheduler, not a person, has ended a process that was still needed."""
         is_done = self.is_release or self.is_replacement or self.is_mistaken
         return self.told.is_set() and not is_done and self.reason != signal.SIGINT.name
 
     def status(self, is_launched: bool) -> int:
-        """Return the exit status. Whatever starts a process again does so for those that are not 0;
-        launchers do for PREEMPTED, and none takes MISTAKEN for work that is done."""
+        """Return the exit status. Supervisors restart a process whose status is not 0; launchers do
+        so for PREEMPTED, and none takes MISTAKEN for success."""
         if self.is_mistaken:
             return MISTAKEN
         if is_launched and (self.is_preemption or self.is_replacement):
@@ -171,7 +171,7 @@ def stop_by_signals(preempt_signal: str) -> Stop:
     if preempt_signal:
         numbers.add(signal.Signals[f"SIG{preempt_signal}"])
     if signal.SIGUSR1 not in numbers:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as __main__ did not know yet
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # __main__ did not know the signal yet
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     return stop
@@ -182,11 +182,11 @@ def stop_by_signals(preempt_signal: str) -> Stop:
 log = structlog.get_logger(__name__)
 
 WAITS_FOR_OTHERS: Final = ("GetGradients",)
-"""The coordinator takes a member's gradients as the slowest member's come."""
+"""The calls in which the coordinator reads as slowly as the slowest member sends."""
 
-# For streams that carry the last results when the server stops.
+# The grace is for streams that carry the last results when the server stops.
 UPLOAD_BEGINS_S: Final = 5.0
-"""How long a worker that drains waits to be asked for what only it has."""
+"""The time that a draining worker waits for requests for data that only it has."""
 STOP_GRACE_S: Final = 2.0
 
 
@@ -202,7 +202,7 @@ def main(arguments: list[str], malloc: str = "", waiting: str = "") -> int:
         return MISTAKEN
     except InvalidInputError as error:
         print(f"stratagem worker: {error}", file=sys.stderr)
-        return 1  # of a device or a file of this machine, which may be there at the next start
+        return 1  # a device or a file of this machine is missing, and may exist at the next start
     setup_logging(f"worker {settings.worker_id}", settings.log_level, settings.log_json)
     identify(worker_id=settings.worker_id)
     log.info("allocator", result=malloc or "untouched")
@@ -226,17 +226,17 @@ def main(arguments: list[str], malloc: str = "", waiting: str = "") -> int:
         why = stop.cause or stop.reason
         log.warning("user code did not end: this process does", reason=why, exit_status=status)
         sys.stderr.flush()
-        os._exit(status)  # an orderly exit would wait for it, or tear torch down under it
+        os._exit(status)  # an orderly exit would wait for the thread
     return status
 
 
 def keep_forks_away() -> None:
     """Make multiprocessing fork from a server process that has only imported torch.
 
-    A fork of this process, with gRPC's threads in it, would be killed or stand still; this concerns
-    processes that the user's code starts, such as a DataLoader's. The server is started when it is
-    first wanted, by exec. Its sockets are in a folder that is removed even if this process is
-    killed: the one that multiprocessing makes would stay.
+    A fork of this process, with gRPC's threads in it, would be killed or hang; this concerns
+    processes that the user's code starts, such as a DataLoader's. The server is started at its
+    first use, by exec. Its sockets are in a folder that is removed even if this process is killed,
+    unlike the one that multiprocessing makes.
     """
     sockets = SocketFolder()
     own = Path(sockets.path("listener-01234567")).parent
@@ -248,7 +248,7 @@ def keep_forks_away() -> None:
 
 async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> Stop:
     """Serve until a signal arrives, the work is done, or the device or the torch thread is lost,
-    then drain; return why. site: decides what is served."""
+    then drain; return the cause. site: decides on the accepted jobs."""
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
@@ -297,7 +297,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         agent.proxy = settings.proxy
         sessions.fences.ask_with(agent.beat)
         agent.on_registered = host.last_words.registered
-        if security.data_plane == "trusted" and site is None:  # others see no folder of states
+        if security.data_plane == "trusted" and site is None:  # else there is no folder of states
             agent.on_store = partial(_look_at_states, host)
         agent.for_run = settings.for_run
         agent.on_released = partial(_released, stop, settings.for_run)
@@ -329,29 +329,29 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
 
 
 def _released(stop: Stop, run_id: str) -> None:
-    """Take in that the run has ended which this process was for."""
+    """Note the end of the run for which this process was started."""
     if not stop.told.is_set():
         log.warning("not needed: the run has ended", run=run_id)
     stop.release(f"the end of run {run_id}")
 
 
 def _unknown(stop: Stop, run_id: str) -> None:
-    """Take in that the coordinator knows no run of that name, which this process was for."""
+    """Note that the coordinator does not know the run for which this process was started."""
     if not stop.told.is_set():
         log.error("no such run: its id is misspelt, or it was deleted", run=run_id)
     stop.refuse(f"learning that no run {run_id} is known")
 
 
 def _look_at_states(host: Host, store_id: str) -> None:
-    """Compare the folder of states with that of the coordinator; a file system may take its
-    time."""
+    """Compare the folder of states with that of the coordinator, in a thread, as a file system may
+    be slow."""
     folder = None if host.states is None else host.states.folder
     host.loop.run_in_executor(None, say_mismatch, folder, store_id)
 
 
 def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault) -> None:
-    """End this process, which has lost its device: once the job that has brought it about knows, or
-    else at once, like a crash, after which what ran here is done again."""
+    """End this process, which has lost its device: once the job that has caused it is informed, or
+    else at once, like a crash, after which its work is repeated."""
     log.error("device lost: this process ends, to be started again", reason=fault.reason)
     if not fault.is_the_jobs:
         sys.stderr.flush()
@@ -360,8 +360,8 @@ def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault
 
 
 def _watchdog(settings: WorkerSettings, host: Host, sessions: Sessions, stop: Stop) -> Watchdog:
-    """Return what watches the torch thread, and ends this process where that does not come back
-    from a plan that was ended while others wait."""
+    """Return the watchdog, which ends this process if the torch thread does not return from an
+    ended plan while others wait."""
 
     def give_up(cause: str) -> None:
         log.error("torch thread lost: this process ends, to be started again", reason=cause)
@@ -402,12 +402,12 @@ class _Health:
 
 
 async def _tell_outcomes(settings: WorkerSettings, sessions: Sessions) -> None:
-    """Take nothing new, and send the error of a job that has lost the device before the coordinator
-    hears that this worker drains: it would have the segment done again elsewhere."""
+    """Accept no new work, and send the error of the job that has lost the device before the
+    coordinator learns of the drain, after which it would repeat the segment elsewhere."""
     sessions.drain()
     try:
         async with asyncio.timeout(settings.drain_grace_s):
-            await sessions.told()
+            await sessions.until_reported()
     except TimeoutError:
         log.warning("not idle in time", grace_s=settings.drain_grace_s)
 
@@ -420,8 +420,8 @@ async def _drain(
     health_server: _Health | None,
     stop: Stop,
 ) -> None:
-    """Take nothing new, say so, and stop serving once what runs has finished its step, unless that
-    is stuck."""
+    """Accept no new work, announce the drain, and stop serving once the running plans have finished
+    their step, unless they are stuck."""
     if stop.is_replacement and not stop.is_stuck:
         await _tell_outcomes(settings, sessions)
     agent.drain()
@@ -433,7 +433,7 @@ async def _drain(
         async with asyncio.timeout(settings.drain_grace_s):
             if not stop.is_stuck:
                 await sessions.idle()
-            await agent.until_drain_is_said()
+            await agent.until_drain_is_announced()
             await sessions.until_uploaded(UPLOAD_BEGINS_S)
     except TimeoutError:
         log.warning("not idle in time", grace_s=settings.drain_grace_s)
@@ -443,12 +443,15 @@ async def _drain(
 
 
 async def _join_once_warm(agent: Agent, thread: TorchThread, tunnel: Tunnel | None) -> None:
-    """Warm up, then register and beat: others would wait for a joiner that is still importing. A
-    tunnelled worker is called back through its tunnel when it registers."""
+    """Warm up, then register and send heartbeats, since others would wait for a joiner that is
+    still importing. A tunnelled worker is called back through its tunnel when it registers."""
     loop, is_warm = asyncio.get_running_loop(), asyncio.Event()
 
     def warm_up() -> None:
-        _warm_up()
+        # The collector need not examine modules again: a full pass, as at the end of every run,
+        # then takes 1 ms and not 60.
+        gc.collect()
+        gc.freeze()
         with suppress(RuntimeError):  # the loop is closed: the process was told to stop meanwhile
             loop.call_soon_threadsafe(is_warm.set)
 
@@ -459,15 +462,8 @@ async def _join_once_warm(agent: Agent, thread: TorchThread, tunnel: Tunnel | No
     await agent.run()
 
 
-def _warm_up() -> None:
-    """Let the collector look at no module again: a full pass, as at the end of every run, takes
-    1 ms and not 60."""
-    gc.collect()
-    gc.freeze()
-
-
 async def _first_of(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event) -> None:
-    """Wait for one of the events; a defect of a task is raised, which ends the process."""
+    """Wait for one of the events. Raises the defect of a task, which ends the process."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait((*tasks, *waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -481,8 +477,7 @@ async def _first_of(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event)
 
 
 def _site(settings: WorkerSettings) -> SiteGate | None:
-    """Return the gate of the site, which its file decides. Raises InvalidInputError for a wrong
-    one."""
+    """Return the gate of the site by its file. Raises InvalidInputError for a wrong file."""
     if settings.site is None:
         return None
     try:
@@ -494,7 +489,7 @@ def _site(settings: WorkerSettings) -> SiteGate | None:
 async def _in_thread(
     thread: TorchThread, settings: WorkerSettings, site: SiteGate | None
 ) -> types_pb2.Capability:
-    """Return the capability, as the torch thread sees it."""
+    """Return the capability, measured in the torch thread."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[types_pb2.Capability] = loop.create_future()
 
@@ -502,7 +497,7 @@ async def _in_thread(
         try:
             local = settings.local_data if site is None else site.data_names
             capability = capability_of(torch.device(settings.device), local, settings.tags)
-        except Exception as error:  # raised where the answer is awaited
+        except Exception as error:  # raised again where the result is awaited
             loop.call_soon_threadsafe(answer.set_exception, error)
         else:
             loop.call_soon_threadsafe(answer.set_result, capability)
@@ -512,7 +507,7 @@ async def _in_thread(
 
 
 async def _serve_health(security: WorkerSecurity, port: int) -> _Health:
-    """Serve health on its own port, so that probes do not wait behind tensors or count as calls."""
+    """Serve health on a separate port: probes neither wait behind tensors nor count as calls."""
     server = make_health_server()
     servicer = add_health(server)
     address = security.listen_for_probes(server, port)

@@ -1,8 +1,8 @@
 """The metrics that a worker exports to Prometheus: definitions, and sources of their values.
 
 A scrape reads the values from the event loop; nothing here runs otherwise. `WorkStats`
-(session/states.py) counts the work itself. There are no metrics of single sessions and runs
-(`stratagem status` shows these), so that the number of series does not grow with them.
+(session/states.py) counts the work. There are no metrics of single sessions and runs (`stratagem
+status` shows these), so the number of series does not grow with them.
 """
 
 import time
@@ -143,7 +143,7 @@ def process_stats(settings: WorkerSettings) -> ProcessStats:
 
 
 class WorkerMonitor:
-    """Collects the metrics of one worker process; `agent` is set once there is one."""
+    """The metrics of one worker process; `agent` is set once there is one."""
 
     def __init__(self, process: ProcessStats, host: Host, sessions: Sessions) -> None:
         self.agent: Agent | None = None
@@ -163,7 +163,8 @@ class WorkerMonitor:
         )
 
     def sample(self) -> Callable[[], Readings]:
-        """Read what the event loop owns; return a function for the rest. Call on the event loop."""
+        """Read the values of the event loop, from which this must be called; return a function for
+        the rest."""
         num_active, num_parked = self._sessions.num_executions()
         held: list[tuple[Metric, Values]] = [
             (EXECUTIONS, {("active",): num_active, ("parked",): num_parked}),

@@ -1,7 +1,7 @@
-"""The settings of one worker process are flags, else STRATAGEM_WORKER_* in the environment.
+"""The settings of one worker process: flags, else STRATAGEM_WORKER_* in the environment.
 
-This module has their names, defaults and checks. Everything below takes plain values; nothing else
-of the worker reads the environment or the command line.
+This module has their names, defaults and checks. Nothing else in the worker reads the environment
+or the command line.
 """
 
 import os
@@ -48,13 +48,13 @@ from stratagem.worker.process.launch_place import (
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
 MAX_STALL_REPORT_S: Final = 365 * 86_400.0
-"""Timers of the system take no time without end."""
+"""The longest time, as timers of the system have a limit."""
 PREEMPT_SIGNALS: Final = ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG")
-"""Signals that schedulers can be configured to send."""
+"""The signals that schedulers can be configured to send."""
 
 
 def _split(value: object) -> object:
-    """Repeated flags arrive as a list, the environment as "a,b"; both may be mixed."""
+    """Split values at commas: repeated flags are a list, the environment has "a,b", or both."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -333,18 +333,18 @@ class WorkerSettings(BaseSettings):
 
     @property
     def worker_id(self) -> str:
-        """The id by which the coordinator knows this worker: NAME, or NAME.POOL."""
+        """Return the id by which the coordinator knows this worker: NAME, or NAME.POOL."""
         return f"{self.name}.{self.pool}" if self.pool else self.name
 
     @property
     def threads_text(self) -> str:
-        """The threads, and the variable of the environment that names as many."""
+        """Return the number of threads, and the environment variable that sets it."""
         told = threads_told(os.environ)
         return str(told if told and told.number == self.threads else ThreadChoice(self.threads))
 
     @property
     def may_serve_plaintext(self) -> bool:
-        """True if health, which is always in plaintext, may listen on any address."""
+        """Return whether health, which is always in plaintext, may listen on any address."""
         return self.allow_insecure_network or self.tls_ca is not None
 
     @model_validator(mode="before")
@@ -446,12 +446,12 @@ class WorkerSettings(BaseSettings):
 
     @property
     def takes_signed_requests(self) -> bool:
-        """Return whether states may go to an object store and come from there."""
+        """Return whether states may be written to an object store and read from there."""
         return self.signed_states and self.site is None
 
     @property
     def data_roots(self) -> tuple[Path, ...]:
-        """Folders below which jobs may name files, with symbolic links resolved."""
+        """Return the folders below which jobs may name files, with symbolic links resolved."""
         return tuple(Path(root).resolve() for root in self.data_root or self.import_path)
 
 
@@ -476,12 +476,12 @@ def from_command_line(arguments: list[str]) -> WorkerSettings:
 
 
 def with_place(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with those added that a launcher's variables tell and nobody has set.
+    """Return settings, completed from a launcher's variables where they are not set.
 
-    Raises ValueError where the variables do not tell a place; it names the variable.
+    Raises ValueError, which names the variable, where these describe no place.
     """
     if values["rendezvous"] not in get_args(Launcher):
-        return values  # refused with the other wrong values
+        return values  # it is refused with the other wrong values
     place = detect(values["rendezvous"], os.environ, socket.gethostname(), os.getpid())
     num_cores = cores_at(place, os.environ, available_cores())
     by_environment = threads_told(os.environ)
@@ -504,15 +504,15 @@ def with_place(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_cuda_devices() -> int:
-    import torch  # only here: other users of the settings have no need of it
+    import torch  # only here, since other users of the settings do not need it
 
     return torch.cuda.device_count()
 
 
 def _own_address_towards(coordinator: str) -> str:
-    """Return the address of this host from which packets to the coordinator go, with a free port.
+    """Return the address from which this host sends packets to the coordinator, with a free port.
 
-    Connecting a UDP socket sends nothing.
+    A connected UDP socket sends nothing.
     """
     host, port = split_address(coordinator)
     try:

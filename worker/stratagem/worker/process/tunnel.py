@@ -1,9 +1,9 @@
-"""The worker's end of its tunnel: streams to the coordinator, over which it is reached.
+"""The worker's end of its tunnel: streams to the coordinator, by which others reach it.
 
 A worker that others cannot dial keeps one stream parked at the coordinator. The first frame that
-comes over it is the beginning of a connection: it is carried to this process's own gRPC server, and
-the next stream is parked. A connection that breaks is dialled again by the coordinator, so nothing
-is numbered or repeated here.
+comes over it begins a connection, which is relayed to this process's gRPC server, and the next
+stream is parked. The coordinator dials a broken connection again, so nothing is numbered or
+repeated here.
 """
 
 import asyncio
@@ -30,25 +30,25 @@ from stratagem.common.rpc.streams import PARKED, copy_both_ways
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
-if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+if TYPE_CHECKING:  # the asynchronous stubs exist only for type checkers
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 30.0
 PARK_TIMEOUT_S: Final = 20.0
-"""How long a stream may take until the coordinator says that it is parked."""
+"""The time within which the coordinator must report that a stream is parked."""
 SETTLED_S: Final = 1.0
-"""After a stream that was parked for this long the next one is tried at once."""
+"""After a stream that was parked for this long the next one is opened at once."""
 CLOSE_TIMEOUT_S: Final = 2.0
 LOOK_AGAIN_EVERY: Final = 10
-"""Failures of a row, one of which is asked whether identity is its reason."""
+"""The number of consecutive failures, one of which is checked for a problem of identity."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class Tunnel:
-    """Keeps a stream parked at the coordinator; one per process, run as a task."""
+    """A tunnel, which keeps a stream parked at the coordinator; one per process, run as a task."""
 
     coordinators: Coordinators
     worker_id: str
@@ -58,12 +58,12 @@ class Tunnel:
     proof: Proof
     proxy: str = ""
     is_parked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once a stream has been parked for the first time."""
+    """Set when the first stream has been parked."""
     _carried: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self) -> None:
-        """Keep one stream parked until cancelled, whatever becomes of those before."""
-        # Neither heartbeats nor uploads wait behind what the tunnel carries.
+        """Keep one stream parked until cancelled, whatever happens to earlier ones."""
+        # Heartbeats and uploads must not wait behind the traffic of the tunnel.
         open_own = partial(
             open_channel, proof=self.proof, own_connection=True, is_shallow=True, proxy=self.proxy
         )
@@ -84,7 +84,7 @@ class Tunnel:
                 await self._close()
 
     async def _ending(self, stub: "CoordinatorServiceAsyncStub") -> Exception:
-        """Park streams one after the other, until one fails; return why."""
+        """Park streams one after the other, until one fails; return the error."""
         while True:
             began_s, call = time.monotonic(), stub.Relay()
             try:
@@ -99,7 +99,7 @@ class Tunnel:
                 return StratagemError("the coordinator ended the stream at once")
 
     async def _parked(self, call: Any) -> bytes | None:
-        """Park a stream and return the first bytes that come; None where it is to be replaced."""
+        """Park a stream and return its first bytes; None where it must be replaced."""
         hello = pb.RelayRequest(worker_id=self.worker_id, incarnation=self.incarnation)
         frame: Any = grpc.aio.EOF
         try:
@@ -118,7 +118,7 @@ class Tunnel:
         return None if frame is grpc.aio.EOF else bytes(frame.data)
 
     async def _carry(self, call: Any, first: bytes) -> None:
-        """Carry one connection to the server of this process, until either side ends."""
+        """Relay one connection to the server of this process, until either side ends."""
         loop = asyncio.get_running_loop()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
@@ -136,14 +136,14 @@ class Tunnel:
             await copy_both_ways(connection, receive, send, call.done_writing)
         except grpc.aio.AioRpcError as error:
             log.info("tunnelled connection broke", code=error.code().name, details=error.details())
-        except (OSError, StratagemError) as error:  # this process ends, or the frames are wrong
+        except (OSError, StratagemError) as error:  # the process is ending, or a frame is wrong
             log.info("tunnelled connection ended", reason=str(error))
         finally:
             connection.close()
             call.cancel()
 
     async def _close(self) -> None:
-        """Let the connections that are carried end, and cut those that do not."""
+        """Let the relayed connections end, and cut those that do not."""
         carried = set(self._carried)
         if carried:
             await asyncio.wait(carried, timeout=CLOSE_TIMEOUT_S)
@@ -152,12 +152,12 @@ class Tunnel:
         await asyncio.gather(*carried, return_exceptions=True)
 
     async def _report(self, num_before: int, error: Exception, asked: str) -> None:
-        """Log the first failure of a row as a warning, the others at level debug; and as a warning
-        when identity is the reason, as long as it lasts."""
+        """Log the first of consecutive failures as a warning, the others at level debug; a problem
+        of identity is logged as a warning as long as it lasts."""
         level = log.debug if num_before else log.warning
         if not isinstance(error, grpc.aio.AioRpcError):
             if isinstance(error, TimeoutError):
-                self.coordinators.move_on(asked)  # one that is frozen answers no calls
+                self.coordinators.move_on(asked)  # a frozen coordinator answers no calls
             level("no tunnel", coordinator=asked, reason=str(error) or "no answer in time")
             return
         details = error.details()

@@ -1,7 +1,7 @@
-"""Diagnosis of a worker for `stratagem doctor`: its environment, and the workers that it reaches.
+"""Diagnose a worker for `stratagem doctor`: its environment, and the workers that it can reach.
 
-Measured when the coordinator asks. A fellow worker is reached as soon as anything answers at its
-address, be it a refusal: only the coordinator may ask it more.
+The measurement is made when the coordinator asks. Another worker counts as reached when anything
+answers at its address, even a refusal, since only the coordinator may call it.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def surroundings(
     data_dir: Path | None, proof: Proof, folder: StateFolder | None = None
 ) -> types_pb2.Environment:
     """Return the environment, with torch's backends and CUDA devices, and the folder of states as
-    this worker sees it. Blocking."""
+    this worker sees it. Blocks."""
     environment = environment_of(data_dir, ("torch", "safetensors"), proof.tls)
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     if dist.is_available():
@@ -60,8 +60,8 @@ def surroundings(
 
 
 def say_mismatch(folder: StateFolder | None, store_id: str) -> None:
-    """Say in the log where this worker does not see the folder of states that the coordinator
-    means: that would show in how long commits take, and in the coordinator's log. Blocking."""
+    """Log a warning where this worker does not see the coordinator's folder of states, which would
+    otherwise show only in slow commits and in the coordinator's log. Blocks."""
     if folder is None:
         reason = folder_mismatch("", "", store_id)
     else:
@@ -72,7 +72,7 @@ def say_mismatch(folder: StateFolder | None, store_id: str) -> None:
 
 
 async def probe(proof: Proof, worker_id: str, address: str) -> types_pb2.PeerProbe:
-    """Return the probe of a worker at an address: round trip, and the problem if not reached."""
+    """Probe a worker at an address; return the round trip, or the problem."""
     answer = types_pb2.PeerProbe(worker_id=worker_id, address=address)
     began_s = time.perf_counter()
     try:

@@ -1,8 +1,8 @@
-"""WorkerService handles the calls of the coordinator and of other workers: it checks, makes one
-call, and translates.
+"""Serve WorkerService, the calls of the coordinator and of other workers: each is checked, passed
+on, and its result translated.
 
-The service owns no state. `common.rpc.server` turns errors of Stratagem into status codes; errors
-of the user's code are results and never pass here.
+The service has no state. `common.rpc.server` turns errors of Stratagem into status codes; errors of
+the user's code are results.
 """
 
 import asyncio
@@ -75,10 +75,10 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of this service's calls: sizes of tensors, and waits.
+    """The limits of this service's calls: sizes of tensors, and waits.
 
-    idle_timeout_s: how long a caller may be silent inside a stream. wait_s: how long a call may
-    wait for the plan.
+    idle_timeout_s: the longest silence of a caller inside a stream. wait_s: the longest wait of a
+    call for the plan.
     """
 
     tensors: Limits = DEFAULT_LIMITS
@@ -88,12 +88,12 @@ class WorkerLimits:
 
 @lru_cache(maxsize=16)
 def _parsed(job_json: str) -> JobSpec:
-    """Parse a job; cached, as it comes again with every round of every client."""
+    """Parse a job; cached, since every round of every client repeats it."""
     return JobSpec.from_json(job_json)
 
 
 def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> None:
-    """Allow the coordinator all states, and the members of a party its live one, to heal, and
+    """Allow the coordinator all states, and the members of a party its live state, to heal, and
     pieces of its snapshots, to write leaves of the whole state."""
     if not caller.is_worker:
         return
@@ -107,7 +107,7 @@ def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> No
     pb.DESCRIPTOR.services_by_name["WorkerService"], {Names.OWN_STATE: _own_state}
 )
 class WorkerServicer(WorkerServiceServicer):
-    """Handles the calls of the coordinator and of fellow workers to this worker."""
+    """The service for calls of the coordinator and of other workers."""
 
     def __init__(
         self, host: Host, sessions: Sessions, capability: types_pb2.Capability, limits: WorkerLimits
@@ -122,7 +122,7 @@ class WorkerServicer(WorkerServiceServicer):
     ) -> AsyncIterator[pb.ExecuteResponse]:
         await self._pass(request.fence, request.session)
         job, site = self._job(request), self._host.site
-        execution, admission = self.sessions.known(request), None
+        execution, admission = self.sessions.find_execution(request), None
         accepted = pb.Accepted(
             worker_id=self._host.worker_id,
             incarnation=self._host.incarnation,
@@ -135,7 +135,8 @@ class WorkerServicer(WorkerServiceServicer):
                 yield pb.ExecuteResponse(accepted=accepted)
                 yield pb.ExecuteResponse(result=self._refused(error))
                 return
-            execution = self.sessions.known(request)  # another call may have come meanwhile
+            # another call may have created it meanwhile
+            execution = self.sessions.find_execution(request)
         if execution is None:
             execution = self.sessions.begin(request, job, admission)
         yield pb.ExecuteResponse(accepted=accepted)
@@ -193,8 +194,8 @@ class WorkerServicer(WorkerServiceServicer):
                 yield response
 
     def _note_offer(self, request: pb.GetStateRequest, state: Frozen, *, has_copy: bool) -> bool:
-        """Note which snapshot is offered as a copy; True where one was that could not be read, and
-        whose bytes count as sent already."""
+        """Note the snapshot that is offered as a copy; return whether an earlier copy could not be
+        read, whose bytes count as sent already."""
         if request.WhichOneof("which") != "snapshot" or request.offset:
             return False
         states = self.sessions.get(request.session).states
@@ -205,8 +206,8 @@ class WorkerServicer(WorkerServiceServicer):
         return was_offered
 
     async def _copy(self, request: pb.GetStateRequest, sent: SentState) -> MemoryCopy | None:
-        """Return a copy of what a coordinator on this machine asks for; None where it gets chunks.
-        Other workers do: each copy takes memory."""
+        """Return a copy of the requested state for a coordinator on this machine; None where it
+        gets chunks, as other workers do, since each copy takes memory."""
         is_small = sent.num_bytes <= MAX_COPY_BYTES
         if not is_near(request.place) or request.offset or not is_small:
             return None
@@ -290,11 +291,11 @@ class WorkerServicer(WorkerServiceServicer):
             upload.is_open = False
 
     async def _read(self, run_id: str, upload: BlobUpload, file: tensor_pb2.OpenFile) -> None:
-        # The caller gives up where it gets no answer for as long as it waits for one.
+        # The caller would otherwise reach its limit for an answer.
         limit_s = min(self._limits.idle_timeout_s, IDLE_TIMEOUT_S) / 3
         try:
             await asyncio.to_thread(upload.read, file, limit_s)
-        except asyncio.CancelledError:  # the thread goes on, so no other stream may
+        except asyncio.CancelledError:  # the thread continues, so no other stream may
             self._host.blobs.forget(run_id, upload)
             raise
 
@@ -334,7 +335,7 @@ class WorkerServicer(WorkerServiceServicer):
         ref = request.session if request.HasField("session") else None
         if ref is not None and ref.run_id != run_id:
             raise InvalidInputError.at("session.run_id", "must be that of the request")
-        # A run has no membership of its own, so closing one is fenced by the term alone.
+        # A run has no membership, so its closing is fenced by the term alone.
         await self.sessions.fences.check_term(request.fence.term)
         self.sessions.close(run_id, ref)
         return pb.CloseSessionResponse()
@@ -342,7 +343,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def SecureRound(
         self, request: pb.SecureRoundRequest, context: Context
     ) -> pb.SecureRoundResponse:
-        # A round has keys of its own attempt, so its steps are fenced by the term alone.
+        # The keys of a round belong to its attempt, so its steps are fenced by the term alone.
         await self.sessions.fences.check_term(request.fence.term)
         answer = await asyncio.to_thread(self._host.secure.answer, request)
         failpoint("worker.secure.answered")
@@ -365,7 +366,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
     ) -> None:
-        """Check the fence of a call about a session; one that only asks does not move the fence."""
+        """Check the fence of a call about a session; a call that only reads does not move it."""
         run_id, party = check_run_id(session.run_id), check_party(session.party)
         await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
 
@@ -377,22 +378,23 @@ class WorkerServicer(WorkerServiceServicer):
         check_plan(request)
         job = _parsed(request.job_json)
         local = job.data.worker_local
-        is_ours = self._host.site is None  # else the site's file says which data there are
+        is_ours = self._host.site is None  # otherwise the site's file lists the data
         if is_ours and local is not None and local not in self._host.local_data:
             known = ", ".join(sorted(self._host.local_data)) or "none"
             raise NotFoundError(f"this worker has no local data {local!r}; it has: {known}")
         return job
 
     def _base(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen | None]:
-        """Return the time in which the snapshot is read that the caller has already."""
+        """Return a context in which the snapshot that the caller already has is read."""
         if not request.base or request.WhichOneof("which") != "snapshot":
             return nullcontext()
         return self.sessions.get(request.session).states.reading_base(request.base)
 
     async def _state(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen]:
-        """Return the time in which the state is read."""
+        """Return a context in which the state is read."""
         if request.WhichOneof("which") == "kept" and self._host.site is None:
-            # By the session's name alone: the process that has written it may have ended.
+            # Only the session's name is checked, as the process that wrote the state may have
+            # ended.
             await self._pass(request.fence, request.session, is_order=False)
             run_id = check_run_id(request.session.run_id)
             kept = await asyncio.to_thread(self._host.kept.frozen, run_id, request.kept)
@@ -408,7 +410,7 @@ class WorkerServicer(WorkerServiceServicer):
                 return nullcontext(session.states.outputs(request.outputs))
             case "live":
                 state = await session.states.live(request.fence.membership, self._limits.wait_s)
-                # The party may have been formed again meanwhile, without the caller.
+                # The party may have been re-formed meanwhile, without the caller.
                 self.sessions.check_member(request.session, current_caller())
                 return nullcontext(state)
             case _:
@@ -419,7 +421,7 @@ class WorkerServicer(WorkerServiceServicer):
 #
 # The ranges of a plan's fields are checked before a session is made for it. Plans of our
 # coordinator pass. Others are refused with the name of the wrong field, before the torch thread
-# fails over it or memory fills up.
+# fails or memory fills up.
 
 MAX_MEMBERS: Final = 16_384
 MAX_SPLITS: Final = 64

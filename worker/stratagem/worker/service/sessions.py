@@ -1,8 +1,7 @@
-"""Keep the table of all sessions of this worker, and find the execution that a coordinator's call
-means.
+"""Keep the table of all sessions of this worker, and find the execution for a coordinator's call.
 
-Every call passes the fence of the table. Closing a run or a session frees what it holds. The table
-lives on the event loop; the torch thread sees single sessions only.
+Every call passes the fence of the table. Closing a run or a session frees its resources. The table
+is used on the event loop; the torch thread sees only single sessions.
 """
 
 import asyncio
@@ -47,7 +46,7 @@ NUM_RESULTS: Final = 2
 
 @dataclass(slots=True)
 class Session:
-    """One piece of a run on this worker."""
+    """One part of a run on this worker."""
 
     key: SessionKey
     run_cache: RunCache
@@ -56,7 +55,7 @@ class Session:
     gradients: GradientPort = field(default_factory=GradientPort)
     executions: OrderedDict[Key, PlanExecution] = field(default_factory=OrderedDict)
     leaves: KnownLeaves = field(init=False)
-    """What is known of the leaves that were written last."""
+    """The digests of the last written leaves."""
 
     def __post_init__(self) -> None:
         self.leaves = KnownLeaves(self.states.glimpsing)
@@ -66,12 +65,12 @@ class Session:
         return next(reversed(self.executions.values()))
 
     def find(self, key: Key) -> PlanExecution | None:
-        """Return the execution of that key, unless a defect ended it."""
+        """Return the execution with that key, unless a defect has ended it."""
         execution = self.executions.get(key)
         return None if execution is None or execution.phase is ExecutionPhase.FAILED else execution
 
     def add(self, execution: PlanExecution) -> None:
-        """Add a new plan, which replaces older ones of its kind and what they left behind."""
+        """Add a new plan, which replaces older ones of its kind and their results."""
         for other in self.executions.values():
             if other.key.kind == execution.key.kind:
                 other.abort()
@@ -85,7 +84,7 @@ class Session:
             del self.executions[key]
 
     def refuse_older(self, key: Key) -> None:
-        """Raise StaleError for a plan older than the newest of its kind, from a delayed call."""
+        """Raise StaleError for a plan of a delayed call, older than the newest of its kind."""
         newest = max((k for k in self.executions if k.kind == key.kind), default=key)
         if key < newest:
             raise StaleError(
@@ -95,7 +94,7 @@ class Session:
 
 
 class Sessions:
-    """Everything that this worker holds of runs."""
+    """All sessions of this worker, and their resources."""
 
     def __init__(self, host: Host, max_sessions: int = 16_384) -> None:
         self._host, self._max_sessions = host, max_sessions
@@ -105,8 +104,8 @@ class Sessions:
         self._num_uploads, self._uploads_changed = 0, asyncio.Event()
         self.fences = FenceGuard()
 
-    def known(self, request: pb.ExecuteRequest) -> PlanExecution | None:
-        """Return the execution that a request means, attached to it, if there is one already."""
+    def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
+        """Return the existing execution for a request, attached to it, if there is one."""
         session = self._sessions.get(key_from(request.session))
         known = session.find(key_of(request)) if session is not None else None
         if known is not None:
@@ -116,8 +115,7 @@ class Sessions:
     def begin(
         self, request: pb.ExecuteRequest, job: JobSpec, admission: SiteAdmission | None = None
     ) -> PlanExecution:
-        """Return a new execution of a request, which is not known. admission: by the site's
-        file."""
+        """Return a new execution for a request without one. admission: that of the site's file."""
         key, plan_key = key_from(request.session), key_of(request)
         session = self._sessions.get(key)
         if self._is_draining:
@@ -166,11 +164,11 @@ class Sessions:
             )
 
     def holds_run(self, run_id: str) -> bool:
-        """Return whether anything of a run is here: it is not over, as far as this worker knows."""
+        """Return whether anything of a run is here: as far as this worker knows, it is not over."""
         return run_id in self._run_caches
 
     def check_run(self, run_id: str) -> None:
-        """Raise NotFoundError for a run of which nothing is here."""
+        """Raise NotFoundError for a run without anything here."""
         if not self.holds_run(run_id):
             raise NotFoundError(f"this worker holds no session of run {run_id!r}")
 
@@ -181,7 +179,7 @@ class Sessions:
         return session
 
     def check_member(self, ref: types_pb2.SessionRef, caller: Caller) -> None:
-        """Refuse a worker that is in no party of this session as it is now formed."""
+        """Refuse a worker that is no member of this session's present party."""
         session = self._sessions.get(key_from(ref))
         views = (
             [execution.work.control.view for execution in session.executions.values()]
@@ -196,7 +194,7 @@ class Sessions:
             raise PermissionDeniedError(f"{caller.name} is no member of {where}")
 
     def abort(self, ref: types_pb2.SessionRef) -> None:
-        """End what runs in a session, and what it offers; a session that is not here is fine."""
+        """End the plans and offers of a session, if it exists."""
         session = self._sessions.get(key_from(ref))
         if session is None:
             return
@@ -205,7 +203,7 @@ class Sessions:
         session.states.drop_copies()
 
     def close(self, run_id: str, ref: types_pb2.SessionRef | None) -> None:
-        """Free a session, or all of a run and its blobs."""
+        """Free a session, or all sessions of a run and its blobs."""
         keys = [
             key
             for key in self._sessions
@@ -222,11 +220,11 @@ class Sessions:
             self._host.thread.submit(lambda: self._host.kept.drop_run(run_id))
             self._host.thread.submit(lambda: self._host.readers.close(run_id))
             self._host.thread.submit(lambda: self._host.user_code.bundles.drop_run(run_id))
-            # After the sessions have left their parties, which happens in the same thread.
+            # This runs after the sessions have left their parties, in the same thread.
             here = contextvars.copy_context()
             self._host.thread.submit(lambda: here.run(self._host.activations.clear_run, run_id))
-            # Models are full of cycles (compiled code, the user's own): a few objects that hold
-            # much memory, which the collector would not come by for in a long while.
+            # Models are full of cycles (compiled code, the user's objects): few objects with much
+            # memory, for which the collector would not run for a long time.
             self._host.thread.submit(_collect)
 
     def _close(self, session: Session) -> None:
@@ -237,27 +235,27 @@ class Sessions:
         self._host.thread.submit(session.holding.drop)
 
     def drain(self) -> None:
-        """Take nothing new; what runs ends after its present step."""
+        """Accept no new work; running plans end after their present step."""
         self._is_draining = True
         for execution in self._executions():
             execution.drain()
 
     async def idle(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no plan runs."""
         for execution in list(self._executions()):
             await execution.work.outbox.ended()
 
-    async def told(self) -> None:
-        """Wait until nothing runs, and every caller has been sent the outcome."""
+    async def until_reported(self) -> None:
+        """Wait until no plan runs, and every caller has been sent the outcome."""
         for execution in list(self._executions()):
-            await execution.work.outbox.told()
+            await execution.work.outbox.until_reported()
 
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
 
     def num_executions(self) -> tuple[int, int]:
-        """Return the numbers of executions (queued or running, parked) just now."""
+        """Return the present numbers of executions (queued or running, parked)."""
         active = [
             execution
             for execution in self._executions()
@@ -268,7 +266,7 @@ class Sessions:
 
     @contextmanager
     def uploading(self, request: pb.GetStateRequest) -> Iterator[None]:
-        """While a state is sent; of what only this worker has it is noted."""
+        """Note that a state is sent inside the `with`, if only this worker has it."""
         if request.WhichOneof("which") != "kept":
             yield
             return
@@ -282,8 +280,8 @@ class Sessions:
             self._uploads_changed.set()
 
     async def until_uploaded(self, begins_s: float) -> None:
-        """Wait until what only this worker has is uploaded; no longer than begins_s where nobody
-        asks for it."""
+        """Wait until the states that only this worker has are uploaded, for at most begins_s where
+        nobody requests them."""
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         while self._host.kept.unsent:
@@ -309,7 +307,7 @@ class Sessions:
             )
 
     def awaiting_thread(self) -> Iterator[PlanExecution]:
-        """Yield the plans that run in the torch thread or wait for it."""
+        """Yield the plans that run in the torch thread, or wait for it."""
         for execution in self._executions():
             if execution.phase is ExecutionPhase.ACTIVE and not execution.is_parked:
                 yield execution
@@ -331,20 +329,20 @@ def key_from(ref: types_pb2.SessionRef) -> SessionKey:
 #
 # The fence refuses orders of coordinators and groups that no longer exist. It has the highest term,
 # and the highest membership of each party, that this process has seen. Nothing is kept over a
-# restart: a new incarnation holds no session that an old order could hurt.
+# restart: a new incarnation has no session that an old order could harm.
 #
-# A new term counts once the coordinator has said it in answer to this worker's own call. Else one
-# call with a high number, from any caller, would make the worker deaf to its coordinator.
+# A new term counts once the coordinator has sent it in answer to this worker's call. Otherwise a
+# single call with a high number, from any caller, would make the worker refuse its coordinator.
 
-# Parties of closed runs are remembered too, so that late orders stay harmless; the oldest go.
+# Parties of closed runs, except the oldest, are remembered too, so that late orders stay harmless.
 MAX_PARTIES: Final = 16_384
 
 ASK_TIMEOUT_S: Final = 0.9
-"""A call with a new term is answered within twice this."""
+"""The longest wait for a term; a call with a new one is answered within twice this."""
 
 
 class FenceGuard:
-    """The highest term and memberships seen, and checks of calls. Lives on the event loop."""
+    """The highest term and memberships seen, and checks of calls. Used on the event loop."""
 
     def __init__(self) -> None:
         self._term = 0
@@ -357,19 +355,19 @@ class FenceGuard:
         return self._term
 
     def ask_with(self, ask: Callable[[], None]) -> None:
-        """Set the function that has the coordinator say its term soon, which goes to see_term."""
+        """Set the function that makes the coordinator send its term soon, for see_term."""
         self._ask = ask
 
     def see_term(self, term: int) -> None:
-        """Take in the term that the coordinator has said."""
+        """Note the term that the coordinator has sent."""
         self._term = max(self._term, term)
         self._said.set()
         self._said = asyncio.Event()
 
     async def check_term(self, term: int) -> None:
         """Raise StaleError for a term older than the coordinator's, UnavailableError for one that
-        it does not confirm."""
-        for _ in range(2):  # the first answer may have been on its way before the question
+        it does not confirm in time."""
+        for _ in range(2):  # the first answer may be older than the question
             if term > self._term:
                 await self._wait_for_answer()
         if term > self._term:
@@ -382,7 +380,7 @@ class FenceGuard:
     async def check(
         self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
     ) -> None:
-        """Raise StaleError for what is older than what was seen. An order's fence is remembered."""
+        """Raise StaleError for an older term or membership. The fence of an order is remembered."""
         await self.check_term(fence.term)
         key = (run_id, party)
         seen = self._memberships.get(key, 0)

@@ -1,10 +1,10 @@
-"""Looks at the torch thread every now and then: reports where it stays at one thing, and ends a
-process whose torch thread nobody can get back while others wait for it.
+"""Watch the torch thread: report long stays at one activity, and end a process whose torch thread
+cannot be freed while others wait for it.
 
-Runs on the event loop, which user code in another thread leaves free, unless it holds the
-interpreter's lock: for that there is a timer that needs no Python (`faulthandler`) and writes down
-where. It ends nothing: after a pause of the whole process it goes off as well. A plan that takes
-long is reported to those who attend it, and goes on; decisions are in `host/stalls.py`.
+The watchdog runs on the event loop, which user code in another thread leaves free, unless it holds
+the interpreter's lock. For that case a timer that needs no Python (`faulthandler`) writes the
+stacks; it ends nothing, as it also fires after a pause of the whole process. A long plan is
+reported to its followers, and continues; decisions are in `host/stalls.py`.
 """
 
 import asyncio
@@ -40,13 +40,14 @@ from stratagem.worker.user_code.bundles import plain_path
 log = structlog.get_logger(__name__)
 
 LONGEST_PAUSE_S: Final = 1.0
-"""Between two looks."""
+"""The longest pause between two looks."""
 LOOKS: Final = 8
-"""At least so many in each limit."""
+"""The least number of looks within each limit."""
 HUNG: Final = 10
-"""The stacks of a process whose event loop does not run for so many times the limit are written."""
+"""The multiple of the limit after which the stacks of a process whose event loop does not run are
+written."""
 REARM_S: Final = 5.0
-"""The timer of such a process begins anew this often at most."""
+"""The shortest time between two restarts of that timer."""
 _EVENT_LOOP: Final = "MainThread"
 _IDLE: Final = "concurrent.futures.thread"
 """The module in which threads of a pool wait for work."""
@@ -54,7 +55,7 @@ _IDLE: Final = "concurrent.futures.thread"
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches the torch thread of this process. on_stuck: called once, with the reason."""
+    """The watchdog of this process's torch thread. on_stuck: called once, with the reason."""
 
     host: Host
     sessions: Sessions
@@ -63,15 +64,15 @@ class Watchdog:
     _owner: object = None
     _stay: ThreadStay = field(default_factory=lambda: ThreadStay(-1, 0.0))
     _run_id: str = ""
-    """Whose plan had the thread last."""
+    """The run whose plan had the thread last."""
     _num_steps: int = 0
-    """That this worker had taken when the run came to have it."""
+    """The number of this worker's steps when that run got the thread."""
     _wanted_s: float | None = None
-    """Since when others have waited for a thread that is at what nobody wants."""
+    """The time since when others have waited for a thread with unneeded work."""
     _told: list[PlanExecution] = field(default_factory=list)
-    """The plans that have been told of the present stay."""
+    """The plans to which the present stay was reported."""
     _told_s: float = 0.0
-    """How long it had lasted then."""
+    """Its duration at that time."""
     _is_stuck: bool = False
     _has_failed: bool = False
 
@@ -95,8 +96,8 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _try_to_look(self, now_s: float) -> None:
-        """Look at the thread; what fails is a defect or odd code of the user's, such as a loader of
-        sources, and no reason to end the process."""
+        """Look at the thread. An error is a defect, or comes from odd code of the user, such as a
+        loader of sources, and must not end the process."""
         try:
             self.look(now_s)
         except Exception as error:  # the supervisor of the torch thread: it looks again
@@ -129,17 +130,17 @@ class Watchdog:
             self._report(now_s)
 
     def _take_over(self, owner: object, now_s: float) -> float:
-        """Take in that another plan has the thread; return the longest stay of its run so far."""
+        """Note that another plan has the thread; return the longest stay of its run so far."""
         before, self._owner, self._wanted_s = self._owner, owner, None
         if isinstance(owner, PlanExecution) and owner.work.key.run_id != self._run_id:
             self._run_id, self._num_steps = owner.work.key.run_id, self.host.stats.num_steps
             return 0.0
-        # A thread that was free, or put things in order, says nothing of the pace of a run.
+        # Idle time and clean-up of the thread say nothing about the pace of a run.
         is_plans = isinstance(before, PlanExecution)
         return (self._stay.seen(-1, now_s) if is_plans else self._stay).longest_s
 
     def _must_end(self, now_s: float) -> bool:
-        """Return whether the thread has to be had back, and does not come back by itself."""
+        """Return whether the thread is needed and will not return by itself."""
         wanted_s, limits = self._wanted_s, self.limits
         if wanted_s is None or not self._stay.is_hopeless(now_s, limits.grace_s, wanted_s=wanted_s):
             return False
@@ -153,8 +154,8 @@ class Watchdog:
         return self._stay.is_hopeless(now_s, patience_s, wanted_s=wanted_s)
 
     def _is_in_the_way(self) -> bool:
-        """Return whether others wait for the thread while its plan was ended, or nobody has
-        attended it for a while."""
+        """Return whether others wait for the thread although its plan was ended, or has had no
+        followers for a while."""
         owner = self._owner
         if isinstance(owner, PlanExecution) and not (owner.is_ended or owner.is_deserted):
             return False
@@ -162,8 +163,7 @@ class Watchdog:
         return any(plan.is_attended and not plan.is_ended for plan in waiting if plan is not owner)
 
     def _waited_s(self, now_s: float) -> float:
-        """Return how long others have waited for a thread that is at what nobody wants; 0 unless
-        it is a while."""
+        """Return the time that others have waited for a thread with unneeded work, or 0."""
         wanted_s, while_s = self._wanted_s, self.limits.grace_s / LOOKS
         if wanted_s is None or not self._stay.is_hopeless(now_s, while_s, wanted_s=wanted_s):
             return 0.0
@@ -178,7 +178,7 @@ class Watchdog:
             self._log(cause, seconds)
 
     def _report(self, now_s: float) -> None:
-        """Tell the plans that have the thread or wait for it, and those that have come since."""
+        """Report the stay to the plans that have the thread or wait for it, also later ones."""
         seconds = self.host.stats.stalled_s = now_s - self._stay.since_s
         plans, is_again = list(self.sessions.awaiting_thread()), is_due_again(seconds, self._told_s)
         waited_s = self._waited_s(now_s)
@@ -200,8 +200,8 @@ class Watchdog:
             self._log(cause, seconds)
 
     def _behind(self, plan: PlanExecution, own: pb.Stall, seconds: float) -> pb.Stall:
-        """Return what is told to a plan that waits for the thread: what has it, if its owner may
-        read that."""
+        """Return the report for a plan that waits for the thread; it names the plan that has it, if
+        the owner may read that."""
         owner, awaits = self._owner, "another plan that keeps its torch thread"
         if isinstance(owner, PlanExecution) and owner.work.admission is None:
             work = owner.work
@@ -212,7 +212,7 @@ class Watchdog:
         return pb.Stall(seconds=seconds, awaits=awaits)
 
     def _clear(self) -> None:
-        """Take back what was said: the thread has moved on."""
+        """Withdraw the reports, as the thread has moved on."""
         log.info("the torch thread has moved on", after_s=round(self._told_s))
         self.host.stats.stalled_s = 0.0
         for plan in self._told:
@@ -220,7 +220,7 @@ class Watchdog:
         self._told, self._told_s = [], 0.0
 
     def _activity(self) -> str:
-        """Return what the thread does, in words."""
+        """Return the activity of the thread, in words."""
         text = self.host.thread.activity.text
         if not text and isinstance(self._owner, PlanExecution):
             outbox = self._owner.work.outbox
@@ -238,7 +238,7 @@ class Watchdog:
         return StallCause(printable(cause.place, is_line=True), cause.awaits)
 
     def _log(self, cause: StallCause, seconds: float) -> None:
-        """Write down where the threads are that run code of the job or of ours."""
+        """Log the places of the threads that run code of the job or of this project."""
         about = {}
         if isinstance(self._owner, PlanExecution):
             key = self._owner.work.key
@@ -255,8 +255,8 @@ class Watchdog:
 
 
 def write_stacks_in(seconds: float) -> None:
-    """Have the stacks of all threads written to standard error unless this is called again before;
-    nothing where there is no such file."""
+    """Write the stacks of all threads to standard error after this time, unless this is called
+    again before; do nothing where there is no such file."""
     with suppress(RuntimeError, AttributeError, OSError, ValueError):
         # The proxy of sys.stderr passes its file descriptor on.
         faulthandler.dump_traceback_later(seconds, exit=False)
@@ -266,19 +266,19 @@ def _frames(frame: FrameType | None) -> list[StackFrame]:
     """Return the frames of a thread from its innermost one on."""
     found = []
     while frame is not None:
-        found.append(_told(frame))
+        found.append(_stack_frame(frame))
         frame = frame.f_back
     return found
 
 
-def _told(frame: FrameType) -> StackFrame:
+def _stack_frame(frame: FrameType) -> StackFrame:
     code, module = frame.f_code, dict.get(frame.f_globals, "__name__")
     name = module if isinstance(module, str) else ""
     return StackFrame(name, plain_path(code.co_filename), frame.f_lineno or 0, code.co_name)
 
 
 def _stacks(ident: int) -> Iterator[str]:
-    """Yield the stack of this thread, and of all others that do anything but run the event loop."""
+    """Yield the stacks of this thread and all others, except idle ones and the event loop."""
     frames, names = sys._current_frames(), {each.ident: each.name for each in threading.enumerate()}
     for number in sorted(frames, key=lambda number: number != ident):
         name, frame = names.get(number, "unknown"), frames[number]

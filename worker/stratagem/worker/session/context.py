@@ -1,8 +1,7 @@
 """The context that a plan uses while it runs in the torch thread.
 
-Owns the values that pass between the process, a session and a plan: `Host` is the process,
-`SessionState` what a session keeps in the torch thread from one plan to the next,
-`ExecutionContext` one plan's access to both. Decides nothing.
+These values connect the process, a session and a plan: `Host` is the process, `SessionState` what a
+session keeps in the torch thread between plans, `ExecutionContext` one plan's access to both.
 """
 
 import asyncio
@@ -61,12 +60,12 @@ from stratagem.worker.site.gate import SiteAdmission, SiteGate
 from stratagem.worker.user_code.entrypoints import EntryPoints, SiteCode, UserCode
 from stratagem.worker.user_code.watching import changed_modules
 
-if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+if TYPE_CHECKING:  # the asynchronous stubs exist only for type checkers
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 
 MAX_SAID: Final = 1000
-"""Warnings about changed code that are remembered, so that none comes twice."""
+"""The number of warnings about changed code that are remembered, so that none is repeated."""
 
 
 class SessionKey(NamedTuple):
@@ -99,35 +98,33 @@ class Host:
     loop: asyncio.AbstractEventLoop
     last_words: LastWords
     privacy_secret: PrivacySecret
-    """Protects rows that are on this worker only."""
+    """The secret that protects rows that are only on this worker."""
     site: SiteGate | None = None
-    """Decides by the site's own file, where there is one."""
+    """The gate that decides by the site's file, where there is one."""
     clock: CoordinatorClock = field(default_factory=CoordinatorClock)
     stats: WorkStats = field(default_factory=WorkStats)
     said_changes: dict[tuple[str, str], None] = field(default_factory=dict)
-    """Run and module of what was said about changed code, the oldest first. Used by the torch
-    thread."""
+    """The runs and modules of warnings about changed code, for the torch thread; oldest first."""
     secure: SecureRounds = field(
         default_factory=lambda: SecureRounds(SecretStore(None), WorkerSigner())
     )
-    """The secrets of secure aggregation. Used from any thread."""
+    """The secrets of secure aggregation, used from any thread."""
     readers: WorkerReaders = field(default_factory=lambda: WorkerReaders(0))
     """Used by the torch thread."""
     client_states: ClientStateStore | None = None
-    """What federated clients keep to themselves here; None without a data folder."""
+    """The private states of federated clients; None without a data folder."""
     build_dir: Path | None = None
-    """Of files that hold a model while it is built; None: memory does."""
+    """The folder for files of a model that is being built; None: it is built in memory."""
     health: DeviceHealth = field(default_factory=DeviceHealth)
     kept: KeptReplicas = field(default_factory=KeptReplicas)
-    """What only this worker has of the commits of its runs."""
+    """The parts of commits that only this worker has."""
     states: DirectStates | None = None
     """The coordinator's folder of states, where this worker sees it."""
     objects: SignedObjects | None = None
-    """Writes and reads states by requests that the coordinator signs; None: this worker does
-    not."""
+    """The client for requests that the coordinator signs; None where this worker makes none."""
 
     def signed_objects(self) -> SignedObjects:
-        """Return what carries out signed requests. Raises PermissionDeniedError where none is."""
+        """Return the client of signed requests. Raises PermissionDeniedError without one."""
         if self.objects is None:
             raise PermissionDeniedError("this worker takes no signed requests")
         return self.objects
@@ -135,41 +132,41 @@ class Host:
 
 @dataclass(slots=True)
 class SessionState:
-    """The state that a session keeps between its plans. Touched in the torch thread only."""
+    """The state that a session keeps between its plans. Used only in the torch thread."""
 
     trainer: MemberTrainer[Any] | None = None
     exchange: Exchange | None = None
-    """The exchange that the trainer's steps are taken over; None between memberships."""
+    """The exchange of the trainer's steps; None between memberships."""
     membership: int = -1
     """The membership of the exchange."""
     inference: tuple[str, Inference] | None = None
-    """(digest of its state, model), instead of a trainer, where states are evaluated."""
+    """(digest of the state, model) for evaluations, in place of a trainer."""
     data_version: str = ""
-    """How the data were defined that this model evaluates; see ExecutionContext."""
+    """The version of the data that this model evaluates; see ExecutionContext."""
     lineage: int = 0
     """The lineage of the state; see TrainPlan."""
     spent: int = -1
-    """Highest membership that a rendezvous has ended for; there is no second one for it."""
+    """The highest membership with a finished rendezvous, which cannot be repeated."""
     tally: Tally = field(default_factory=Tally)
     recorder: Recorder | None = None
-    """Records the steps that the tally sums up; travels with it."""
+    """The record of the steps in the tally, with which it is sent."""
     own_recorders: dict[str, Recorder] = field(default_factory=dict)
-    """Record what this member alone knows of them: by part of the party, "" for the party."""
+    """The records that only this member has, by part of the party, "" for the party."""
     shown_step: int = -1
-    """The latest step that on_step was shown here."""
+    """The latest step for which on_step was called here."""
     answer: StepAnswer = NO_ANSWER
-    """What it said then."""
+    """The answer of that call."""
     activity: str = ""
     divided_at: int = -1
-    """The membership whose members have the slices of the state that is held."""
+    """The membership whose members have the slices of the present state."""
     kept_slices: KeptSlices | None = None
-    """Of the division before, until all members are known to have divided the state anew."""
+    """The slices of the earlier division, until all members have divided the state anew."""
     infinite: Masks = field(default_factory=dict)
-    """What was not finite in the state that it began from, as far as it was asked."""
+    """The elements that were not finite in the initial state, as far as they were determined."""
     late: list[StepReport] = field(default_factory=list)
-    """Of steps that were finished between two memberships, and are not in the tally yet."""
+    """The reports of steps finished between two memberships, which are not in the tally yet."""
     is_offering: bool = False
-    """A copy of the state is there for members that heal."""
+    """True if there is a copy of the state for members that heal."""
 
     def joined(self, membership: int) -> Joined | None:
         """Return trainer and exchange, if they are connected under this membership."""
@@ -179,7 +176,7 @@ class SessionState:
 
     @property
     def applied_step(self) -> int | None:
-        """Steps applied to the state held; None without a state."""
+        """Return the number of steps applied to the state; None without one."""
         return None if self.trainer is None else self.trainer.step
 
     def begin(self, lineage: int, segment: int) -> None:
@@ -193,18 +190,18 @@ class SessionState:
             self.answer, self.late = NO_ANSWER, []
 
     def begin_sums(self, segment: int) -> None:
-        """Begin a segment at its first step, with nothing summed up or recorded of it."""
+        """Begin a segment at its first step, with empty sums and records."""
         self.tally, self.recorder, self.own_recorders = Tally(segment), None, {}
 
     def leave(self) -> None:
-        """Give up the exchange; its membership is over for this session."""
+        """Close the exchange, as its membership is over for this session."""
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.cut()
             exchange.close()
 
     def drop(self) -> None:
-        """Forget the state too."""
+        """Close the exchange, and drop the state."""
         self.leave()
         self.trainer, self.inference = None, None
         self.late, self.kept_slices, self.infinite = [], None, {}
@@ -214,10 +211,10 @@ class SessionState:
 
 @dataclass(slots=True)
 class RunCache:
-    """The cache that the sessions of a run share. Touched in the torch thread only."""
+    """The cache that the sessions of a run share. Used only in the torch thread."""
 
     clients: OrderedDict[str, ClientRunner] = field(default_factory=OrderedDict)
-    """Runners of federated clients by job, as JSON."""
+    """The runners of federated clients by job, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,18 +233,18 @@ class ExecutionContext:
     segment: int
     request: pb.ExecuteRequest
     admission: SiteAdmission | None = None
-    """What the site's file has admitted; None where there is no such file."""
+    """The admission by the site's file; None where there is no such file."""
     traceparent: str = ""
-    """Trace context of the call that began the execution."""
+    """The trace context of the call that began the execution."""
 
     @property
     def exchange_timeout_s(self) -> float:
-        """The longest wait for another member inside a step.
+        """Return the longest wait for another member inside a step.
 
-        New code may be compiled in any step, with the first batch of a shape, which takes minutes
-        on a busy machine. A member that is dead or frozen is found otherwise, by its connections
-        and its lease, so only a cut between workers that are alive is found later for it. And
-        replicas that take local steps may come apart by each of them.
+        Any step may compile new code, with the first batch of a shape, which takes minutes on a
+        busy machine. A dead or frozen member is detected by its connections and its lease, so only
+        a cut between living workers is detected later. Replicas that take local steps may differ by
+        the duration of each of them.
         """
         compiles = self.job.execution.mode != "Eager"
         timeout_s = self.host.exchange_timeout_s * (local_steps_of(self.job.strategy) or 1)
@@ -255,16 +252,16 @@ class ExecutionContext:
 
     @property
     def numerics(self) -> int:
-        """Version of the rules that decide the bits; see common.numerics.rules."""
+        """Return the version of the rules that decide the bits; see common.numerics.rules."""
         return check_numerics(self.request.numerics)
 
     @property
     def data_version(self) -> str:
-        """How the data of the site are defined now; "" where no file says it."""
+        """Return the present version of the site's data; "" without a site's file."""
         return "" if self.admission is None else self.admission.data_version
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Have the event loop make a call, after all that were posted before it."""
+        """Let the event loop make a call, after all earlier ones."""
         self.host.loop.call_soon_threadsafe(call, *arguments)
 
     def set_activity(self, activity: str) -> None:
@@ -281,8 +278,8 @@ class ExecutionContext:
             self.post(self.outbox.log, line)
 
     def warn_of_changed_code(self) -> None:
-        """Say once in the run's log which of the users' modules run as they were, as their files
-        have changed since this process has imported them."""
+        """Warn once in the run's log about stale modules, whose files have changed since this
+        process has imported them."""
         run_id, said = self.key.run_id, self.host.said_changes
         for name, path in changed_modules():
             if (run_id, name) in said:
@@ -307,9 +304,9 @@ class ExecutionContext:
             self.post(blobs.release, run_id, who)
 
     def base_state(self, base: pb.StateRef) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
-        """Wait for the state that a plan begins from; return its tensors and metadata.
+        """Wait for the initial state of a plan; return its tensors and metadata.
 
-        A state that federated aggregation made has no step of its own: it gets the plan's.
+        A state made by federated aggregation has no step, and gets that of the plan.
         """
         tensors, metadata = self.blob(base.digest)
         return tensors, state_metadata(base.step, metadata)
@@ -328,7 +325,7 @@ class ExecutionContext:
 
     @property
     def entrypoints(self) -> EntryPoints:
-        """Return what resolves the entry points of the job, whose code is here then."""
+        """Return the entry points of the job, after its code has been fetched."""
         admitted = self.admission
         allowed = None if admitted is None else SiteCode(admitted.site, admitted.entrypoints)
         known = self.host.user_code
@@ -379,8 +376,8 @@ class ExecutionContext:
         return trainer
 
     def new_inference(self, *, fresh: bool, folder: Path | None = None) -> Inference:
-        """Build a model of the job that is only run, initialised (fresh) or to be loaded; folder:
-        as for `new_trainer`."""
+        """Build a model of the job for inference, initialised (fresh) or to be loaded. folder: as
+        for `new_trainer`."""
         inference = build_inference(
             self.job,
             self.entrypoints,

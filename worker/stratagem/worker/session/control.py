@@ -1,8 +1,8 @@
 """Control a plan that runs in the torch thread from the event loop, and send its messages.
 
-`Control` has the current view of the party, the wish to abort or drain, and the exchange that must
-be cut when one of them changes. The loop writes, the torch thread reads and waits. A wait ends
-early when one of them changes: with PlanStopped (aborted, drained) or ViewChanged (a newer view).
+`Control` has the current view of the party, the request to abort or drain, and the exchange that
+must be cut when one of these changes. The loop writes, the torch thread reads and waits. A wait
+ends early at a change: with PlanStopped (aborted, drained) or ViewChanged (a newer view).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ T = TypeVar("T")
 ABORTED: Final = "aborted"
 DRAINED: Final = "drained"
 CLOSED: Final = "closed"
-"""The window of the site has ended."""
+"""The reason of a plan that ended with the window of the site."""
 
 
 class PlanStopped(Exception):
@@ -36,7 +36,7 @@ class PlanStopped(Exception):
 
 
 class ViewChanged(Exception):
-    """The view that the plan works with is no longer the current one."""
+    """The view of the plan is no longer the current one."""
 
 
 class AwaitView(Exception):
@@ -51,9 +51,9 @@ class AwaitView(Exception):
 
 
 class CallerGone(Exception):
-    """The plan waits for what only a caller can bring, and no call is attached any more.
+    """The plan waits for data that only a caller can bring, and no call is attached any more.
 
-    Until one is, the torch thread is free for other plans: theirs may have to come first.
+    Until one is, the torch thread is free for other plans, which may have to run first.
     """
 
 
@@ -65,7 +65,7 @@ class Cuttable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One member of a party, and the logical shards it computes."""
+    """One member of a party, and its logical shards."""
 
     worker_id: str
     address: str
@@ -91,7 +91,7 @@ class MemberView:
 
 
 class Control:
-    """Controls one execution, from the event loop and from the torch thread."""
+    """The control of one execution, from the event loop and from the torch thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, view: MemberView) -> None:
         self._loop = loop
@@ -106,13 +106,13 @@ class Control:
     # ---- Calls of the event loop ----
 
     def set_view(self, view: MemberView) -> None:
-        """Give the plan a newer view; what it exchanges under an older one is cut."""
+        """Give the plan a newer view; an exchange under an older one is cut."""
         self._view = view
         self._cut()
         self._wake()
 
     def interrupt(self, reason: str) -> None:
-        """End the plan at the next chance, now if it is waiting or exchanging."""
+        """End the plan as soon as possible, at once if it is waiting or exchanging."""
         self._interrupt = self._interrupt or reason
         self._cut()
         self._wake()
@@ -122,15 +122,15 @@ class Control:
         self._interrupt = None
 
     def drain(self) -> None:
-        """Let the plan finish the step it is in, then end it; a plan that waits ends now."""
+        """Let the plan finish its present step, then end it; a waiting plan ends now."""
         self._is_draining = True
         self._wake()
 
     def set_deserted(self, is_deserted: bool, *, must_cut: bool = False) -> None:
         """Set whether no call has followed the plan for a while.
 
-        must_cut: the plan exchanges with its callers, so that exchange is cut, as is one that it
-        makes before there is a call again.
+        must_cut: the plan exchanges with its callers, so its exchange is cut, as is any new one
+        before the next call.
         """
         self._is_deserted, self._cuts_when_deserted = is_deserted, must_cut
         self._cut()
@@ -153,17 +153,17 @@ class Control:
 
     @property
     def is_deserted(self) -> bool:
-        """True if no call has followed the plan for a while."""
+        """Return whether no call has followed the plan for a while."""
         return self._is_deserted
 
     @property
     def is_ending(self) -> bool:
-        """True if the plan was asked to end: now, or after its present step."""
+        """Return whether the plan was asked to end, now or after its present step."""
         return self._is_draining or self._interrupt is not None
 
     @property
     def is_interrupted(self) -> bool:
-        """True if the plan was asked to end now."""
+        """Return whether the plan was asked to end now."""
         return self._interrupt is not None
 
     def check(self) -> None:
@@ -174,31 +174,31 @@ class Control:
     # ---- Calls of the torch thread ----
 
     def hold(self, exchange: Cuttable, membership: int) -> None:
-        """Register the exchange that is cut from now on by a newer view, by an interrupt, and when
-        no call is left that it needs."""
+        """Register the exchange, which is cut from now on by a newer view, by an interrupt, and
+        when a call that it needs is gone."""
         with self._cut_lock:
             self._held = (exchange, membership)
         self._cut()
 
     def let_go(self) -> None:
-        """Release the exchange, which is no longer in use."""
+        """Unregister the exchange, which is no longer in use."""
         with self._cut_lock:
             self._held = None
 
     def wait(self, work: Coroutine[Any, Any, T], membership: int | None = None) -> T:
         """Run a coroutine on the loop and block for its result.
 
-        Raises PlanStopped when the plan is to end meanwhile, and, where a membership is given,
-        ViewChanged when the view is of another one.
+        Raises PlanStopped when the plan must end meanwhile, and, where a membership is given,
+        ViewChanged when the view has another one.
         """
         return self._block(self._race(work, lambda: self._stand(membership)))
 
     def wait_for_caller(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait as `wait` does, for what callers bring; raise CallerGone when there are none."""
+        """Wait as `wait` does, for data of callers. Raises CallerGone when there are none."""
         return self._block(self._race(work, self._stand_attended))
 
     def view_after(self, membership: int) -> MemberView:
-        """Return the view of a higher membership; raise AwaitView while there is none."""
+        """Return the view of a higher membership. Raises AwaitView while there is none."""
         self._stand(None)
         if self._view.membership <= membership:
             raise AwaitView(membership)
@@ -242,7 +242,7 @@ class Control:
 
 
 async def _first(task: asyncio.Future[Any], changed: asyncio.Event) -> None:
-    """Wait for whichever comes first."""
+    """Wait for the first of the two."""
     waiter = asyncio.ensure_future(changed.wait())
     try:
         await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
@@ -254,21 +254,21 @@ async def _first(task: asyncio.Future[Any], changed: asyncio.Event) -> None:
 # ---- Messages to attached calls ----
 #
 # An outbox has the needed blobs, the latest progress and stall, the parts of the step history, the
-# waiting log lines and the outcome, and turns them into the messages of an Execute stream, also for
-# calls that attach later. It lives on the event loop and knows nothing of plans.
+# unsent log lines and the outcome, and turns them into the messages of an Execute stream, also for
+# calls that attach later. It is used on the event loop.
 
 MAX_LOG_LINES: Final = 1000
 
 
 @dataclass(slots=True)
 class _Parts:
-    """How far one call has taken the parts of the step history."""
+    """The position of one call in the parts of the step history."""
 
     taken_from: list[pb.HistoryPart]
     num_taken: int = 0
 
     def has_next_of(self, history: list[pb.HistoryPart]) -> bool:
-        """Return whether there is a part that the call has not taken."""
+        """Return whether there is a part that the call has not received."""
         return len(history) > (self.num_taken if self.taken_from is history else 0)
 
     def next_of(self, history: list[pb.HistoryPart]) -> pb.HistoryPart | None:
@@ -282,10 +282,10 @@ class _Parts:
 
 
 class Outbox:
-    """Messages of one execution, for any number of attached calls."""
+    """The messages of one execution, for any number of attached calls."""
 
     def __init__(self, worker_id: str, disclosure: Disclosure | None = None) -> None:
-        """disclosure: what a site lets out; None: everything."""
+        """Begin without messages. disclosure: the rules of a site; None: everything is sent."""
         self._worker_id, self._disclosure = worker_id, disclosure
         self._changed = asyncio.Event()
         self._needed: dict[int, pb.NeedBlob] = {}  # by serial number
@@ -304,11 +304,11 @@ class Outbox:
         self.step = 0
 
     def set_activity(self, activity: str) -> None:
-        """Set what the plan is doing now, in the words of SessionInfo."""
+        """Set the present activity of the plan, in the words of SessionInfo."""
         self.activity = activity
 
     def need(self, digest: str, *, was_here: bool = False) -> None:
-        """Announce that the plan waits for this blob; was_here: it had to give way to others."""
+        """Announce that the plan waits for this blob. was_here: it was dropped for others."""
         self.has(digest)
         self._num_needs += 1
         self._needed[self._num_needs] = pb.NeedBlob(digest=digest, was_here=was_here)
@@ -319,21 +319,20 @@ class Outbox:
         self._needed = {n: need for n, need in self._needed.items() if need.digest != digest}
 
     def progress(self, progress: pb.Progress) -> None:
-        """Replace the progress before it, whether that was sent or not."""
+        """Replace the earlier progress, whether that was sent or not."""
         self._progress = self._disclosure.progress(progress) if self._disclosure else progress
         self.step = progress.step
         self._num_progress += 1
         self._wake()
 
     def stall(self, stall: pb.Stall) -> None:
-        """Replace what is said of a thread that stays at one thing; without seconds it has moved
-        on."""
+        """Replace the report of a stalled thread; without seconds it has moved on."""
         disclosure = self._disclosure
         self._stall = disclosure.stall(stall, self.activity) if disclosure else stall
         self._wake()
 
     def log(self, line: pb.LogLine) -> None:
-        """Add a line; the oldest unsent one is dropped, and counted, when too many wait."""
+        """Add a line; the oldest unsent one is dropped, and counted, when there are too many."""
         if self._disclosure is not None and not self._disclosure.shares_logs:
             return
         if len(self._lines) >= MAX_LOG_LINES:
@@ -343,13 +342,13 @@ class Outbox:
         self._wake()
 
     def add_profile(self, profile: pb.Profile) -> None:
-        """Add a recorded profile; it goes out once, like a log line."""
+        """Add a recorded profile, which is sent once, like a log line."""
         if self._disclosure is None:
             self._profiles.append(profile)
             self._wake()
 
     def restart_history(self) -> None:
-        """Drop the parts of the step history: those that follow begin with the first row again."""
+        """Drop the parts of the step history; later ones begin with the first row again."""
         self._history = []
 
     def add_history(self, part: pb.HistoryPart) -> None:
@@ -385,17 +384,17 @@ class Outbox:
         while self._result is None and self._failure is None:
             await self._changed.wait()
 
-    async def told(self) -> None:
+    async def until_reported(self) -> None:
         """Wait for the outcome, and until every attached call has sent it."""
         await self.ended()
         while self._num_following:
             await self._changed.wait()
 
     async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
-        """Yield all messages until the outcome; raise what the execution failed with.
+        """Yield all messages until the outcome. Raises the error of the execution.
 
-        Log lines and profiles go out once, to whichever call takes them first; all else goes to
-        every call, parts of the step history one by one and in order.
+        Log lines and profiles are sent once, to the first call that takes them; all other messages
+        are sent to every call, parts of the step history one by one and in order.
         """
         self._num_following += 1
         try:
@@ -411,7 +410,7 @@ class Outbox:
         parts = _Parts(self._history)
         while True:
             changed = self._changed
-            # Each need is taken out by its number: others come while one is being sent.
+            # Needs are looked up by number, as others are added while one is being sent.
             for serial in [number for number in self._needed if number > seen_needs]:
                 seen_needs = serial
                 if (need := self._needed.get(serial)) is not None:
@@ -422,14 +421,14 @@ class Outbox:
                 yield pb.ExecuteResponse(profile=self._profiles.popleft())
             while (part := parts.next_of(self._history)) is not None:
                 yield pb.ExecuteResponse(history=part)
-            # The last progress may have come with the outcome, while the one before was taken.
+            # The last progress may have come with the outcome, while the previous one was sent.
             while self._progress is not None and self._num_progress > seen_progress:
                 seen_progress = self._num_progress
                 yield pb.ExecuteResponse(progress=self._progress)
             if self._stall != seen_stall:
                 seen_stall = self._stall
                 yield pb.ExecuteResponse(stall=seen_stall)
-            # What has come while something was taken goes before the outcome.
+            # Messages that came meanwhile are sent before the outcome.
             if self._lines or self._profiles or parts.has_next_of(self._history):
                 continue
             if self._failure is not None:

@@ -1,8 +1,8 @@
-"""The check that a state has finite numbers, before it is committed or kept.
+"""Check that a state has finite numbers, before it is committed or kept.
 
-What a model begins with that is not finite, such as a mask of infinities, is no fault; what becomes
-so in training is. Buffers may hold anything: a running maximum begins with an infinity, and a mask
-may be filled again in any step.
+Initial values that are not finite, such as a mask of infinities, are no fault; values that become
+so in training are. Buffers may have any values: a running maximum begins with an infinity, and a
+mask may be filled again in any step.
 """
 
 import math
@@ -20,15 +20,15 @@ _OF_MODEL: Final = re.compile(f"(?:^|/)(?:{MODEL}|{AVERAGE})")
 _NATIVE: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 Masks = dict[str, Tensor]
-"""By name of a tensor, which of its elements were not finite when training began."""
+"""Masks, by name of the tensor, of the elements that were not finite when training began."""
 
 
 def diverged(
     tensors: Mapping[str, Tensor], known: Masks, base: Callable[[], Mapping[str, Tensor]]
 ) -> str:
-    """Return the name of a tensor in which numbers are not finite that were; "" where none is.
+    """Return the name of a tensor in which numbers are no longer finite; "" where there is none.
 
-    known: what was not finite before; what is missing is found in `base` and added.
+    known: the masks of earlier values; missing ones are computed from `base` and added.
     """
     given: Mapping[str, Tensor] | None = None
     for name, tensor in tensors.items():
@@ -36,7 +36,7 @@ def diverged(
             continue
         if name not in known:
             given = base() if given is None else given
-            before = _found(name, given)
+            before = _earlier(name, given)
             if before is None or before.shape != tensor.shape:
                 before = torch.zeros(tensor.shape)
             known[name] = ~_elements(before)
@@ -46,8 +46,7 @@ def diverged(
 
 
 def parameters_of(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of the models in a state and the averages of these; `model` is one of
-    the same form."""
+    """Return the parameters of a state's models and averages. model: one of the same form."""
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = model.state_dict(keep_vars=True).keys() - params
     return {name: tensor for name, tensor in tensors.items() if _is_parameter(name, others)}
@@ -58,8 +57,8 @@ def _is_parameter(name: str, others: Collection[str]) -> bool:
     return kind is not None and name[kind.end() :] not in others
 
 
-def _found(name: str, given: Mapping[str, Tensor]) -> Tensor | None:
-    """Return what a tensor was before; models apart and averages begin with the one model."""
+def _earlier(name: str, given: Mapping[str, Tensor]) -> Tensor | None:
+    """Return a tensor's earlier values; separate models and averages begin with the model."""
     if name in given:
         return given[name]
     kind = _OF_MODEL.search(name)
@@ -67,8 +66,8 @@ def _found(name: str, given: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """One pass without a mask: the least and the greatest element are no numbers where one is
-    none."""
+    """Return whether all elements are finite, in one pass without a mask: the minimum and the
+    maximum are NaN where an element is."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.dtype not in _NATIVE:

@@ -71,7 +71,7 @@ def sent_pieces(state: Frozen, pieces: pb.SnapshotPieces) -> SentState:
 
 
 class LeafPieces:
-    """Gathers the pieces of leaves; a context in which connections to other members are open."""
+    """The pieces of leaves; a context in which connections to other members are open."""
 
     def __init__(self, state: Frozen, header: pb.WriteLeavesHeader, proof: Proof) -> None:
         self._state, self._header, self._proof = state, header, proof
@@ -110,7 +110,7 @@ class LeafPieces:
         return views
 
     async def _pulled(self, holder: pb.PartHolder, pieces: Sequence[pb.LeafPiece]) -> memoryview:
-        # Not a bytearray, which would write zeros into all of it first, on the event loop.
+        # A bytearray would first write zeros to all of it, on the event loop.
         received = np.empty(sum(piece.size for piece in pieces), np.uint8).data
         expected = pieces_manifest(len(received))
 

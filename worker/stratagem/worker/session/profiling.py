@@ -1,7 +1,7 @@
-"""Records what a worker does during a few steps of each segment, as torch's profiler sees it.
+"""Record a worker's activity during a few steps of each segment, by torch's profiler.
 
-Bounded: a warm-up step, `NUM_STEPS` recorded ones, `MAX_EVENTS` events, of which the longest stay.
-Profiles go to the coordinator along with the log; a lost one does not affect the run.
+The record is bounded: a warm-up step, `NUM_STEPS` recorded ones, and the longest `MAX_EVENTS`
+events. Profiles are sent to the coordinator with the log; a lost one does not affect the run.
 """
 
 import gzip
@@ -29,11 +29,11 @@ _OWN: Final = (TRAINING, EVALUATING)
 
 
 class StepRecorder:
-    """Records steps: a context manager around those of a segment, with `begin` before each."""
+    """A recorder of steps: a context around those of a segment, with `begin` before each."""
 
     def __init__(self, work: ExecutionContext, name: str = TRAINING) -> None:
-        """name: what a step is called in the recording, one of those above. Evaluations are
-        recorded where nothing else is."""
+        """Begin. name: that of a step in the recording, one of the above. Evaluations are recorded
+        only where nothing else is."""
         self._work, self._name = work, name
         job = work.job
         self._records = job.execution.profiling and (name == TRAINING or job.only_evaluates)
@@ -45,7 +45,7 @@ class StepRecorder:
         return self
 
     def begin(self, step: int, num_to_come: int) -> None:
-        """Begin step number `step`, the first of so many, and end the one before it."""
+        """Begin step number `step`, the first of the remaining ones, and end the previous one."""
         if not self._records or self._num_begun > NUM_STEPS + 1:
             return
         if self._profiler is None:
@@ -67,7 +67,7 @@ class StepRecorder:
         if self._work.host.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a segment of one step, which has no warm-up
+            warnings.simplefilter("ignore")  # for one step, without a warm-up
             plan = schedule(wait=0, warmup=num_warm_up, active=NUM_STEPS, repeat=1)
         profiler = profile(activities=activities, schedule=plan, on_trace_ready=self._send)
         profiler.start()
@@ -79,11 +79,12 @@ class StepRecorder:
             profiler.export_chrome_trace(str(path))
             trace = json.loads(path.read_text())
         work, offset = self._work, self._work.host.clock.offset
+        device = work.host.device
         sent = pb.Profile(
             worker_id=work.host.worker_id,
             party=work.key.party,
             segment=work.segment,
-            device_name=_device_name(work.host.device),
+            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             clock_error_s=offset.error_s,
             events_gzip=gzip.compress(json.dumps(compacted(trace, offset.seconds)).encode(), 6),
         )
@@ -91,9 +92,9 @@ class StepRecorder:
 
 
 def compacted(trace: Mapping[str, Any], offset_s: float) -> dict[str, Any]:
-    """Return the timed events of a trace of torch's, in the coordinator's time.
+    """Return the timed events of a torch trace, in the coordinator's time.
 
-    {"base_ns": what times count from, "events": [[name, category, begin_us, duration_us, thread]]}
+    {"base_ns": the origin of times, "events": [[name, category, begin_us, duration_us, thread]]}
     """
     timed = [event for event in trace["traceEvents"] if event.get("ph") == _TIMED]
     own = [event for event in timed if event["name"].startswith(_OWN)]
@@ -120,7 +121,3 @@ def _row(event: Mapping[str, Any], category: str, first_us: float) -> Sequence[A
         round(event["dur"], 3),
         event["tid"],
     ]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

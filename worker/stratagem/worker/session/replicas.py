@@ -1,15 +1,14 @@
-"""Keep this worker's own part of the commits of its runs, in files that outlive the process.
+"""Keep this worker's part of the commits of its runs, in files that outlive the process.
 
-Replicas that take local steps are nowhere else. At the end of a segment they are written here, and
-are on the disk before the segment counts as finished; their digest stands in its fact. They are
-read when the run goes on from that commit, and when they are to be uploaded. A file is deleted once
-a later commit is the one to return to, and those of a run once it has ended. Without a folder all
-is kept in memory, and lost with the process.
+Replicas that take local steps have no other copy. At the end of a segment they are written here,
+and are on the disk before the segment counts as finished; their digest is in its fact. They are
+read when the run continues from that commit, and when they are uploaded. A file is deleted once the
+run returns to a later commit, and those of a run at its end. Without a folder they are kept in
+memory, and lost with the process.
 
-Used by the torch thread, and by threads of calls.
+The torch thread and threads of calls use this module.
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Mapping
@@ -19,30 +18,30 @@ from typing import Final
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, SoleCopyLostError
-from stratagem.common.base.files import whole_file
+from stratagem.common.base.files import sync_folder, whole_file
 from stratagem.common.tensors.files import blob_digest, file_digest, header_bytes
 from stratagem.common.tensors.torch_codec import bytes_of, load_file
 from stratagem.worker.host.stalls import moved
 from stratagem.worker.session.states import Frozen, freeze
 
 MAX_RUNS: Final = 64
-"""Runs of which files are kept at a start of the worker, the newest: one that has ended while the
-worker was away is never closed here."""
+"""The number of runs, the newest ones, whose files are kept at a start of the worker: a run that
+ended while the worker was away is never closed here."""
 
 State = tuple[Mapping[str, Tensor], Mapping[str, str]]
-"""Tensors, which nobody changes, and metadata."""
+"""Tensors, which do not change, and metadata."""
 
 
 class KeptReplicas:
     """The files of all runs of one worker."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: of this worker alone; made when it is needed."""
+        """Take the folder of this worker alone, which is made when it is needed."""
         self._folder = folder
         self._in_memory: dict[tuple[str, int], State] = {}
         self._lock = threading.Lock()
         self.unsent: set[str] = set()
-        """Runs whose newest segment is in part nowhere but here."""
+        """The runs with a part of the newest segment that is only here."""
         if folder is not None and folder.is_dir():
             runs = sorted(folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)
             for run in runs[:-MAX_RUNS]:
@@ -50,11 +49,11 @@ class KeptReplicas:
 
     @property
     def is_durable(self) -> bool:
-        """True if they outlive the process."""
+        """Return whether the files outlive the process."""
         return self._folder is not None
 
     def write(self, run_id: str, segment: int, state: State) -> str:
-        """Write what this worker alone has at the end of a segment; return its digest."""
+        """Write the state that only this worker has at the end of a segment; return its digest."""
         frozen = freeze(*state)
         self.unsent.add(run_id)
         digest = blob_digest(frozen.manifest, frozen.buffers)
@@ -70,11 +69,11 @@ class KeptReplicas:
                 file.write(buffer)
                 moved()
         for folder in (path.parent, self._folder):
-            _sync_names(folder)
+            sync_folder(folder)
         return digest
 
     def load(self, run_id: str, segment: int, digest: str) -> State:
-        """Return what was written. Raises SoleCopyLostError where it is not here as it was."""
+        """Return a written state. Raises SoleCopyLostError where it is missing or has changed."""
         with self._lock:
             state = self._in_memory.get((run_id, segment))
         if state is not None:
@@ -91,8 +90,8 @@ class KeptReplicas:
         raise SoleCopyLostError(text)
 
     def frozen(self, run_id: str, segment: int) -> Frozen:
-        """Return what was written, to be sent; who asks compares the digest. Raises NotFoundError
-        where nothing was."""
+        """Return a written state, to be sent; the caller compares the digest. Raises NotFoundError
+        where there is none."""
         with self._lock:
             state = self._in_memory.get((run_id, segment))
         if state is not None:
@@ -105,7 +104,7 @@ class KeptReplicas:
         return Frozen(manifest, [bytes_of(tensors[spec.name]) for spec in manifest.stored()])
 
     def drop_before(self, run_id: str, segment: int) -> None:
-        """Delete what was written of earlier segments: nobody returns to them."""
+        """Delete the states of earlier segments, to which no run returns."""
         with self._lock:
             for key in [key for key in self._in_memory if key[0] == run_id and key[1] < segment]:
                 del self._in_memory[key]
@@ -114,7 +113,7 @@ class KeptReplicas:
                 path.unlink(missing_ok=True)
 
     def drop_run(self, run_id: str) -> None:
-        """Delete what was written of a run."""
+        """Delete the states of a run."""
         self.unsent.discard(run_id)
         with self._lock:
             for key in [key for key in self._in_memory if key[0] == run_id]:
@@ -126,12 +125,3 @@ class KeptReplicas:
         if self._folder is None:
             raise NotFoundError("this worker has no folder for what must last (--data-dir)")
         return self._folder / run_id / f"{segment}.safetensors"
-
-
-def _sync_names(folder: Path) -> None:
-    """Have the names in a folder on the disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

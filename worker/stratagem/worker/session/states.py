@@ -1,10 +1,10 @@
 """Keep the states of a session that others may fetch: snapshots of ended segments, and the live
 one.
 
-The frozen copies are contiguous CPU tensors with their manifest, ready to be streamed. The store
-lives on the event loop. The torch thread makes the copies, which never change afterwards, until
-that thread takes back the memory of the oldest snapshot. By then the coordinator has requested all
-that it needs of it: it lets no segment begin while two are without a commit.
+The frozen copies are contiguous CPU tensors with their manifest, ready to be streamed. The store is
+used on the event loop. The torch thread makes the copies, which never change afterwards, until that
+thread takes back the memory of the oldest snapshot. By then the coordinator has requested
+everything that it needs, as it lets no segment begin while two are without a commit.
 """
 
 import asyncio
@@ -40,21 +40,21 @@ NUM_SNAPSHOTS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """One state that no longer changes. The buffers are views of tensors kept by themselves."""
+    """One state that no longer changes. The buffers are views that keep their tensors alive."""
 
     manifest: Manifest
     buffers: Sequence[memoryview]
     name: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
-    """What no other state has; whoever has got this one can name it."""
+    """A unique name, by which recipients of this state can refer to it."""
     reusable: Mapping[str, Tensor] = field(default_factory=dict)
-    """Its tensors, where a later snapshot may be copied into them when nobody needs this one."""
+    """Its tensors, if a later snapshot may be copied into them once nobody needs this one."""
     copy: MemoryCopy | None = field(default=None, compare=False)
-    """Open for who is near for as long as this state is here."""
+    """A copy for readers on this machine, open as long as this state exists."""
     mirror: "Frozen | None" = None
-    """The part that the member before this one has of the same state, where it is here, too."""
+    """The part of the same state at the member before this one, if it is mirrored here."""
 
     def named(self, name: str) -> "Frozen":
-        """Return this state or its mirror, whichever has the name. Raises NotFoundError."""
+        """Return this state or its mirror, by name. Raises NotFoundError."""
         for state in (self, self.mirror):
             if state is not None and state.name == name:
                 return state
@@ -78,7 +78,7 @@ def freeze(
 ) -> Frozen:
     """Freeze tensors that the caller no longer changes, with their manifest.
 
-    is_reusable: nobody else has them, so a later snapshot may be copied into them.
+    is_reusable: they are not shared, so a later snapshot may be copied into them.
     """
     manifest, buffers = manifest_of(tensors, purpose, weight=weight, metadata=metadata)
     return Frozen(manifest, buffers, reusable=tensors if is_reusable else {}, mirror=mirror)
@@ -93,11 +93,11 @@ class StateStore:
         self._live: tuple[int, Frozen] | None = None
         self._changed = asyncio.Event()
         self._num_readers: Counter[int] = Counter()
-        """Of each snapshot that is being read, by its segment."""
+        """The number of readers of each snapshot, by segment."""
         self._lock = threading.Lock()
-        """Of the snapshots and their readers, which the torch thread asks for as well."""
+        """The lock of the snapshots and their readers, which the torch thread uses as well."""
         self._offered: set[str] = set()
-        """Names of the snapshots of which a copy was offered, whose bytes count as sent."""
+        """The names of snapshots of which a copy was offered, whose bytes count as sent."""
 
     def keep(self, segment: int, state: Frozen, num_kept: int = NUM_SNAPSHOTS) -> None:
         """Keep the snapshot at the end of a segment; only the newest ones are kept."""
@@ -113,18 +113,18 @@ class StateStore:
             self._offered.add(state.name)
 
     def note_offered(self, state: Frozen) -> None:
-        """Note that whoever asked for a snapshot was offered a copy in place of a stream."""
+        """Note that a copy of a snapshot was offered in place of a stream."""
         self._offered.add(state.name)
 
     def end_offer(self, state: Frozen) -> bool:
-        """Return True where a copy of a snapshot was offered that is asked for as a stream now: it
-        could not be read."""
+        """Return whether a copy of a snapshot was offered that is now requested as a stream,
+        because the copy could not be read."""
         was_offered = state.name in self._offered
         self._offered.discard(state.name)
         return was_offered
 
     def drop_copies(self) -> None:
-        """Close what was offered of snapshots: nobody reads it any more."""
+        """Close the offered copies of snapshots, which nobody reads any more."""
         with self._lock:
             copies = [each.copy for each in self._snapshots.values()]
         for copy in copies:
@@ -136,7 +136,7 @@ class StateStore:
 
     @contextmanager
     def reading(self, segment: int) -> Iterator[Frozen]:
-        """Is the time in which a snapshot is read: its memory is not used again meanwhile."""
+        """Provide a snapshot whose memory is not reused inside the `with`."""
         with self._lock:
             frozen = self._snapshots.get(segment)
             if frozen is None:
@@ -150,8 +150,8 @@ class StateStore:
 
     @contextmanager
     def reading_base(self, name: str) -> Iterator[Frozen | None]:
-        """Is the time in which a snapshot is compared with another one; None where no snapshot of
-        this name is here any more."""
+        """Provide a snapshot for a comparison inside the `with`; None where there is none of this
+        name any more."""
         with self._lock:
             found = [(n, each) for n, each in self._snapshots.items() if each.name == name]
             self._num_readers.update(segment for segment, _ in found)
@@ -163,18 +163,18 @@ class StateStore:
 
     @contextmanager
     def glimpsing(self, name: str) -> Iterator[Frozen | None]:
-        """Is a moment in which a snapshot is looked at, for which whoever wants its memory waits;
-        None where no snapshot of this name is here any more."""
+        """Provide a snapshot for a moment, during which a reuse of its memory waits; None where
+        there is none of this name any more."""
         with self._lock:
             yield next((each for each in self._snapshots.values() if each.name == name), None)
 
     def _end_reading(self, segment: int) -> None:
         with self._lock:
-            self._num_readers -= Counter((segment,))  # and none is left of those that are 0
+            self._num_readers -= Counter((segment,))  # which removes counts of 0
 
     def take_back(self, segment: int, num_kept: int = NUM_SNAPSHOTS) -> Mapping[str, Tensor]:
-        """Drop the snapshot whose place that of this segment will take, and return its tensors to
-        be written over; none while it is being read. Called in the torch thread."""
+        """Drop the snapshot that this segment's one will replace, and return its tensors to be
+        overwritten; none while it is being read. Called in the torch thread."""
         with self._lock:
             oldest = segment if segment in self._snapshots else next(iter(self._snapshots), -1)
             is_due = oldest == segment or len(self._snapshots) >= num_kept
@@ -185,8 +185,8 @@ class StateStore:
             return {**taken.reusable, **mirrored}
 
     def keep_outputs(self, segment: int, outputs: Frozen) -> None:
-        """Keep what the user's own metrics need of the batches evaluated at the end of a segment,
-        instead of that of an earlier one."""
+        """Keep the input of the user's own metrics from the evaluation at the end of a segment, in
+        place of an earlier one."""
         self._outputs = (segment, outputs)
 
     def outputs(self, segment: int) -> Frozen:
@@ -195,19 +195,19 @@ class StateStore:
         return self._outputs[1]
 
     def set_live(self, membership: int, state: Frozen) -> None:
-        """Set the state that members that heal at this membership may copy."""
+        """Set the state that healing members of this membership may copy."""
         self._live = (membership, state)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def drop_live(self) -> None:
-        """Drop the live state: all members took part in a step, so none heals any more."""
+        """Drop the live state, since all members took part in a step and none heals any more."""
         self._live = None
 
     async def live(self, membership: int, wait_s: float) -> Frozen:
-        """Return the state to heal from at a membership; waits until it has been frozen.
+        """Wait for the state to heal from at a membership, and return it.
 
-        The caller's deadline and the members' own suspicion end the wait, or UnavailableError.
+        The caller's deadline and the members' checks end the wait, or UnavailableError.
         """
         try:
             async with asyncio.timeout(wait_s):
@@ -238,7 +238,7 @@ class SentState:
 
 
 def without_same(state: Frozen, base: Frozen) -> SentState:
-    """Leave out what the base has, too; takes its time, so in a thread."""
+    """Leave out the bytes that the base has, too. To be called in a thread."""
     same = same_bytes(state.manifest, state.buffers, base.manifest, base.buffers)
     sent = [
         pb.SameBytes(offset=each.offset, base_offset=each.base_offset, size=each.size)
@@ -250,8 +250,8 @@ def without_same(state: Frozen, base: Frozen) -> SentState:
 # ---- Former slices ----
 #
 # When a state is divided anew, copies of the former slices are kept until all members are known to
-# have their new ones: if the members change before that, those that are done have what the others
-# still need.
+# have their new ones: if the members change before that, those that are done have the slices that
+# the others still need.
 
 State = tuple[Mapping[str, Tensor], Mapping[str, str]]
 """Tensors and metadata."""
@@ -259,21 +259,21 @@ State = tuple[Mapping[str, Tensor], Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class KeptSlices:
-    """What a member had of the division before. The tensors are copies that never change."""
+    """A member's slices of the earlier division. The tensors are copies that never change."""
 
     membership: int
-    """At which the state was divided so."""
+    """The membership of that division."""
     size: int
-    """Into how many slices."""
+    """The number of slices."""
     step: int
-    """After which they were copied."""
+    """The step after which they were copied."""
     slices: Mapping[int, State]
-    """By number."""
+    """The slices by number."""
     grad_norm: float
     is_finite: bool
 
     def said(self) -> coordinator_pb2.KeptSlices:
-        """Return what this member says of them at a rendezvous."""
+        """Return the description of the slices for a rendezvous."""
         return coordinator_pb2.KeptSlices(
             numbers=sorted(self.slices),
             size=self.size,
@@ -295,11 +295,11 @@ class KeptSlices:
 #
 # Parameters that do not train are the same in each commit, and so are their moments. Their bytes
 # are compared with those of the snapshot whose leaves were hashed last, which takes a fifth of the
-# time of SHA-256 where they are equal, and next to none where they are not. Nothing else tells that
-# a tensor has not changed: torch counts changes in place, but not those by `.data`, by views of the
-# storage or by other libraries (decision 19). That snapshot is held for one block at a time: when
-# its memory is needed for the next one it goes, and leaves are hashed again. Used by several
-# threads.
+# time of SHA-256 where they are equal, and next to none where they are not. There is no other proof
+# that a tensor has not changed: torch counts changes in place, but not those by `.data`, by views
+# of the storage or by other libraries (decision 19). That snapshot is held for one block at a time:
+# when its memory is needed for the next one it is dropped, and leaves are hashed again. Used by
+# several threads.
 
 _BLOCK_BYTES: Final = 2**20
 _Glimpsing = Callable[[str], AbstractContextManager[Frozen | None]]
@@ -307,16 +307,17 @@ _Layout = list[tuple[object, ...]]
 
 
 class KnownLeaves:
-    """The digests of one session's leaves: of the snapshot that was hashed last."""
+    """The digests of the leaves of one session's last hashed snapshot."""
 
     def __init__(self, glimpsing: _Glimpsing) -> None:
-        """glimpsing: a moment in which the snapshot of a name is looked at, if it is still here."""
+        """Begin without digests. glimpsing: gives the snapshot of a name for a moment, if it still
+        exists."""
         self._glimpsing = glimpsing
         self._name, self._layout = "", _Layout()
         self._digests: dict[int, bytes] = {}
 
     def hasher(self, state: Frozen) -> "LeafHasher":
-        """Return what hashes the leaves of a state, which is the last one from now on."""
+        """Return the hasher of the leaves of a state, which is the last hashed one from now on."""
         stored = state.manifest.stored()
         layout: _Layout = [(each.name, each.dtype, each.shape, each.offset) for each in stored]
         base, known = self._name, self._digests if layout == self._layout else {}
@@ -326,7 +327,7 @@ class KnownLeaves:
 
 
 class LeafHasher:
-    """Takes the digests of the leaves of one snapshot."""
+    """A hasher of the leaves of one snapshot."""
 
     def __init__(
         self,
@@ -335,12 +336,12 @@ class LeafHasher:
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
-        """known: digests of leaves of the base; found: gets those of this one."""
+        """Begin. known: the digests of the base's leaves; found: receives those of this state."""
         self._glimpsing, self._known, self._found = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 
     def digest(self, number: int, pieces: Sequence[memoryview]) -> bytes:
-        """Return the SHA-256 of a leaf of the state, which these pieces are."""
+        """Return the SHA-256 of a leaf of the state, made of these pieces."""
         digest = self._known.get(number)
         if digest is None or not self._is_same(number, pieces):
             digest = hashed(pieces)
@@ -352,7 +353,7 @@ class LeafHasher:
         for index, piece in enumerate(pieces):
             for at in range(0, len(piece), _BLOCK_BYTES):
                 with self._glimpsing() as base:
-                    if base is None:  # its memory may be that of the next snapshot now
+                    if base is None:  # its memory may now belong to the next snapshot
                         return False
                     if not before:
                         leaf = self._leaves[number]
@@ -377,7 +378,7 @@ def hashed(pieces: Sequence[memoryview]) -> bytes:
 # the worker is scraped.
 
 DEFECT: Final = "defect"
-"""The outcome of an execution that ended by a defect of ours."""
+"""The outcome of an execution that ended by a defect of Stratagem."""
 OUTCOMES: Final = (
     *(outcome.name for outcome in pb.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields),
     DEFECT,
@@ -387,10 +388,10 @@ STEP_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0
 
 @dataclass(slots=True)
 class WorkStats:
-    """Counts and durations of one worker's work.
+    """The counts and durations of one worker's work.
 
-    ended: executions by outcome, see `ExecuteResult` in worker.proto. stalled_s: for how long the
-    torch thread has been at one thing, where that is reported.
+    ended: executions by outcome, see `ExecuteResult` in worker.proto. stalled_s: the duration of
+    the torch thread's present stay, where that is reported.
     """
 
     step_seconds: Durations = field(default_factory=lambda: Durations(STEP_BOUNDS_S))
@@ -412,19 +413,19 @@ class WorkStats:
 
 
 class ClientSteps:
-    """Times the local steps of one federated client, each until the next one begins."""
+    """The times of the local steps of one federated client, each until the next one begins."""
 
     def __init__(self, stats: WorkStats) -> None:
         self._stats = stats
         self._began_s: float | None = None
 
     def begin_step(self) -> None:
-        """Begin a step, which ends the one before."""
+        """Begin a step, which ends the previous one."""
         self._end_step()
         self._began_s = time.perf_counter()
 
     def end(self, num_rows: int) -> None:
-        """End the last step; the client has trained on so many rows in all of them."""
+        """End the last step. num_rows: the rows of all steps."""
         self._end_step()
         self._stats.num_rows += num_rows
 

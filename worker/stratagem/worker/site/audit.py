@@ -1,8 +1,8 @@
-"""The audit file of a site: lines are added at its end, each on the disk before anything leaves.
+"""The audit file of a site: lines are added at its end, each durably before anything leaves.
 
-Owns the file: its lock, since several workers of a site may share it, what a crash has left at its
-end, and the ε that its lines say runs have been promised. A line that cannot be written is an
-error: then nothing leaves.
+The module handles the lock of the file, which several workers of a site may share, a partial line
+that a crash has left, and the ε promised to runs by its lines. A line that cannot be written is an
+error, and then nothing leaves.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ from typing import BinaryIO, Final
 import structlog
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
+from stratagem.common.base.files import sync_folder
 from stratagem.common.identity.audit import GENESIS, MAX_LINE_BYTES, line_of, parsed, torn_record
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json import JSON
@@ -28,8 +29,8 @@ class AuditFile:
     """One audit file. Used from any thread, and beside other processes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidInputError for a file that cannot be written, or that ends in no line of an
-        audit."""
+        """Open the file. Raises InvalidInputError where it cannot be written, or does not end in a
+        line of an audit."""
         self.path = path
         self._lock = Lock()
         self._read_to = 0
@@ -44,7 +45,7 @@ class AuditFile:
             raise InvalidInputError.at("audit.file", f"{path}: {error}") from None
 
     def add(self, record: Mapping[str, JSON]) -> None:
-        """Add a line and have it on the disk. Raises OSError or IntegrityError; then it is not."""
+        """Add a line durably. Raises OSError or IntegrityError, and then has not added it."""
         with self._lock, self._opened() as file:
             previous, fragment = _end_of(file)
             if fragment:
@@ -67,7 +68,7 @@ class AuditFile:
         failpoint("worker.audit.after_line")
 
     def spent(self, run_id: str) -> Mapping[str, float]:
-        """Return the ε by data set that all runs but this one have been promised."""
+        """Return, by data set, the ε promised to all other runs."""
         with self._lock:
             self._read_on()
             totals: dict[str, float] = {}
@@ -77,8 +78,8 @@ class AuditFile:
             return totals
 
     def noises(self, run_id: str, data: str) -> frozenset[str]:
-        """Return what names the noise of the rounds of a run whose rows of a data set were
-        protected: one for each that has left, however often it was done."""
+        """Return the names of the noise of a run's rounds with protected rows of a data set: one
+        for each round that has left, however often it was repeated."""
         with self._lock:
             self._read_on()
             return frozenset(self._noises.get((data, run_id), ()))
@@ -92,7 +93,7 @@ class AuditFile:
                 self._read_to += len(raw)
                 try:
                     record = parsed(raw[:-1])
-                except IntegrityError:  # what a crash has left; `audit verify` tells them apart
+                except IntegrityError:  # left by a crash; `audit verify` distinguishes them
                     continue
                 if record.get("kind") == "round" and record.get("epsilon") is not None:
                     key = (record["data"], record["run"])
@@ -109,17 +110,13 @@ class AuditFile:
         file = os.fdopen(descriptor, "r+b")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if is_new:
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self.path.parent)
         return file
 
 
 def _end_of(file: BinaryIO) -> tuple[str, bytes]:
-    """Return the hash of the last whole line, and what of a line comes after it; leave the file at
-    its end. Raises IntegrityError where there is no such line."""
+    """Return the hash of the last whole line, and the partial line after it; leave the file at its
+    end. Raises IntegrityError where there is no whole line."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 2 * MAX_LINE_BYTES))
     lines = file.read().split(b"\n")

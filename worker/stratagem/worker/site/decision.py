@@ -1,7 +1,8 @@
-"""Decides whether a site takes part in a job: a pure function of its file, the offer and the time.
+"""Decide whether a site takes part in a job, by a pure function of its file, the offer and the
+time.
 
-A rule accepts an offer when no field of it speaks against it. Where none does, the refusal names
-the nearest rule, the one with the fewest fields against, and the first such field with its reason.
+A rule accepts an offer when none of its fields objects. Where no rule accepts it, the refusal names
+the nearest rule, the one with the fewest objections, and the first of these with its reason.
 """
 
 import math
@@ -17,27 +18,28 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.derived import entry_points_by_field
 from stratagem.common.secure.sharing import is_complete, shares_needed
 from stratagem.common.strategy import All, Federated, Random
-from stratagem.worker.site.file import AcceptRule, SiteFile, opening, parse_window, told
+from stratagem.worker.site.file import AcceptRule, SiteFile, moment_text, opening, parse_window
 
 PLANS: Final = ("build", "client_round", "evaluate", "measure_sums")
-"""What a site is asked for by the coordinator of a federation; nothing else is carried out."""
+"""The plans that the coordinator of a federation sends to a site; no others are executed."""
 
 LEAST_THRESHOLD: Final = 2 / 3
-"""With fewer signers two sets of survivors could each have enough, and their sums be subtracted."""
+"""The least share of signers: with fewer, two sets of survivors could each have enough, and their
+sums be subtracted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a coordinator asks a site for."""
+    """The request of a coordinator to a site."""
 
     job: JobSpec
     plan: str
     submitter: str = ""
-    """"client/maria"; empty: the coordinator knows nobody."""
+    """The submitter, such as "client/maria"; empty where the coordinator has no authentication."""
     clip_norm: float = 0.0
-    """The 2-norm that the plan wants the update to have at most; 0: as long as it is."""
+    """The largest 2-norm of the update in the plan; 0: unlimited."""
     is_masked: bool = False
-    """The plan wants the update under masks."""
+    """The plan requests a masked update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +47,23 @@ class FitsRule:
     """The offer fits a rule."""
 
     number: int
-    """Of the rule, from 1."""
+    """The number of the rule, from 1."""
     rule: AcceptRule
     closes: datetime | None = None
-    """When the window ends in which it was accepted."""
+    """The end of the window in which it was accepted."""
     closed_text: str = ""
-    """When the window after that one opens, as a sentence."""
+    """A sentence on the opening of the next window."""
     closed_s: float = 0.0
-    """Seconds from the end of the window to the next one."""
+    """The seconds from the end of the window to the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """No rule takes the offer."""
+    """No rule accepts the offer."""
 
     reason: str
     opens: datetime | None = None
-    """When it would be accepted; None: not at all, as things are."""
+    """The time at which it would be accepted; None: never, with this file."""
 
 
 Verdict = FitsRule | Refused
@@ -69,7 +71,7 @@ Verdict = FitsRule | Refused
 
 @dataclass(frozen=True, slots=True)
 class _Against:
-    """A field of a rule that speaks against an offer, and why."""
+    """An objection of a rule's field to an offer, and the reason."""
 
     field: str
     reason: str
@@ -78,7 +80,7 @@ class _Against:
 def decide(
     site: SiteFile, offer: Offer, at: datetime, spent: Mapping[str, float] | None = None
 ) -> Verdict:
-    """Return what the site says to an offer. spent: ε by data set, of other runs than this one."""
+    """Return the site's decision on an offer. spent: the ε of other runs, by data set."""
     name = site.spec.site
     general = next(_against_everywhere(offer), None)
     if general is not None:
@@ -107,24 +109,26 @@ def decide(
 
 
 def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetime, str]:
-    """Return the acceptance while the rule's windows are open, else when the next one opens."""
+    """Return the acceptance while the rule's windows are open, else the next opening."""
     if rule.timezone is None:
         return FitsRule(number, rule)
     zone, windows = ZoneInfo(rule.timezone), [parse_window(text) for text in rule.windows]
     now = opening(windows, zone, at)
     if not now.is_open:
-        assert now.changes is not None  # a window comes round every week
-        return now.changes, f"opens {told(now.changes, zone)}"
+        assert now.changes is not None  # every window recurs weekly
+        return now.changes, f"opens {moment_text(now.changes, zone)}"
     if now.changes is None:
         return FitsRule(number, rule)
     after = opening(windows, zone, now.changes)
     assert after.changes is not None
     closed_s = (after.changes - now.changes).total_seconds()
-    return FitsRule(number, rule, now.changes, f"opens {told(after.changes, zone)}", closed_s)
+    return FitsRule(
+        number, rule, now.changes, f"opens {moment_text(after.changes, zone)}", closed_s
+    )
 
 
 def _against_everywhere(offer: Offer) -> Iterator[str]:
-    """Yield what no site with a file does, whatever its rules say."""
+    """Yield objections that hold at every site with a file, whatever its rules say."""
     job = offer.job
     if offer.plan not in PLANS:
         yield f"the plan {offer.plan or 'without a name'} is none of {', '.join(PLANS)}"
@@ -152,13 +156,13 @@ def _against(
     job = offer.job
     data = job.data.worker_local or ""
     if data not in rule.data:
-        yield _Against("data", f'"{data}" is not one of {_listed(rule.data)}')
+        yield _Against("data", f'"{data}" is not one of {_joined(rule.data)}')
     if rule.submitters is not None and not _matches(offer.submitter, rule.submitters):
         who = f'"{offer.submitter}"' if offer.submitter else "a submitter that is not known"
-        yield _Against("submitters", f"{who} is not one of {_listed(rule.submitters)}")
+        yield _Against("submitters", f"{who} is not one of {_joined(rule.submitters)}")
     kind = type(job.strategy).__name__
     if kind not in rule.strategies:
-        yield _Against("strategies", f"{kind} is not one of {_listed(rule.strategies)}")
+        yield _Against("strategies", f"{kind} is not one of {_joined(rule.strategies)}")
     yield from _against_strategy(rule, job)
     yield from _against_privacy(rule, job, spent.get(data, 0.0))
     yield from _against_code(site, rule, job)
@@ -184,10 +188,10 @@ def _against_strategy(rule: AcceptRule, job: JobSpec) -> Iterator[_Against]:
 
 
 def _updates_of_a_round(job: JobSpec, spec: Federated) -> int:
-    """Return the number of updates without which no round of the job closes."""
+    """Return the least number of updates with which a round of the job closes."""
     quorum = spec.options.quorum
     secure = spec.options.secure_aggregation
-    if secure is not None:  # too few survivors make no round, whatever the quorum
+    if secure is not None:  # too few survivors fail a round, whatever the quorum
         return shares_needed(secure.threshold, _fewest_selected(job, spec))
     if quorum is None:
         return 1
@@ -198,38 +202,38 @@ def _updates_of_a_round(job: JobSpec, spec: Federated) -> int:
 
 
 def _fewest_selected(job: JobSpec, spec: Federated) -> int:
-    """Return the clients that a round may be opened with, at least."""
+    """Return the least number of clients with which a round may open."""
     roster = spec.options.open_roster
     if roster is None and spec.options.strikes is not None:
-        return 1  # the others may sit on the bench
+        return 1  # the others may be on the bench
     return _selected(job, spec, spec.num_clients if roster is None else roster.min_clients)
 
 
 def _selected(job: JobSpec, spec: Federated, num_clients: int) -> int:
-    """Return the number of clients that a round selects of so many, at least."""
+    """Return the least number of clients that a round selects of num_clients."""
     match spec.client_selection:
         case All():
             return num_clients
         case Random(fraction=fraction) if not _draws_clients(job):
             return max(1, math.floor(fraction * num_clients + 1e-9))
         case _:
-            return 1  # each is drawn by itself, or has the tags: that may be one
+            return 1  # clients are drawn independently, or have the tags: that may be one
 
 
 def _draws_clients(job: JobSpec) -> bool:
-    """Return whether each client is drawn by itself."""
+    """Return whether clients are drawn independently."""
     spec = job.privacy
     return spec is not None and spec.unit == "client" and spec.sampling == "poisson"
 
 
 def epsilon_of(job: JobSpec) -> float | None:
-    """Return the ε that a job may spend at most; None where it promises none."""
+    """Return the largest ε that a job may spend; None where it promises none."""
     return None if job.privacy is None else job.privacy.target.epsilon
 
 
 def _not_secure(job: JobSpec) -> str:
-    """Return why a job's updates are not hidden from a coordinator that deviates; "" where they
-    are."""
+    """Return the reason why a job's updates are not hidden from a coordinator that deviates; ""
+    where they are."""
     strategy = job.strategy
     spec = strategy.options.secure_aggregation if isinstance(strategy, Federated) else None
     if spec is None or not isinstance(strategy, Federated):
@@ -263,10 +267,10 @@ def _against_code(site: SiteFile, rule: AcceptRule, job: JobSpec) -> Iterator[_A
     if job.code is None:
         for field, name in entry_points_by_field(job).items():
             if not _matches(name, rule.entrypoints):
-                text = f'{field} "{name}" is not one of {_listed(rule.entrypoints)}'
+                text = f'{field} "{name}" is not one of {_joined(rule.entrypoints)}'
                 yield _Against("entrypoints", text)
         return
-    # Whether a name is in the bundle is known when that is here; others are asked about then.
+    # The names in a bundle are known only when it is here; other names are checked then.
     digest = job.code.digest or ""
     if rule.code == "none":
         yield _Against("code", "the site takes no code from jobs, and the job brings a bundle")
@@ -288,7 +292,7 @@ def _against_metrics(rule: AcceptRule, offer: Offer) -> Iterator[_Against]:
     asked = offer.job.evaluation.metrics if offer.job.evaluation is not None else ()
     others = [name for name in asked if name not in rule.metrics and name != "loss"]
     if others:
-        text = f'evaluation.metrics "{others[0]}" is not one of {_listed(rule.metrics)}'
+        text = f'evaluation.metrics "{others[0]}" is not one of {_joined(rule.metrics)}'
         yield _Against("metrics", text)
 
 
@@ -296,5 +300,5 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return bool(name) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _joined(names: tuple[str, ...]) -> str:
     return ", ".join(names) or "nothing"

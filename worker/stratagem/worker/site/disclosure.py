@@ -1,7 +1,7 @@
 """Limit the messages of a plan that leave a site to the numbers that its rule allows.
 
-The module defines the forms in which progress, results and errors leave; none has a word of the
-site's rows. The site's own log has what is withheld. The module decides nothing about jobs.
+The module defines the forms in which progress, results and errors leave; none contains data of the
+site's rows. The withheld parts are in the site's log.
 """
 
 import os
@@ -23,10 +23,10 @@ from stratagem.worker.user_code import bundles
 
 # ---- Place of an error ----
 #
-# The place in the job's code where an error was raised is given in words that no row can get into.
-# It is told only of files that are those of a module of the job: of its bundle, or of a package
-# that an entry point of it names. A type is told only where its module has it under its name, else
-# its nearest base that has: code may make types, and files, with any name.
+# The place of an error in the job's code is given in a form that no row can influence. Only files
+# of the job's modules are named: those of its bundle, or of a package of its entry points. A type
+# is named only where its module has it under its name, else its nearest such base, since code may
+# make types, and files, with any name.
 
 MAX_CHARS: Final = 200
 
@@ -40,7 +40,7 @@ class CodePlaces:
 
 
 def told_type(error: BaseException) -> str:
-    """Return the name of an error's type, as UserCodeError says it."""
+    """Return the name of an error's type, as in UserCodeError."""
     for kind in type(leaves(error)[0]).__mro__:
         found: object = sys.modules.get(kind.__module__)
         for part in kind.__qualname__.split("."):
@@ -93,40 +93,40 @@ def _is_below(filename: str, folder: str) -> bool:
 # ---- Disclosure of a plan ----
 
 OWN_METRICS: Final = frozenset({"max_grad_norm", "skipped_steps"})
-"""Metrics of a client's round that are ours: the others the job's code may name as it likes."""
+"""The metrics of a client's round that Stratagem defines; other names are the job's."""
 LOSS: Final = "loss"
 WEIGHT: Final = "weight:"
 ALWAYS: Final = (RefusedBySiteError,)
-"""Errors whose messages are made of the job, the site's file and nothing else."""
+"""The errors whose messages are made only of the job and the site's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """What a site tells of one plan."""
+    """The rules for the disclosure of one plan by a site."""
 
     site: str
     metrics: frozenset[str]
-    """Metrics of evaluations, beside the loss."""
+    """The disclosed metrics of evaluations, beside the loss."""
     tells_loss: bool
-    """And all metrics: nothing is told without."""
+    """Discloses the loss and metrics; without it neither."""
     shares_logs: bool
     shares_messages: bool
-    """Of errors."""
+    """Discloses the messages of errors."""
 
     def progress(self, progress: pb.Progress) -> pb.Progress:
-        """Return how far the plan is; the loss of a step may be that of one row."""
+        """Return the progress of the plan, without the loss, which may be that of one row."""
         return pb.Progress(step=progress.step, to_step=progress.to_step)
 
     def stall(self, stall: pb.Stall, activity: str) -> pb.Stall:
-        """Return that the plan stays at one thing, in our own word for what it does: which row it
-        reads, and where in which file it is, stands in the site's own log."""
+        """Return the stall of a plan with our own name of its activity; the row and the place in a
+        file are only in the site's log."""
         is_over = not stall.seconds
         return pb.Stall(
             seconds=stall.seconds, activity="" if is_over else activity, awaits=stall.awaits
         )
 
     def result(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
-        """Return the result without what the site keeps to itself."""
+        """Return the result without the parts that the site withholds."""
         match result.WhichOneof("outcome"):
             case "client_round":
                 return pb.ExecuteResult(client_round=self._round(result.client_round))
@@ -162,20 +162,20 @@ class Disclosure:
         )
 
     def _parts(self, done: pb.EvaluateResult) -> list[pb.EvaluationPart]:
-        """Return one part for each split: the sums over all its batches, added in their order as
-        the coordinator would, since a batch may be of one row."""
+        """Return one part for each split: the sums over all its batches, in order as at the
+        coordinator, since a batch may have a single row."""
         whole: dict[str, pb.EvaluationPart] = {}
         for part in sorted(done.parts, key=lambda part: (part.split, part.batch)):
             total = whole.setdefault(part.split, pb.EvaluationPart(split=part.split))
             total.weight += part.weight
             for name, value in part.sums.items():
-                if self._may_tell(name):
+                if name.removeprefix(WEIGHT) in self.metrics | {LOSS}:
                     total.sums[name] += value
         return list(whole.values()) if self.tells_loss else []
 
     def _own_metrics(self, done: pb.OwnMetrics) -> pb.OwnMetrics:
-        """Return those of the job's own that the site allows: values "<split>.<metric>", or
-        "<split>.<metric>.<key>" of a metric with several; and the states of the same ones."""
+        """Return the allowed metrics of the job's own: values by "<split>.<metric>", or
+        "<split>.<metric>.<key>" for a metric with several; and the states of these metrics."""
         told = pb.OwnMetrics(are_measured=True)
         if self.tells_loss:
             told.metrics.update(
@@ -188,17 +188,15 @@ class Disclosure:
         return told
 
     def _is_allowed(self, name: str) -> bool:
-        """Return whether the rule names the metric that "<split>.<metric>" is, or is a part of."""
+        """Return whether the rule names the metric of "<split>.<metric>", or of a part of it."""
         metric = name.partition(".")[2]
         return any(f"{metric}.".startswith(f"{each}.") for each in self.metrics)
 
-    def _may_tell(self, name: str) -> bool:
-        return name.removeprefix(WEIGHT) in self.metrics | {LOSS}
-
     def error(self, error: BaseException, places: CodePlaces, activity: str) -> UserCodeError:
-        """Return what is told of an error: its type, and where in the job's code it was raised.
+        """Return the disclosed part of an error: its type, and its place in the job's code.
 
-        That a job does not fit its model is told in full, unless code of the job has said so.
+        The error that a job does not fit its model is disclosed in full, unless the job's code has
+        raised it.
         """
         cause = error.__cause__ if isinstance(error, UserCodeError) else error
         if isinstance(cause, ALWAYS):
@@ -215,8 +213,8 @@ class Disclosure:
         return UserCodeError(kind, message, activity=activity)
 
     def failure(self, failure: BaseException) -> BaseException:
-        """Return the same kind of error as that with which a plan has ended outside the job's
-        code, without its words; others than ours tell nothing as it is."""
+        """Return an error of the same kind as one raised outside the job's code, without its
+        message; errors of other libraries reveal nothing anyway."""
         if not isinstance(failure, StratagemError) or isinstance(failure, ALWAYS):
             return failure
         return type(failure)(f"site {self.site} keeps the message in its own log")

@@ -1,7 +1,7 @@
-"""The file `site.toml` says which jobs a site takes part in, and which of its data leave it.
+"""Read `site.toml`, which defines the jobs in which a site takes part, and the data that leave it.
 
-This module reads the file and checks its keys. A file that is wrong is refused as a whole, naming
-the key, the value and what is allowed. The module decides nothing.
+A wrong file is refused as a whole, with the key, the value and the allowed ones. Decisions are in
+decision.py.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def _check_code(value: object) -> str | tuple[str, ...]:
 
 
 def _check_fingerprint(value: str) -> str:
-    """Return a fingerprint in small letters without colons; openssl writes both."""
+    """Return a fingerprint in lower case without colons, both of which openssl writes."""
     kind, _, digits = value.partition(":")
     plain = f"{kind}:{digits.replace(':', '').lower()}"
     if not _DIGEST.fullmatch(plain):
@@ -170,11 +170,11 @@ class AcceptRule(Section):
 
 
 class AuditSpec(Section):
-    """What the site writes down, and whether log lines leave.
+    """The records of the site, and the disclosure of log lines.
 
-    file: where a line is added for each offer, refusal and update; beside site.toml unless the
-    path is absolute. consent: a document whose SHA-256 stands in each line. share_logs: what the
-    job prints and logs, and warnings about its data, go to the coordinator.
+    file: where a line is added for each offer, refusal and update; beside site.toml unless the path
+    is absolute. consent: a document whose SHA-256 stands in each line. share_logs: what the job
+    prints and logs, and warnings about its data, go to the coordinator.
     """
 
     file: NonEmptyText = "audit.jsonl"
@@ -223,8 +223,8 @@ class SiteSpec(Section):
 
 @dataclass(frozen=True, slots=True)
 class PeerPins:
-    """Whose certificates a site believes in. fingerprints: SHA-256 of certificates, hexadecimal.
-    authorities: in DER; either is enough."""
+    """The certificates that a site trusts. fingerprints: SHA-256 of certificates, hexadecimal.
+    authorities: in DER. Either is enough."""
 
     fingerprints: frozenset[str] = frozenset()
     authorities: tuple[bytes, ...] = ()
@@ -232,28 +232,28 @@ class PeerPins:
 
 @dataclass(frozen=True, slots=True)
 class SiteFile:
-    """The site's file with what it names: keys of code, the digest of the consent."""
+    """The site's file with the content that it names: keys of code, the digest of the consent."""
 
     spec: SiteSpec
     folder: Path
     digest: str
-    """SHA-256 of the text of the file."""
+    """The SHA-256 of the text of the file."""
     consent: str
-    """SHA-256 of the consent; "" without one."""
+    """The SHA-256 of the consent; "" without one."""
     keys: Mapping[str, tuple[Ed25519PublicKey, ...]]
-    """By the file that a rule's `code` names."""
+    """The keys by the file that a rule's `code` names."""
     files: tuple[Path, ...]
-    """All that was read: when one of them changes, the file is read again."""
+    """All files that were read; when one of them changes, the site's file is read again."""
     pins: PeerPins | None = None
-    """Whose certificates count in secure aggregation; None: those of any worker."""
+    """The certificates that count in secure aggregation; None: those of any worker."""
 
     def path(self, name: str) -> Path:
-        """Return the path of a file that the site's file names: relative ones are beside it."""
+        """Return the path of a file that the site's file names; relative paths are beside it."""
         return self.folder / name
 
 
 def read_site(file: Path) -> SiteFile:
-    """Read a site's file, and what it names. Raises InvalidInputError with what is wrong."""
+    """Read a site's file, and the files that it names. Raises InvalidInputError with the faults."""
     try:
         raw = file.read_bytes()
         spec = SiteSpec.parse(tomllib.loads(raw.decode()))
@@ -304,7 +304,7 @@ _TRAIN: Final = "train"
 
 
 def site_data(site: SiteFile, import_paths: tuple[str, ...]) -> dict[str, LocalData]:
-    """Return what loads each data set of the site, by name."""
+    """Return the loaders of the site's data sets, by name."""
     return {
         name: partial(_load, site, name, spec, import_paths)
         for name, spec in site.spec.data.items()
@@ -312,9 +312,9 @@ def site_data(site: SiteFile, import_paths: tuple[str, ...]) -> dict[str, LocalD
 
 
 def absent_data(site: SiteFile, import_paths: tuple[str, ...]) -> Iterator[str]:
-    """Yield a sentence for each data set whose file, or whose loader's module, is not there now.
+    """Yield a sentence for each data set whose file, or whose loader's module, is missing.
 
-    Nothing is imported: a loader may need minutes for that.
+    Nothing is imported, as that may take minutes.
     """
     for name, spec in site.spec.data.items():
         if spec.file is not None and not site.path(spec.file).is_file():
@@ -334,7 +334,7 @@ def _is_found(package: str, import_paths: tuple[str, ...]) -> bool:
 
 
 def data_version(site: SiteFile) -> str:
-    """Return a text that differs when the data of the site are defined otherwise."""
+    """Return a text that changes with the definition of the site's data."""
     return dump_json({name: spec.document() for name, spec in site.spec.data.items()})
 
 
@@ -362,10 +362,9 @@ def _load(
 
 # ---- Windows ----
 #
-# Windows are the times of the week in which a site takes part, in its own time zone. A window is
-# days and, unless whole days are meant, hours: "Mon-Fri 19:00-06:00", "Sat-Sun". Hours whose end is
-# not after their begin end on the next day. The functions are pure and take the time as an
-# argument.
+# Windows are the times of the week in which a site takes part, in its time zone. A window has days
+# and, unless it means whole days, hours: "Mon-Fri 19:00-06:00", "Sat-Sun". Hours whose end is not
+# after their beginning end on the next day. The functions are pure, with the time as an argument.
 
 DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 FORM: Final = 'days and perhaps hours, such as "Mon-Fri 19:00-06:00" or "Sat-Sun"'
@@ -373,20 +372,20 @@ _WINDOW: Final = re.compile(
     r"(?P<days>\w{3}(-\w{3})?(,\w{3}(-\w{3})?)*)( (?P<begin>\d\d:\d\d)-(?P<end>\d\d:\d\d))?"
 )
 _WHOLE_WEEK: Final = timedelta(days=8)
-"""What is open for longer than this from now is taken to be open for ever."""
+"""A window that is open for longer than this from now counts as always open."""
 _MIDNIGHT: Final = time()
 
 
 @dataclass(frozen=True, slots=True)
 class SiteWindow:
-    """Hours on some days of the week. end: not after begin: on the next day."""
+    """Hours on some days of the week. An end that is not after the beginning is on the next day."""
 
     days: frozenset[int]
     begin: time = _MIDNIGHT
     end: time = _MIDNIGHT
 
     def on(self, day: date, zone: ZoneInfo) -> tuple[datetime, datetime] | None:
-        """Return when the window that begins on a day opens and closes; None on other days."""
+        """Return the opening and closing of the window that begins on a day; None on other days."""
         if day.weekday() not in self.days:
             return None
         last = day + timedelta(days=self.end <= self.begin)
@@ -396,15 +395,15 @@ class SiteWindow:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Whether it is open at a time, and when that changes."""
+    """The state of the windows at a time, open or closed, and its next change."""
 
     is_open: bool
     changes: datetime | None = None
-    """None: never, as far as the next week says."""
+    """The time of the next change; None: none within a week."""
 
 
 def parse_window(text: str) -> SiteWindow:
-    """Return the window that a text means. Raises InvalidInputError with what is allowed."""
+    """Parse a window. Raises InvalidInputError with the allowed forms."""
     found = _WINDOW.fullmatch(text)
     if found is None:
         raise InvalidInputError(f"{text!r} is not {FORM}")
@@ -434,11 +433,11 @@ def _hour(text: str, whole: str) -> time:
 
 
 def opening(windows: Sequence[SiteWindow], zone: ZoneInfo, at: datetime) -> Opening:
-    """Return whether one of the windows is open at a time, which has a time zone; always without
-    any.
+    """Return whether one of the windows is open at a time, which must have a time zone; always
+    without windows.
 
-    Windows that follow each other without a gap are one. Times are compared as moments, so that a
-    night on which the clocks are put back is an hour longer.
+    Adjacent windows count as one. Times are compared as moments, so a night on which the clocks are
+    put back is an hour longer.
     """
     if not windows:
         return Opening(is_open=True)
@@ -455,7 +454,7 @@ def opening(windows: Sequence[SiteWindow], zone: ZoneInfo, at: datetime) -> Open
 def _spans(
     windows: Sequence[SiteWindow], zone: ZoneInfo, today: date
 ) -> list[tuple[datetime, datetime]]:
-    """Return when it is open from yesterday to two weeks from now, in order and without overlap."""
+    """Return the open times from yesterday to two weeks from now, in order and without overlap."""
     days = [today + timedelta(days=number) for number in range(-1, 15)]
     found = (window.on(day, zone) for day in days for window in windows)
     merged: list[tuple[datetime, datetime]] = []
@@ -468,7 +467,7 @@ def _spans(
     return merged
 
 
-def told(moment: datetime, zone: ZoneInfo) -> str:
+def moment_text(moment: datetime, zone: ZoneInfo) -> str:
     """Return a moment as "Mon 19:00 Europe/Vienna"."""
     local = moment.astimezone(zone)
     return f"{DAYS[local.weekday()]} {local:%H:%M} {zone.key}"

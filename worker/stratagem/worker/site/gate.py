@@ -1,8 +1,7 @@
-"""The gate of a site checks each plan that a coordinator sends against the site's file, and audits
-it.
+"""Check each plan of a coordinator against the site's file, and audit it.
 
-It reads the file again when it has changed, and keeps the audit. The decision itself is a pure
-function in decision.py. Used from any thread.
+The gate reads the file again when it has changed, and writes the audit. The decision itself is a
+pure function in decision.py. Used from any thread.
 """
 
 import hashlib
@@ -36,8 +35,8 @@ from stratagem.worker.site.file import SiteFile, absent_data, data_version, read
 
 # ---- Admission of a plan ----
 #
-# An admission is one offer that a site has accepted: what its plan may use and tell, and what is
-# written of it.
+# An admission is an offer that a site has accepted: the data that its plan may use and disclose,
+# and its lines in the audit.
 
 Write = Callable[[Mapping[str, JSON]], None]
 """Adds a line to the audit, with the time. Raises OSError or IntegrityError."""
@@ -45,30 +44,30 @@ Write = Callable[[Mapping[str, JSON]], None]
 
 @dataclass(frozen=True, slots=True)
 class SiteAdmission:
-    """What an accepted plan has of the site. Used from any thread."""
+    """The rights of an accepted plan at the site. Used from any thread."""
 
     site: str
     disclosure: Disclosure
     entrypoints: tuple[str, ...]
-    """Patterns of the installed functions that the job may name."""
+    """The patterns of the installed functions that the job may name."""
     data: Mapping[str, LocalData]
     data_version: str
     places: CodePlaces
     record: Mapping[str, JSON]
-    """What all lines about the plan have in common."""
+    """The common fields of all lines about the plan."""
     write: Write
     noises: frozenset[str] = frozenset()
-    """What names the noise of the run's rounds that have left before, where rows are protected."""
+    """The names of the noise of the run's earlier rounds, where rows are protected."""
     open_s: float | None = None
-    """Seconds from the offer to the end of the site's window; None: no end."""
+    """The seconds from the offer to the end of the site's window; None: no end."""
     closed_text: str = ""
-    """When the next window begins."""
+    """A sentence on the beginning of the next window."""
     closed_s: float = 0.0
-    """Seconds from the end of the site's window to the next one."""
+    """The seconds from the end of the site's window to the next one."""
 
     @property
     def closed(self) -> SiteClosedError:
-        """The error with which the plan ends when the window does."""
+        """Return the error of a plan that ends with the window."""
         return SiteClosedError(f"site {self.site} is closed: {self.closed_text}", self.closed_s)
 
     def update(
@@ -78,8 +77,8 @@ class SiteAdmission:
         num_rows: int,
         costs: Mapping[str, JSON],
     ) -> None:
-        """Write down an update before it can be fetched. costs: of protected rows, what has been
-        spent with it in place of what the job may spend."""
+        """Audit an update before it can be fetched. costs: the spent privacy of protected rows, in
+        place of the job's limit."""
         digest = hashlib.sha256(header_bytes(manifest))
         for buffer in buffers:
             digest.update(buffer)
@@ -93,9 +92,8 @@ class SiteAdmission:
         }
         self._write({**line, **costs})
 
-    def told(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
-        """Return what leaves of a result, once it is written down; of an update that is done
-        already."""
+    def disclosed(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
+        """Return the disclosed part of a result, after it was audited, as an update already is."""
         told = self.disclosure.result(result)
         data = told.SerializeToString(deterministic=True)
         answer: dict[str, JSON] = {
@@ -110,7 +108,7 @@ class SiteAdmission:
         return told
 
     def error(self, error: BaseException, activity: str, told: UserCodeError) -> UserCodeError:
-        """Return what leaves of an error; all of it stands in the site's log."""
+        """Return the disclosed part of an error, all of which is in the site's log."""
         log.warning("an error of the job stays here", error=str(told), traceback=told.traceback)
         return self.disclosure.error(error, self.places, activity)
 
@@ -140,7 +138,7 @@ def wall_clock() -> datetime:
 
 
 class SiteGate:
-    """Lets plans in or refuses them, for one worker process."""
+    """The gate that admits or refuses plans, for one worker process."""
 
     def __init__(
         self,
@@ -149,7 +147,7 @@ class SiteGate:
         import_paths: tuple[str, ...] = (),
         clock: Clock = wall_clock,
     ) -> None:
-        """Raises InvalidInputError for a file that is wrong, or an audit that cannot be written."""
+        """Read the file. Raises InvalidInputError for a wrong file or an unwritable audit."""
         self._file, self._worker_id, self._import_paths = file, worker_id, import_paths
         self._clock, self._lock = clock, Lock()
         self._site = read_site(file)
@@ -159,22 +157,22 @@ class SiteGate:
 
     @property
     def site(self) -> SiteFile:
-        """The file as it was last read."""
+        """Return the file as it was last read."""
         return self._site
 
     def absent_data(self) -> list[str]:
-        """Return a sentence for each data set that cannot be loaded now, as far as that shows
+        """Return a sentence for each data set that cannot be loaded now, as far as that is known
         without loading it."""
         return list(absent_data(self._site, self._import_paths))
 
     @property
     def data_names(self) -> list[str]:
-        """Names of the data that jobs may name as worker_local."""
+        """Return the names of the data that jobs may name as worker_local."""
         return sorted(self._site.spec.data)
 
     @property
     def code_policy(self) -> str:
-        """What the coordinator is told of the code that is taken: "none", or "signed"."""
+        """Return the accepted code, as reported to the coordinator: "none", or "signed"."""
         return "signed" if any(r.code != "none" for r in self._site.spec.accept) else "none"
 
     @property
@@ -182,8 +180,8 @@ class SiteGate:
         return self._site.spec.audit.share_logs
 
     def admit(self, request: pb.ExecuteRequest, job: JobSpec) -> SiteAdmission:
-        """Let a plan in. Raises RefusedBySiteError, or SiteClosedError, with the reason; either way
-        it stands in the audit then."""
+        """Admit a plan, and audit the decision. Raises RefusedBySiteError, or SiteClosedError, with
+        the reason."""
         with self._lock:
             now = self._clock()
             try:
@@ -214,7 +212,7 @@ class SiteGate:
         self._note(fields, self._clock())
 
     def _newest(self) -> SiteFile:
-        """Return the file as it is now. Raises RefusedBySiteError where it has become wrong."""
+        """Return the present file. Raises RefusedBySiteError where it has become wrong."""
         stamp = _stamp(self._site)
         if stamp != self._stamp:
             self._stamp, self._wrong = stamp, ""
@@ -262,7 +260,7 @@ class SiteGate:
                 ),
             ),
             record=record,
-            write=lambda fields: self._audit.add({"at": _said(self._clock()), **fields}),
+            write=lambda fields: self._audit.add({"at": _timestamp(self._clock()), **fields}),
             noises=self._audit.noises(str(record["run"]), job.data.worker_local or ""),
             open_s=None if closes is None else (closes - now).total_seconds(),
             closed_text=verdict.closed_text,
@@ -270,7 +268,7 @@ class SiteGate:
         )
 
     def _record(self, site: SiteFile, request: pb.ExecuteRequest, job: JobSpec) -> dict[str, JSON]:
-        """Return what all lines about a plan have in common."""
+        """Return the common fields of all lines about a plan."""
         session, code = request.session, job.code
         epsilon = epsilon_of(job)
         return {
@@ -291,18 +289,18 @@ class SiteGate:
 
     def _note(self, record: dict[str, JSON], now: datetime) -> None:
         try:
-            self._audit.add({"at": _said(now), **record})
+            self._audit.add({"at": _timestamp(now), **record})
         except (OSError, IntegrityError) as error:
             log.error("the audit cannot be written", reason=str(error))
             raise unwritten(self._site.spec.site) from None
 
 
-def _said(moment: datetime) -> str:
+def _timestamp(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds")
 
 
 def _stamp(site: SiteFile) -> Stamp:
-    """Return what differs when a file of the site has changed; () when one is not there."""
+    """Return the stamp of the site's files, which changes with them; () when one is missing."""
     try:
         return stamp_of(*site.files)
     except OSError:

@@ -1,1 +1,1 @@
-"""The boundary to the user's code: finding it by name, its errors, and its output."""
+"""The boundary to the user's code: its resolution by name, its errors, and its output."""

@@ -1,10 +1,10 @@
-"""Import modules of code bundles, each bundle under a name of its own, and store and admit bundles.
+"""Import modules of code bundles, each bundle under a separate name, and store and admit bundles.
 
 The modules of a bundle are `stratagem_code_<digest>.<module>`, so that two bundles may both have a
-`model.py` in one process. Nothing else sees them, and `sys.path` stays as it is. Each module of a
-bundle has an `__import__` of its own, which looks in the bundle first, as a script looks in its
-folder first. Importing this module installs the finder. Processes started for user code resolve
-objects by name, so they import it too. The module knows nothing of jobs and must not import torch.
+`model.py` in one process. Nothing else sees them, and `sys.path` does not change. Each module of a
+bundle has a special `__import__`, which looks in the bundle first, as a script looks in its folder
+first. Importing this module installs the finder. Processes started for user code resolve objects by
+name, so they import it too. The module must not import torch.
 """
 
 import builtins
@@ -22,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import Final
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, StratagemError
-from stratagem.common.base.files import WatchedFiles
+from stratagem.common.base.files import WatchedFiles, sync_folder
 from stratagem.common.code.bundle import MAX_FILES, digest_of, pack, unpack
 from stratagem.common.code.signatures import is_signed, read_public_keys
 from stratagem.common.job import CodeSpec
@@ -33,39 +33,39 @@ from stratagem.common.process.process import remove_tree, temporary_folder
 
 PREFIX: Final = "stratagem_code_"
 FOLDER_VARIABLE: Final = "STRATAGEM_CODE_FOLDER"
-"""Names, to this process and its children, the folder that holds the unpacked bundles."""
+"""The variable that names the folder of the unpacked bundles to this process and its children."""
 _ROOT_CHARS: Final = len(PREFIX) + 64
 _homes: dict[tuple[str, str], bool] = {}
 
 
 def root_of(digest: str) -> str:
-    """The name below which the modules of a bundle stand."""
+    """Return the name of the package that contains the modules of a bundle."""
     return f"{PREFIX}{digest}"
 
 
 def plain_name(name: str) -> str:
-    """The name of a module as the bundle says it, without the bundle's own."""
+    """Return the name of a module inside its bundle."""
     return name[_ROOT_CHARS + 1 :] if name.startswith(PREFIX) else name
 
 
 def plain_path(filename: str) -> str:
-    """The path of a file as the bundle says it, without the folder in which it is unpacked."""
+    """Return the path of a file inside its bundle."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not filename.startswith(os.path.join(folder, "")):
         return filename
-    _, *inside = Path(filename).relative_to(folder).parts  # behind the digest
+    _, *inside = Path(filename).relative_to(folder).parts  # after the digest
     return "/".join(inside)
 
 
 def has_module(digest: str, module_name: str) -> bool:
-    """Return whether a module is looked for in the bundle: its first part is a module or a package
-    there, or a folder without `__init__.py` that no installed package has the name of."""
+    """Return whether a module is looked up in the bundle: its first part is a module or a package
+    there, or a folder without `__init__.py` whose name no installed package has."""
     return _is_home(root_of(digest), module_name.partition(".")[0])
 
 
 def import_module(digest: str, module_name: str) -> ModuleType:
-    """Import a module of a bundle. Raises what it raises, and ModuleNotFoundError, with the names
-    that the bundle knows."""
+    """Import a module of a bundle. Raises its errors, and ModuleNotFoundError with the names that
+    the bundle has."""
     try:
         return importlib.import_module(f"{root_of(digest)}.{module_name}")
     except ModuleNotFoundError as error:
@@ -73,7 +73,7 @@ def import_module(digest: str, module_name: str) -> ModuleType:
 
 
 def forget(digest: str) -> None:
-    """Take the modules of a bundle away: what imports it next runs it anew."""
+    """Remove the modules of a bundle, so that the next import runs them anew."""
     root = root_of(digest)
     for key in [key for key in _homes if key[0] == root]:
         del _homes[key]
@@ -93,7 +93,7 @@ def _is_home(root: str, head: str) -> bool:
 def _is_installed(head: str) -> bool:
     try:
         spec = find_spec(head)
-    except ValueError:  # of a module that has no spec, such as __main__
+    except ValueError:  # raised for a module without a spec, such as __main__
         return True
     return spec is not None and spec.loader is not None and spec.origin is not None
 
@@ -131,7 +131,7 @@ def _in_its_words(error: ModuleNotFoundError) -> ModuleNotFoundError:
 
 
 class _Loader(SourceFileLoader):
-    """Runs a module with the `__import__` of its bundle; writes and reads no compiled files."""
+    """A loader that runs a module with the `__import__` of its bundle, without compiled files."""
 
     def exec_module(self, module: ModuleType) -> None:
         root = module.__name__.partition(".")[0]
@@ -145,7 +145,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of all bundles that are unpacked in the folder of this process."""
+    """A finder of the modules of all bundles that are unpacked in the folder of this process."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -171,7 +171,7 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Install the finder, once; first, as Python's own would find modules below a bundle, too."""
+    """Install the finder, once, before Python's, which would find modules below a bundle, too."""
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -181,21 +181,20 @@ install()
 
 # ---- Store of unpacked bundles ----
 #
-# Each bundle is a folder named by its digest. A folder is there whole or not at all, also after a
-# kill, and nobody may write into it. Before this process first uses one that it has not unpacked
-# itself, it packs the files again and compares them with the digest. Bundles that no run of this
-# worker has are removed, the longest unused first, where all together exceed a limit. Used in the
-# torch thread.
+# Each bundle is a folder named by its digest. A folder is complete or missing, also after a kill,
+# and nobody may write to it. Before this process first uses a folder that it has not unpacked
+# itself, it packs the files again and compares the digest. Bundles without a run of this worker are
+# removed, the longest unused first, where all together exceed a limit. Used in the torch thread.
 
 MAX_STORED_BYTES: Final = 2**30
 _PART: Final = ".part-"
 
 
 class CodeStore:
-    """The bundles below a folder of this worker, which the process has to itself."""
+    """The bundles below a folder of this worker, which no other process uses."""
 
     def __init__(self, folder: Path | None, max_bytes: int = MAX_STORED_BYTES) -> None:
-        """Make the folder known to imports; remove what a process that was killed has left.
+        """Make the folder known to imports, and remove the remains of a killed process.
 
         folder: None for a temporary one, which `close` removes.
         """
@@ -214,10 +213,10 @@ class CodeStore:
             self._temporary.remove()
 
     def take(self, digest: str, run_id: str, fetch: Callable[[], bytes]) -> None:
-        """Have a bundle here for a run, ready to be imported.
+        """Provide a bundle for a run, ready to be imported.
 
-        fetch: gives the archive, where it is not here. Raises IntegrityError where that has another
-        digest, InvalidInputError where it is no bundle.
+        fetch: returns the archive, where it is not here. Raises IntegrityError where that has
+        another digest, InvalidInputError where it is no bundle.
         """
         self._users.setdefault(digest, set()).add(run_id)
         path = self._folder / digest
@@ -230,7 +229,7 @@ class CodeStore:
         os.utime(path)
 
     def drop_run(self, run_id: str) -> None:
-        """A run has ended here: modules that no other run uses are forgotten, their files kept."""
+        """Forget the modules that only this ended run used; their files are kept."""
         for digest, users in list(self._users.items()):
             users.discard(run_id)
             if not users:
@@ -248,13 +247,13 @@ class CodeStore:
         folders = [part, *(Path(where) for where, _, _ in os.walk(part) if Path(where) != part)]
         for folder in reversed(folders):
             folder.chmod(0o555)
-            _sync(folder)
+            sync_folder(folder)
         failpoint("worker.code.unpacked")
         part.rename(path)
-        _sync(self._folder)
+        sync_folder(self._folder)
 
     def _make_room(self) -> None:
-        """Remove what is unused longest until the rest fits; never what a run here has."""
+        """Remove the longest unused bundles until the rest fits; never those of a run here."""
         kept = [path for path in self._folder.iterdir() if not path.name.startswith(_PART)]
         sizes = {path: _size(path) for path in sorted(kept, key=lambda path: path.stat().st_mtime)}
         total = sum(sizes.values())
@@ -267,7 +266,7 @@ class CodeStore:
 
 
 def _is_intact(path: Path, digest: str) -> bool:
-    """Return whether a folder holds the files of the digest, and nothing else."""
+    """Return whether a folder has exactly the files of the digest."""
     if not path.is_dir():
         return False
     try:
@@ -297,14 +296,6 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _size(path: Path) -> int:
     return sum(
         Path(where, name).stat().st_size for where, _, names in os.walk(path) for name in names
@@ -313,19 +304,19 @@ def _size(path: Path) -> int:
 
 # ---- Code policy of the operator ----
 #
-# The policy says which code may come to this worker with a job: `none` (code must be installed),
-# `signed:FILE` (by one of the public keys of the file), `digests:FILE` (listed in the file) or
-# `any`. The files are read again when they change. A job may name anything in a bundle that the
-# policy admits: entry points in it need not be on the allow list.
+# The policy determines the code that may come to this worker with a job: `none` (code must be
+# installed), `signed:FILE` (by one of the public keys of the file), `digests:FILE` (listed in the
+# file) or `any`. The files are read again when they change. A job may name anything in a bundle
+# that the policy admits: entry points in it need not be on the allow list.
 
 Check = Callable[[CodeSpec], str]
-"""Returns the reason against a bundle; nothing where it may run."""
+"""Returns the reason against a bundle; "" where it may run."""
 FORMS: Final = "none, signed:FILE, digests:FILE or any"
 
 
 class CodePolicy:
-    """One policy, as `--allow-code` says it. Raises InvalidInputError for another text, or a file
-    that cannot be used."""
+    """A policy in the form of `--allow-code`. Raises InvalidInputError for another text, or an
+    unusable file."""
 
     def __init__(self, text: str = "none") -> None:
         self._text = text
@@ -338,7 +329,7 @@ class CodePolicy:
             raise InvalidInputError.at("--allow-code", str(error)) from None
 
     def admit(self, code: CodeSpec) -> None:
-        """Raise InvalidInputError, with the policy and what to do, unless the bundle may run."""
+        """Raise InvalidInputError, with the policy and the remedy, unless the bundle may run."""
         reason = self._check(code)
         if reason:
             raise InvalidInputError.at("code", f"{reason} (--allow-code {self._text})")
@@ -390,7 +381,7 @@ def _digests(file: Path) -> Check:
 
 
 def _read_digests(file: Path) -> frozenset[str]:
-    """The first word of each line; `#` begins a remark."""
+    """Return the first word of each line; `#` begins a remark."""
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

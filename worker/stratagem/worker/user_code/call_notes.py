@@ -1,7 +1,7 @@
-"""Add the arguments of a call to the error that it raises: types and shapes, and no value.
+"""Add the arguments of a call to the error that it raises: types and shapes, never values.
 
-Also says what to write in place of the mistakes that are made most often. Owns the words; where the
-user's code runs is marked by `user_code`, which tells notes with the message.
+For the most frequent mistakes the remedy is added. The places where the user's code runs are marked
+by `user_code`, which reports the notes with the message.
 """
 
 import re
@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 from stratagem.common.base.errors import StratagemError
 
 _NUM_ITEMS: Final = 8
-"""How many items of a dict or a list are told."""
+"""The largest number of items of a dict or a list in a note."""
 _MAX_DEPTH: Final = 4
 _TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
 
 
 class noted:  # reads as a statement
-    """Adds to an error what the callee was called with. A class, since it is entered in each step.
+    """A context that adds the arguments of a call to its error; a class, since each step enters it.
 
-    callee: a module, or words for it. given: its one argument. model: the modules that it calls,
-    where the callee is none.
+    callee: a module, or a name for it. given: its one argument. model: the called modules, where
+    the callee is no module.
     """
 
     __slots__ = ("_callee", "_given", "_model")
@@ -41,7 +41,7 @@ class noted:  # reads as a statement
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, StratagemError):
-            # Objects of the user's are asked, which may raise anything: their error is told.
+            # This uses objects of the user, which may raise anything; the first error is reported.
             with suppress(Exception):
                 error.add_note(self._note(error))
 
@@ -53,9 +53,8 @@ class noted:  # reads as a statement
 
 
 def text_of(value: Any, depth: int = 0) -> str:
-    """Return the type and shape of each tensor in a value, in its nesting: "(float32[8, 4],
-    int64[8])"; of anything else its type. Keys are told where they are names, and no other
-    ones, for they may be data."""
+    """Return the type and shape of each tensor in a value, in its nesting, as "(float32[8, 4],
+    int64[8])"; for anything else its type. Keys are included only if they are names, not data."""
     if isinstance(value, Tensor):
         sides = "[nested]" if value.is_nested else list(value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}{sides}"
@@ -76,13 +75,12 @@ def text_of(value: Any, depth: int = 0) -> str:
 
 
 def _key_text(key: object) -> str:
-    """Return a key that is a name; of any other its type."""
+    """Return a key that is a name; for any other key its type."""
     return repr(key) if type(key) is str and key.isidentifier() else type(key).__name__
 
 
 def input_hint(text: str, given: object, model: nn.Module) -> str:
-    """Return what to write instead where a model's error says that it was not made for its input;
-    "" where the error says no such thing."""
+    """Return the remedy where a model's error means that its input does not fit; or ""."""
     if isinstance(given, Mapping | list | tuple) and _IS_OF_TYPE.search(text):
         kind = type(given).__name__
         return (
@@ -106,8 +104,8 @@ def input_hint(text: str, given: object, model: nn.Module) -> str:
 
 
 def _dtype_hint(given: object, model: nn.Module) -> str:
-    """Return what to write instead where the dtypes of rows and model do not fit; "" where their
-    floats are the same."""
+    """Return the remedy where the dtypes of rows and model do not fit; "" where their floats are
+    the same."""
     rows = _float_dtypes(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
     own = _float_dtypes([*model.parameters(), *model.buffers()])
     if not rows:

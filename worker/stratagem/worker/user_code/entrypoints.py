@@ -1,8 +1,7 @@
 """Find the user's code by name, and mark the places where it runs.
 
-The operator's allow list says which names may be imported; it is checked before any import. Every
-exception of the user's code is translated here into `UserCodeError`. The module knows neither what
-the named objects are for nor gRPC.
+The operator's allow list determines the names that may be imported; it is checked before any
+import. Every exception of the user's code is translated here into `UserCodeError`.
 """
 
 import importlib
@@ -44,17 +43,17 @@ from stratagem.worker.user_code.watching import see_modules
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TORCH: Final = str(Path(torch.__file__).parent)
 _MODULE_CALLS: Final = (torch.nn.modules.module.__file__, f"{_TORCH}/_")
-"""What lies between a call of a module and its forward, and what torch does for itself."""
+"""The files of frames between a call of a module and its forward, and of torch's internals."""
 
 
 @dataclass(frozen=True)
 class EntryPoints:
     """The operator's allow list: exact names or fnmatch patterns over "package.module:name".
 
-    `import_paths` are directories in which user modules are looked for, after everything else on
+    `import_paths` are directories in which user modules are looked up, after everything else on
     sys.path, so that a user's module never hides an installed one. code: the digest of the bundle
-    of a job, in which names are looked for first; what is in it is allowed. site: the site whose
-    file gives the list.
+    of a job, in which names are looked up first, and all of which is allowed. site: the site whose
+    file has the list.
     """
 
     allow: Sequence[str]
@@ -68,7 +67,7 @@ class EntryPoints:
                 sys.path.append(path)
 
     def resolve(self, name: str, field: str = "entrypoint") -> Callable[..., Any]:
-        """Return the callable called `name`; if not allowed, refuse it before any import."""
+        """Return the callable with this name; refuse a disallowed one before any import."""
         if not _NAME.fullmatch(name):
             raise _refusal(field, name, 'is not of the form "package.module:name"')
         module_name, _, qualname = name.partition(":")
@@ -83,9 +82,9 @@ class EntryPoints:
         return target if is_brought else self._checked(name, target, field)
 
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
-        """Return what `resolve` does, with keyword arguments that are given with every call.
+        """Return the result of `resolve` with these keyword arguments bound.
 
-        Raises InvalidInputError for one that the target does not take.
+        Raises InvalidInputError for a keyword that the target does not take.
         """
         target = self.resolve(name, f"{field}.entrypoint")
         _check_keywords(target, name, kwargs, f"{field}.kwargs")
@@ -96,7 +95,7 @@ class EntryPoints:
     def import_allowed(self, module_name: str, field: str, name: str) -> ModuleType:
         """Import the module of an entry point that is allowed.
 
-        Raises InvalidInputError where it is missing, UserCodeError for what it raises.
+        Raises InvalidInputError where it is missing, UserCodeError for its errors.
         """
         with user_code(f"importing {module_name}"):
             try:
@@ -123,8 +122,8 @@ class EntryPoints:
         return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.allow)
 
     def _checked(self, name: str, target: Callable[..., Any], field: str) -> Callable[..., Any]:
-        """Refuses what the module merely imported from a place that is not allowed itself, unless
-        the operator has listed exactly this name: that says which thing is meant."""
+        """Refuse an object that the module merely imported from a disallowed place, unless the
+        operator has listed exactly this name."""
         if name in self.allow:
             return target
         home = getattr(target, "__module__", None)
@@ -147,8 +146,7 @@ class EntryPoints:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A partial call whose lists and mappings are fresh ones in every call, for the callee to keep
-    and to change."""
+    """A partial call with new lists and mappings every time, which the callee may change."""
 
     target: Callable[..., Any]
     kwargs: Mapping[str, Any]
@@ -166,7 +164,7 @@ def _check_keywords(
 ) -> None:
     try:
         parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # of a function without Python code, which says it itself
+    except (TypeError, ValueError):  # a function without Python code checks its arguments itself
         return
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
@@ -202,12 +200,12 @@ def _walk(module: ModuleType, qualname: str, field: str, name: str) -> object:
 
 
 class user_code:  # reads as a statement
-    """Runs the user's code: what it raises becomes one `UserCodeError`, and whoever watches this
-    thread sees what it does.
+    """A context for the user's code: its errors become a `UserCodeError`, and observers of this
+    thread see the activity.
 
-    Everything is caught on purpose, `sys.exit()` too: this is the border between our program and
-    the user's. Our own errors, raised by callbacks inside it, pass through. A class, because it is
-    entered several times in each step.
+    Everything is caught on purpose, `sys.exit()` too, at this border between our program and the
+    user's. Our own errors, raised by callbacks inside it, pass through. It is a class, because each
+    step enters it several times.
     """
 
     __slots__ = ("_activity", "_here", "_outer")
@@ -230,8 +228,8 @@ class user_code:  # reads as a statement
 
 
 def user_error(error: BaseException, activity: str) -> UserCodeError:
-    """The error in words: type and message as raised, with its notes, and the traceback of the
-    user's frames; where there is none, of torch's without the calls of modules."""
+    """Return the error in words: type and message, with its notes, and the traceback of the user's
+    frames, or if there are none, of torch's without the calls of modules."""
     told_trace = traceback.TracebackException.from_exception(error)
     _keep_users_part(told_trace)
     first, *others = leaves(error)
@@ -245,8 +243,8 @@ def user_error(error: BaseException, activity: str) -> UserCodeError:
 
 
 def _keep_users_part(told_trace: traceback.TracebackException) -> None:
-    """Leaves out all frames of ours, and those of torch where there are others; of exceptions
-    behind it too."""
+    """Remove our frames, and those of torch where there are others, also from exceptions that led
+    to this one."""
     behind = (told_trace.__cause__, told_trace.__context__, *(told_trace.exceptions or ()))
     for each in behind:
         if each is not None:
@@ -254,7 +252,7 @@ def _keep_users_part(told_trace: traceback.TracebackException) -> None:
     others = [frame for frame in told_trace.stack if not _is_ours(frame.filename)]
     users = [frame for frame in others if is_users(frame.filename)]
     for frame in users:
-        _ = frame.line  # read from where the file is, before that is left out
+        _ = frame.line  # read the line from its file before the path is shortened
         frame.filename = bundles.plain_path(frame.filename)
     told_trace.stack = traceback.StackSummary.from_list(
         users or [frame for frame in others if not frame.filename.startswith(_MODULE_CALLS)]
@@ -274,22 +272,22 @@ def _is_ours(filename: str) -> bool:
 
 # ---- Code of a job ----
 #
-# A job's functions, whether installed or in a bundle, are found through `UserCode`. It asks the
+# A job's functions, installed or in a bundle, are found through `UserCode`. It checks the
 # operator's policy before it fetches, unpacks or imports anything of a bundle, and checks that the
 # requirements of the job are installed here.
 
 
 @dataclass(frozen=True, slots=True)
 class SiteCode:
-    """What the file of a site has admitted of a job: its bundle, if it has one, and patterns of
-    installed entry points."""
+    """The code of a job that the file of a site has admitted: its bundle, if it has one, and
+    patterns of installed entry points."""
 
     site: str
     entrypoints: tuple[str, ...]
 
 
 class UserCode:
-    """What the user's code may be on this worker: installed entry points, and bundles."""
+    """The user's code that this worker may run: installed entry points, and bundles."""
 
     def __init__(self, installed: EntryPoints, policy: CodePolicy, bundles: CodeStore) -> None:
         self._installed, self._policy, self.bundles = installed, policy, bundles
@@ -301,11 +299,11 @@ class UserCode:
         fetch: Callable[[str], bytes],
         allowed: SiteCode | None = None,
     ) -> EntryPoints:
-        """Return what resolves all entry points of a job; its bundle is here then.
+        """Return the entry points of a job, after its bundle has been fetched.
 
-        fetch: gives the archive of a digest. allowed: what a site's file has admitted, in place of
-        the operator's list and policy. Raises InvalidInputError where the policy of this
-        worker refuses the bundle, or what the job requires is not installed.
+        fetch: returns the archive of a digest. allowed: the code that a site's file has admitted,
+        in place of the operator's list and policy. Raises InvalidInputError where the policy of
+        this worker refuses the bundle, or a requirement of the job is not installed.
         """
         check_requirements(job)
         installed = self._installed
@@ -321,7 +319,8 @@ class UserCode:
 
 
 def check_requirements(job: JobSpec) -> None:
-    """Raise InvalidInputError, naming all that lack, unless what the job requires is installed."""
+    """Raise InvalidInputError, which names all missing ones, unless the requirements of the job are
+    installed."""
     lacking = [text for text in map(_lack, job.requires or ()) if text]
     if lacking:
         text = f"this worker lacks {', '.join(lacking)}: install that in the image of the workers"

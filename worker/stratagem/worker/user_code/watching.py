@@ -1,4 +1,4 @@
-"""Watch the user's code: changes of its modules on disk, and what it prints and logs."""
+"""Watch the user's code: changes of its modules on disk, and its output and logs."""
 
 import hashlib
 import logging
@@ -13,38 +13,38 @@ from typing import Any, Final, TextIO
 # ---- Changed modules ----
 #
 # An imported module stays the same as long as its process lives, so after a change of its file a
-# job runs text that is in no file any more. The state of a file is recorded when this module first
+# job runs code that is in no file any more. The state of a file is recorded when this module first
 # sees it, right after the import of an entry point; a file that was only touched has not changed.
 
 MAX_SEEN: Final = 4096
-"""Modules that are looked after; further ones are not."""
+"""The largest number of watched modules."""
 _OURS: Final = "stratagem"
 MAX_BYTES: Final = 4 * 1024 * 1024
-"""Of a file that is compared."""
+"""The largest file that is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SeenFile:
-    """What the file of a module was."""
+    """The recorded state of a module's file."""
 
     path: str
     stamp: tuple[int, int]
-    """When it was changed, in nanoseconds, and its size."""
+    """The time of its last change, in nanoseconds, and its size."""
     digest: bytes
 
 
 _seen: dict[str, _SeenFile] = {}
-"""By name of the module. Used by one thread."""
+"""The recorded files by name of the module. Used by one thread."""
 _passed_over: dict[tuple[str, ...], set[str]] = {}
-"""By places: names of modules that are in none of them. They are thousands, and each entry point of
-each job looks for what is new."""
+"""The names of modules outside of these places, by places. There are thousands, and each entry
+point of each job looks for new ones."""
 
 
 def see_modules(folders: Iterable[str | Path]) -> None:
-    """Keep what the files are of those modules in these folders that are imported by now.
+    """Record the files of the modules in these folders that are imported by now.
 
-    Installed packages are left out, also where the folder has an environment in it: who installs
-    another version starts the worker anew.
+    Installed packages are left out, also where the folder contains an environment, since a new
+    version needs a restart of the worker.
     """
     kinds = (Path(folder) for folder in folders)
     places = tuple(f"{each}/" for folder in kinds for each in {folder.absolute(), folder.resolve()})
@@ -53,7 +53,7 @@ def see_modules(folders: Iterable[str | Path]) -> None:
     passed_over = _passed_over.setdefault(places, set())
     for name in set(sys.modules).difference(passed_over, _seen):
         path = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
-        # attributes are not asked for: some modules import others then
+        # attributes are not read, as some modules then import others
         if not isinstance(path, str) or not path.startswith(places) or _is_installed(name, path):
             passed_over.add(name)
         elif len(_seen) < MAX_SEEN and (found := _looked_at(path)) is not None:
@@ -61,7 +61,7 @@ def see_modules(folders: Iterable[str | Path]) -> None:
 
 
 def changed_modules() -> Iterator[tuple[str, str]]:
-    """Yield the name and the path of each module whose file is another one now, or is gone."""
+    """Yield the name and the path of each module whose file has changed, or is gone."""
     for name, seen in sorted(_seen.items()):
         if _stamp(seen.path) == seen.stamp:
             continue
@@ -97,19 +97,19 @@ def _looked_at(path: str) -> _SeenFile | None:
 
 # ---- Captured output ----
 #
-# Proxies stand in for sys.stdout and sys.stderr. They pass everything through to the real streams,
-# and give complete lines to the sink of the thread that wrote them. Other threads, and the worker's
-# own log lines, have no sink and are not captured.
+# Proxies replace sys.stdout and sys.stderr. They pass everything to the real streams, and complete
+# lines to the sink of the writing thread. Other threads, and the worker's log lines, have no sink
+# and are not captured.
 
 Sink = Callable[[str, str], None]
-"""Takes a level ("PRINT", "ERROR", "DEBUG" to "CRITICAL") and one line of text."""
+"""A function of a level ("PRINT", "ERROR", "DEBUG" to "CRITICAL") and one line of text."""
 
 MAX_LINE_CHARS: Final = 16_384
 _OWN_LOGGERS: Final = "stratagem"
 
 
 class _PerThread(threading.local):
-    """The sink of this thread, and what it has written since its last line end."""
+    """The sink of this thread, and its output since its last line end."""
 
     def __init__(self) -> None:
         self.sink: Sink | None = None
@@ -152,7 +152,7 @@ class _Records(logging.Handler):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Put the proxies in place for this process; call after the process's logging is set up."""
+    """Install the proxies for this process; call after the process's logging is set up."""
     real_out, real_err, records = sys.stdout, sys.stderr, _Records()
     sys.stdout, sys.stderr = _Tee(real_out, "PRINT"), _Tee(real_err, "ERROR")
     logging.getLogger().addHandler(records)
@@ -164,14 +164,14 @@ def installed() -> Iterator[None]:
 
 
 def pass_on(level: str, text: str) -> None:
-    """Give a line, which another process has captured, to the sink of this thread."""
+    """Pass a line, which another process has captured, to the sink of this thread."""
     if _here.sink is not None:
         _here.sink(level, text[:MAX_LINE_CHARS])
 
 
 @contextmanager
 def to(sink: Sink) -> Iterator[None]:
-    """Give what this thread prints and logs inside the `with` to the sink."""
+    """Pass the output and logs of this thread inside the `with` to the sink."""
     _here.sink = sink
     try:
         yield
