@@ -16,7 +16,7 @@ import torch
 from stratagem.tools.memory.estimate import StepMemory, estimate_memory, text_of
 from stratagem.tools.memory.play import measure_training
 from stratagem.worker.exchange.layout import ShardOwners
-from tests.tools.planning.support import SITE, kind_job
+from tests.tools.memory.support import SITE, kind_job
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 CASES = {

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.common.base.ids import Party
-from stratagem.common.secure.masks import apply_mask
-from stratagem.common.secure.secrets import (
+from stratagem.common.privacy.masks import apply_mask
+from stratagem.common.privacy.secrets import (
     SEALED_BYTES,
     ClientSecrets,
     SecureRound,
     dropped_pair_key,
     self_mask_key,
 )
-from stratagem.common.secure.sharing import neighbours, reconstruct, shares_needed
+from stratagem.common.privacy.sharing import neighbours, reconstruct, shares_needed
 
 ROUND = SecureRound("benchmark", Party(""), 1, 0)
 CONTEXT = b"benchmark"

@@ -16,7 +16,7 @@ from tests.device.check_table import SkippedError
 from tests.device.steps_checks import ADAM, trainer_on
 from tests.jobs import ALLOW, job, user_data, user_model
 from tests.repository import ROOT
-from tests.tools.planning.support import kind_job
+from tests.tools.memory.support import kind_job
 from tests.worker.engine.support import model_of
 from tests.worker.engine.support import train as train_here
 

@@ -14,7 +14,7 @@ from stratagem.worker.exchange.layout import ShardOwners
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.device.check_table import SkippedError
 from tests.jobs import ALLOW, job
-from tests.tools.planning.support import SITE, kind_job
+from tests.tools.memory.support import SITE, kind_job
 from tests.worker.engine.support import train
 
 ALLOWED = EntryPoints([ALLOW])

@@ -27,7 +27,7 @@ from tests.jobs import LOSSES, NOT_TRAINED, document, job, user_data, user_model
 from tests.odd_kinds import BUILT, TRAINED, Kind
 from tests.repository import ROOT
 from tests.stream_jobs import streamed
-from tests.tools.planning.support import SITE, federation, kind_job, replicas
+from tests.tools.memory.support import SITE, federation, kind_job, replicas
 from tests.userland.models import mlp
 
 NOT_HERE = {"digest": "0" * 64}

@@ -1,3 +1,3 @@
-"""This package computes the cost of differentially private rounds, and draws their noise from a
-secret key. The coordinator adds noise for clients with it, and the worker for rows.
+"""This package computes the cost of differentially private rounds and draws their noise from a
+secret key, and holds the arithmetic and cryptography of secure aggregation.
 """

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.privacy.quantisation import Quantisation
+from stratagem.common.privacy.sharing import AUTO, MIN_CLIENTS
 from stratagem.common.schema.document import DocumentValue, Positive
 from stratagem.common.schema.rules import differing, rule
-from stratagem.common.secure.quantisation import Quantisation
-from stratagem.common.secure.sharing import AUTO, MIN_CLIENTS
 
 MAX_SECURE_CLIENTS: Final = 10_000
 MAX_DEGREE: Final = 1024

@@ -18,11 +18,9 @@ import numpy as np
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError, told
 from stratagem.common.base.ids import Digest, WorkerId
 from stratagem.common.job import JobSpec
-from stratagem.common.process.failpoints import failpoint
-from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.secure.masks import MaskedLayout, apply_mask
-from stratagem.common.secure.quantisation import Quantisation, Words
-from stratagem.common.secure.secrets import (
+from stratagem.common.privacy.masks import MaskedLayout, apply_mask
+from stratagem.common.privacy.quantisation import Quantisation, Words
+from stratagem.common.privacy.secrets import (
     KEY_BYTES,
     SEALED_BYTES,
     SecureRound,
@@ -30,7 +28,7 @@ from stratagem.common.secure.secrets import (
     public_of,
     self_mask_key,
 )
-from stratagem.common.secure.sharing import (
+from stratagem.common.privacy.sharing import (
     MIN_CLIENTS,
     RING_SEED_BYTES,
     SHARE_BYTES,
@@ -38,6 +36,8 @@ from stratagem.common.secure.sharing import (
     reconstruct,
     shares_needed,
 )
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.common.strategy.secure import SecureAggregation
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.core.effects import AggregateRound, PostKeys, RouteShares, SecureParty

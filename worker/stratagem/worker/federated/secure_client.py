@@ -28,24 +28,24 @@ from stratagem.common.base.errors import (
     RefusedBySiteError,
     UserCodeError,
 )
-from stratagem.common.process.failpoints import failpoint
-from stratagem.common.schema.json import JSON
-from stratagem.common.secure.masks import MASKED, MaskedLayout, apply_mask
-from stratagem.common.secure.quantisation import Floats, Quantisation
-from stratagem.common.secure.secrets import (
+from stratagem.common.privacy.masks import MASKED, MaskedLayout, apply_mask
+from stratagem.common.privacy.quantisation import Floats, Quantisation
+from stratagem.common.privacy.secrets import (
     KEY_BYTES,
     SEALED_BYTES,
     ClientSecrets,
     HeldShare,
     SecureRound,
 )
-from stratagem.common.secure.sharing import (
+from stratagem.common.privacy.sharing import (
     MIN_CLIENTS,
     RING_SEED_BYTES,
     is_complete,
     neighbours,
     shares_needed,
 )
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.schema.json import JSON
 from stratagem.common.strategy.secure import SecureAggregation
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of

@@ -19,9 +19,9 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import Party, check_party, check_run_id
 from stratagem.common.job import JobSpec
+from stratagem.common.privacy.secrets import SecureRound
 from stratagem.common.schema.document import MAX_COUNT
 from stratagem.common.schema.json import JSON
-from stratagem.common.secure.secrets import SecureRound
 from stratagem.common.strategy import Federated
 from stratagem.common.strategy.secure import MAX_SECURE_CLIENTS
 from stratagem.v1 import types_pb2

@@ -22,9 +22,9 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.rules import CURRENT
 from stratagem.common.privacy import accountant
 from stratagem.common.privacy.noise import SecretLostError, fingerprint_of, seeded_secret
+from stratagem.common.privacy.secrets import SecureRound
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json import JSON
-from stratagem.common.secure.secrets import SecureRound
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.local_files import MAX_COPY_BYTES, copy_of, is_near
 from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose, to_proto

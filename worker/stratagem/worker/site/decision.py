@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 from stratagem.common.code.signatures import is_signed
 from stratagem.common.job import JobSpec
 from stratagem.common.job.derived import entry_points_by_field
-from stratagem.common.secure.sharing import is_complete, shares_needed
+from stratagem.common.privacy.sharing import is_complete, shares_needed
 from stratagem.common.strategy import All, Federated, Random
 from stratagem.worker.site.file import AcceptRule, SiteFile, moment_text, opening, parse_window
 

@@ -11,7 +11,7 @@ from typing import Final
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.common.base.text import beyond_text, counted
 from stratagem.common.job import JobSpec
-from stratagem.common.secure.sharing import MIN_CLIENTS, neighbours, never_opened, shares_needed
+from stratagem.common.privacy.sharing import MIN_CLIENTS, neighbours, never_opened, shares_needed
 from stratagem.common.strategy.secure import SecureAggregation
 from stratagem.coordinator.core.effects import (
     AccountRound,

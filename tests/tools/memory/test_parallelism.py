@@ -16,7 +16,7 @@ from stratagem.common.strategy import (
     WorkerIdTarget,
 )
 from stratagem.tools.memory.recommend import CandidateWorker, Fleet, balanced, recommend, resolve
-from tests.tools.planning.support import SITE, estimate, kind_job
+from tests.tools.memory.support import SITE, estimate, kind_job
 
 GB = 10**9
 SHALLOW = {"depth": 1}

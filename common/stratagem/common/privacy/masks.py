@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
-from stratagem.common.secure.quantisation import Quantisation, Words
+from stratagem.common.privacy.quantisation import Quantisation, Words
 from stratagem.common.tensors.manifest import (
     Manifest,
     Purpose,

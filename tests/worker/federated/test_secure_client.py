@@ -11,10 +11,10 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, KeysLostError, RefusedBySiteError
 from stratagem.common.base.ids import Party
-from stratagem.common.secure.secrets import SecureRound
+from stratagem.common.privacy.secrets import SecureRound
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.federated.secure_client import masked_update
-from tests.worker.secure_aggregation.round_of_clients import (
+from tests.worker.federated.round_of_clients import (
     SEED,
     RoundOfClients,
     secure_job,

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
-from stratagem.common.secure.sharing import COEFFICIENT_BYTES, SHARE_BYTES, share
+from stratagem.common.privacy.sharing import COEFFICIENT_BYTES, SHARE_BYTES, share
 
 # ---- Transcripts ----
 #

@@ -7,7 +7,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
-from stratagem.common.secure.secrets import (
+from stratagem.common.privacy.secrets import (
     SEALED_BYTES,
     ClientSecrets,
     SecureRound,
@@ -15,7 +15,7 @@ from stratagem.common.secure.secrets import (
     public_of,
     self_mask_key,
 )
-from stratagem.common.secure.sharing import reconstruct
+from stratagem.common.privacy.sharing import reconstruct
 
 ROUND = SecureRound("run", Party(""), 3, 0)
 CONTEXT = b"who the holders are"

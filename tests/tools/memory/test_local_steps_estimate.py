@@ -10,7 +10,7 @@ from stratagem.tools.memory.estimate import text_of
 from stratagem.tools.memory.play import measure_training
 from stratagem.tools.memory.strategies import outer_messages
 from stratagem.worker.exchange.layout import ShardOwners
-from tests.tools.planning.support import SITE, estimate, kind_job, replicas
+from tests.tools.memory.support import SITE, estimate, kind_job, replicas
 from tests.worker.engine.local_replicas import local_steps_job
 from tests.worker.engine.local_replicas import trainer as replicas_trainer
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.secure.sharing import (
+from stratagem.common.privacy.sharing import (
     AUTO,
     is_complete,
     neighbours,

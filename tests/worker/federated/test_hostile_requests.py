@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
-from stratagem.common.secure.secrets import SEALED_BYTES, SecureRound
+from stratagem.common.privacy.secrets import SEALED_BYTES, SecureRound
 from stratagem.v1 import worker_pb2 as pb
-from tests.worker.secure_aggregation.round_of_clients import SEED, RoundOfClients
+from tests.worker.federated.round_of_clients import SEED, RoundOfClients
 
 ALL = (0, 1, 2, 3)
 numbers = st.lists(st.integers(0, 6) | st.integers(0, 2**32 - 1), max_size=6)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.secure.sharing import (
+from stratagem.common.privacy.sharing import (
     COEFFICIENT_BYTES,
     PRIME,
     SHARE_BYTES,

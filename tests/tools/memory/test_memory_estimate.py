@@ -28,7 +28,7 @@ from stratagem.worker.exchange.reducer import solo_exchange
 from stratagem.worker.session.states import NUM_SNAPSHOTS
 from tests.cluster.jobs import population
 from tests.jobs import NOT_TRAINED, job, user_model
-from tests.tools.planning.support import SITE, estimate, federation, kind_job, replicas
+from tests.tools.memory.support import SITE, estimate, federation, kind_job, replicas
 from tests.worker.engine.gossip_nodes import gossip_job
 from tests.worker.engine.gossip_nodes import trainer as gossip_trainer
 

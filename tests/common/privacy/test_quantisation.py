@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.secure.masks import apply_mask
-from stratagem.common.secure.quantisation import Quantisation
+from stratagem.common.privacy.masks import apply_mask
+from stratagem.common.privacy.quantisation import Quantisation
 
 KEY = bytes(range(32))
 

@@ -25,7 +25,7 @@ from stratagem.common.identity.certificates import Authority, make_authority
 from stratagem.common.identity.tls import Role, TlsFiles
 from stratagem.worker.federated.secure_secrets import SignedIdentity, WorkerSigner, is_signed_by
 from stratagem.worker.site.file import PeerPins
-from tests.worker.secure_aggregation.round_of_clients import RoundOfClients, secure_job, worker
+from tests.worker.federated.round_of_clients import RoundOfClients, secure_job, worker
 
 ALL = (0, 1, 2, 3)
 TEXT = b"a text"
