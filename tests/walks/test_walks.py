@@ -18,12 +18,12 @@ ALL_REDUCE = {
     "num_replicas": 2,
     "aggregation": {"method": "AllReduce"},
 }
-MAX_JOB = Walk(files=235, returns=760)
-MAX_GRADIENT = Walk(files=36, returns=72)
-MAX_ACTIVATION = Walk(files=46, returns=70)
-MAX_UPDATE = Walk(files=165, returns=470)
+MAX_JOB = Walk(files=225, returns=765)
+MAX_GRADIENT = Walk(files=35, returns=62)
+MAX_ACTIVATION = Walk(files=40, returns=64)
+MAX_UPDATE = Walk(files=162, returns=475)
 """Of the worker and of the coordinator together."""
-MAX_COMMIT = Walk(files=68, returns=125)
+MAX_COMMIT = Walk(files=66, returns=122)
 
 
 def is_within(walk: Walk, most: Walk) -> bool:
