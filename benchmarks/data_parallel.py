@@ -131,8 +131,11 @@ def form(variant: str, setup: Setup) -> Link | SharedGroup:
             listener = SharedListener()
             return form_shared(listener, rank, size, rendezvous(listener.address), 60.0)
         case "grpc" | "tls":
-            hub = serve_peers(setup.certificate if variant == "tls" else None)
-            return form_grpc(hub, Group("run", "", 1, 1, rank, size), rendezvous, 60.0)
+            certificate = setup.certificate if variant == "tls" else None
+            # All members have one certificate here, and so one name.
+            names = () if certificate is None else ("w",) * size
+            group = Group("run", "", 1, 1, rank, size, names)
+            return form_grpc(serve_peers(certificate), group, rendezvous, 60.0)
         case _:
             return form_gloo(rank, size, "127.0.0.1", rendezvous, 60.0)
 
