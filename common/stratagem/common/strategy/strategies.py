@@ -466,8 +466,7 @@ def parse_strategy(source: object) -> Strategy:
 
 
 def dump_strategy(strategy: Strategy) -> dict[str, JSON]:
-    """Return the strategy as a JSON object: the tag, then the fields; no extras in the shared
-    form."""
+    """Return the strategy as JSON: the tag, then the fields; without extras, the shared form."""
     written = _Document(strategy=strategy).document()["strategy"]
     assert isinstance(written, dict)
     return written
