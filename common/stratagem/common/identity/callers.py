@@ -96,8 +96,7 @@ def new_token(
 
 
 def add_token(path: Path, known: KnownToken) -> None:
-    """Add a token's record to a tokens file, which is replaced atomically; only its owner can read
-    it."""
+    """Add a record to a tokens file, which is replaced atomically; only its owner can read it."""
     tokens = read_tokens(path) if path.exists() else ()
     if known.name in {token.name for token in tokens}:
         raise AlreadyExistsError(f"{path} has a token {known.name!r} already; revoke it first")
@@ -163,8 +162,7 @@ class TokenFile:
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the call metadata with the token. Raises InvalidInputError for an unusable
-        file."""
+        """Return the call metadata with the token. Raises InvalidInputError for a bad file."""
         try:
             stamp = stamp_of(self._path)
             if stamp != self._seen:
@@ -244,8 +242,8 @@ UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DAT
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """A row of the table of calls: the roles or scopes of which a caller needs one, and the kind of
-    resource that the call names."""
+    """A row of the table of calls: the scopes or roles of which a caller needs one, and the kind of
+    resource that requests name."""
 
     who: tuple[Who, ...]
     names: Names
@@ -477,8 +475,7 @@ def current_caller() -> Caller:
 
 
 def check_caller_again() -> None:
-    """Raise UnauthenticatedError if the certificate of a long call's caller was revoked
-    meanwhile."""
+    """Raise UnauthenticatedError if the caller's certificate was revoked during a long call."""
     check = _check_again.get()
     if check is not None:
         check()

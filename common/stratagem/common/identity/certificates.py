@@ -73,8 +73,7 @@ def trusted(folder: Path) -> list[x509.Certificate]:
 
 
 def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Return the authority that signs now, with its key: the trusted one whose key is in the
-    folder."""
+    """Return the authority that signs now, with its key: the one whose key is in the folder."""
     path = folder / CA_KEY_FILE
     try:
         key = load_pem_private_key(path.read_bytes(), None)
@@ -140,8 +139,7 @@ def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
 
 
 def issued_by(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """Return the extension that names the issuer by its key, since its successor has the same
-    name."""
+    """Return the extension that names the issuer by key, since its successor has the same name."""
     key_id = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
 
@@ -151,7 +149,7 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> None:
-    """Write a file atomically, never with more permissions than `mode`."""
+    """Write a new file, or replace one, atomically, never with more permissions than `mode`."""
     if path.exists() and not replace:
         raise AlreadyExistsError(f"{path} is there already")
     with whole_file(path, mode=mode) as file:

@@ -91,10 +91,9 @@ def chain_of(
 
 
 def ended(chain: Chain) -> ChainCertificate | None:
-    """Return the expired certificate of a chain; None if all are valid.
+    """Return the expired certificate of a chain; None while all are valid.
 
-    If several have expired, the highest one is returned: new certificates below it would not be
-    valid either.
+    The highest one is returned: certificates newly signed below it would not be valid either.
     """
     return next((link for link in reversed(chain) if link.has_ended), None)
 
@@ -450,8 +449,7 @@ def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.S
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Return gRPC credentials for one connection; a new connection is needed if the files
-    change."""
+    """Return gRPC credentials for a connection; changed files need a new connection."""
     return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
 
 

@@ -108,8 +108,7 @@ class GraphSpec(Section):
 
 
 def graph_violations(graph: GraphSpec) -> list[Violation]:
-    """Return the violations of one graph, without those of its subgraphs, which check
-    themselves."""
+    """Return the violations of one graph, without those of its subgraphs."""
     if not graph.nodes and not graph.subgraphs:
         return [Violation("nodes", "must not be empty")]
     violations = [*_duplicate_ids(graph), *_unknown_ends(graph), *_ports_fed_twice(graph)]
@@ -181,8 +180,7 @@ def _ports_fed_twice(graph: GraphSpec) -> list[Violation]:
 
 
 def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
-    """Sort topologically (Kahn, stable); return (order, sources of each id on or behind a
-    cycle)."""
+    """Sort topologically (Kahn, stable); return (order, sources of each id that is not in it)."""
     position = {node: i for i, node in enumerate(graph.node_ids())}
     sources: dict[str, list[str]] = {node: [] for node in position}
     targets: dict[str, list[str]] = {node: [] for node in position}

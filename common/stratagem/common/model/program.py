@@ -21,8 +21,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class FromNode:
-    """The output of a node as an input elsewhere; `use` numbers its uses in program order, from
-    0."""
+    """The output of a node, used as an input; `use` numbers its uses in program order, from 0."""
 
     node: str
     use: int = 0
@@ -30,8 +29,7 @@ class FromNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeInput:
-    """One of `count` inputs taken from a value: its member `index` if it is a tuple, else the
-    value."""
+    """Input `index` of `count` from one value: a member if the value is a tuple, else the value."""
 
     of: "Source"
     index: int

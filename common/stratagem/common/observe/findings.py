@@ -42,8 +42,8 @@ SYNC_BYTES: Final = 4096
 def environment_of(
     data_dir: Path | None, packages: Iterable[str] = (), tls: TlsFiles | None = None
 ) -> types_pb2.Environment:
-    """Measure the environment of this process: versions, limits, disk and certificates. data_dir:
-    the folder of its durable data, if any."""
+    """Measure versions, limits, disk and certificates of this process. data_dir: its durable
+    data."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     environment = types_pb2.Environment(
         packages={

@@ -45,8 +45,7 @@ class Durations:
         self.sum_s += max(seconds, 0.0)
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """Return cumulative counts as (upper bound, number of durations up to it); the last is
-        +Inf."""
+        """Return (upper bound, number of durations up to it) per bucket; the last is +Inf."""
         total, rows = 0, []
         for bound, count in zip([*map(str, self.bounds_s), "+Inf"], self.counts, strict=True):
             total += count

@@ -81,16 +81,14 @@ def deployment_of(settings: MetricsSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The access control of a metrics endpoint: TLS files and token; without them it is plaintext
-    and open."""
+    """The access control of a metrics endpoint; without any files it is plaintext and open."""
 
     cert: Path | None = None
     key: Path | None = None
     client_ca: Path | None = None
     """The authorities, one of which must have signed the scraper's certificate; None: no check."""
     token_file: Path | None = None
-    """The file with the token that scrapers must send, as `Authorization: Bearer`; None: no
-    check."""
+    """The file with the token that scrapers must send as `Authorization: Bearer`."""
 
     @classmethod
     def of(cls, settings: MetricsSettings) -> Self:
@@ -127,8 +125,7 @@ class Guard:
         )
 
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            """Switch a connection to the newest files; called in each handshake, before a
-            certificate is shown."""
+            """Use the newest files; called in each handshake, before a certificate is shown."""
             connection.context = watched.newest()
 
         watched.content.sni_callback = renew

@@ -70,8 +70,7 @@ def start(process: str, name: str = "") -> bool:
 
 
 def adopt() -> None:
-    """Add our spans to the traces of a program that has set up OpenTelemetry itself; for the
-    SDK."""
+    """Join the traces of a program that has set up OpenTelemetry itself; for the SDK."""
     global _tracing
     if _tracing is None and "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace
