@@ -357,8 +357,7 @@ class Coordinators:
 
 
 class CoordinatorChannel(DelegatingChannel):
-    """A channel that sends each call to the current coordinator, and finds the leader among
-    several."""
+    """A channel that sends each call to the current coordinator, and finds the leader."""
 
     def __init__(
         self,

@@ -116,8 +116,7 @@ class ProxyAwayError(OSError):
 
 
 def check_proxy(url: str) -> str:
-    """Validate the URL of a proxy, or "", and return it. Raises ValueError if gRPC cannot use
-    it."""
+    """Validate a proxy's URL, or "", and return it. Raises ValueError if gRPC cannot use it."""
     if url:
         _parsed(url)
     return url
@@ -255,8 +254,7 @@ class _Probe:
     proxy: HttpProxy | None
 
     def handshake(self, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
-        """Connect, do a TLS handshake, and return the socket. Raises OSError, of which SSLError is
-        one."""
+        """Do a TLS handshake; return the socket. Raises OSError, of which SSLError is one."""
         context.set_alpn_protocols(["h2"])
         context.sslsocket_class = _Connection
         plain = self._connection()

@@ -110,15 +110,13 @@ def make_server(
 
 
 def make_health_server() -> grpc.aio.Server:
-    """Return a server for health probes on a port of its own, which always admits single
-    questions."""
+    """Return a server for health probes only, which always admits single questions."""
     limits = CallLimits(PROBE_TIMEOUT_S, DEFAULT_LIMITS.max_calls, unlimited=PROBES)
     return make_server(limits)
 
 
 def add_health(server: grpc.aio.Server) -> HealthService:
-    """Add a grpc.health.v1 service, SERVING at first; the caller changes the status while
-    draining."""
+    """Add a grpc.health.v1 service, SERVING at first; the caller sets the status later."""
     servicer = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer
@@ -256,8 +254,7 @@ class _Call:
             self.calls.end(name, began_s)
 
     def admit(self, context: Context) -> None:
-        """Check that the caller may make the call. Raises UnauthenticatedError or
-        PermissionDeniedError."""
+        """Check that the caller may make the call. Raises the error of a refusal."""
         if not is_open(self.method):
             metadata = self.details.invocation_metadata or ()
             self.gate.admit(self.method, context.auth_context(), metadata)
@@ -387,8 +384,7 @@ def _check_not_cancelled() -> None:
 
 
 def _ending() -> UnavailableError:
-    """Return the error for calls that a process ends by exiting; gRPC itself would answer
-    nothing."""
+    """Return the error for calls of an ending server, since gRPC itself would answer nothing."""
     return UnavailableError("this process ends, and what the call waited for with it")
 
 

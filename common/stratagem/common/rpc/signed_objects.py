@@ -44,8 +44,7 @@ class SignedObjects:
         on_half: Callable[[], None] = lambda: None,
         is_cancelled: CancelCheck = lambda: False,
     ) -> None:
-        """Upload an object; when this returns, it is durable. on_half: called when half of it is
-        sent.
+        """Upload an object, durably when this returns. on_half: called when half of it is sent.
 
         Raises UnavailableError if the store refuses or cannot be reached, or the call was
         cancelled; the object then does not exist, or is whole.

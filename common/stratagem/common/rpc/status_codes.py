@@ -127,8 +127,7 @@ def to_status(error: Exception) -> grpc.Status | None:
 
 
 def shown(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
-    """Return text of a caller that is safe to show to others: shortened, without control
-    characters."""
+    """Return text of a caller that others may see: shortened, without control characters."""
     text = printable(text[:max_bytes])
     raw = text.encode(errors="replace")
     if len(raw) <= max_bytes:
@@ -171,8 +170,7 @@ def from_rpc_error(error: grpc.RpcError) -> StratagemError:
 
 
 def name_of(error: grpc.RpcError) -> str:
-    """Return the class name of the error that the other side raised; "" if gRPC itself or a proxy
-    failed."""
+    """Return the class name of the error that the other side raised; "" if gRPC itself failed."""
     info = _details(error).info
     return str(info.reason) if info.domain == _DOMAIN else ""
 

@@ -61,8 +61,7 @@ Three more messages do not slow a fast stream."""
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The retry policy of a cut stream: the number of attempts without progress, and the
-    backoff."""
+    """The retry policy of a cut stream: attempts without progress, and backoff."""
 
     max_attempts: int = 5
     first_pause_s: float = 0.1
@@ -147,8 +146,7 @@ async def receive_upload(
     commit: Callable[[], Awaitable[None]],
     idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> AsyncIterator[R]:
-    """Yield the responses to an upload whose header has been read and accepted, and write its
-    chunks.
+    """Write the chunks of an upload whose header has been accepted; yield the responses.
 
     `writer` is at the offset where the sender continues; `commit` checks the digest and makes the
     content visible. After an error the caller decides about the received part.
@@ -291,8 +289,7 @@ async def _receive(
     keep_up: KeepUp | None,
     near: Near | None,
 ) -> bool:
-    """Receive the messages of one call; return False if the sender offers a file that cannot be
-    read."""
+    """Receive the messages of a call; return False if it offers a file that cannot be read."""
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":

@@ -65,8 +65,7 @@ class LeafPlace(NamedTuple):
 def leaves_of(
     manifest: Manifest, leaf_bytes: int = LEAF_BYTES, small_bytes: int = SMALL_BYTES
 ) -> tuple[Leaf, ...]:
-    """Cut a state into leaves: those of the large tensors first, then shared ones of small
-    tensors."""
+    """Cut a state into leaves: those of large tensors, then those that small ones share."""
     assert small_bytes <= leaf_bytes
     large: list[Leaf] = []
     small: list[list[tuple[int, int]]] = []
@@ -119,8 +118,7 @@ class LeafStream:
         """The index of the place being filled, and the number of its bytes so far."""
 
     def deal(self, data: Any) -> Iterator[tuple[int, memoryview, bool]]:
-        """Yield (leaf number, next bytes of the leaf, whether they complete it) for the next
-        data."""
+        """Yield (leaf number, its next bytes, whether they complete it) for the next data."""
         view = memoryview(data).cast("B")
         while view:
             if self._next == len(self._places):

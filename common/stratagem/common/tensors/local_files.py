@@ -246,8 +246,9 @@ def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
 
 
 def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview] | None:
-    """Yield the bytes of an offered copy, see `contents`; None if it no longer exists and the bytes
-    must be requested. Raises UnreadableFileError if this process may open none."""
+    """Return an iterator over the bytes of an offered copy, see `contents`; None if it no longer
+    exists and the bytes must be requested. Raises UnreadableFileError if this process may open
+    none."""
     try:
         found = opened_copy(file)
     except IntegrityError:  # the copy was closed, and its descriptor reused
@@ -268,7 +269,8 @@ Take = Callable[[int, Iterator[Data]], Awaitable[None]]
 
 
 class Near(NamedTuple):
-    """How to download from a sender on this machine, which may offer a file in place of chunks."""
+    """A way to download from a sender on this machine, which may offer a file in place of
+    chunks."""
 
     open_call: Callable[[], Any]
     """Starts a call, from the first byte on, that accepts the offer of a file."""

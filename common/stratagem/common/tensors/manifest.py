@@ -36,7 +36,7 @@ the key and without tensors of an average has averages in place of the parameter
 
 
 class Purpose(IntEnum):
-    """The purpose of a tensor stream, by which its bytes are counted."""
+    """The purpose of a tensor stream: what its tensors are for."""
 
     STATE = tensor_pb2.PURPOSE_STATE
     UPDATE = tensor_pb2.PURPOSE_UPDATE
@@ -86,7 +86,7 @@ class TensorSpec:
     offset: int
     size_bytes: int
     alias_of: str | None = None
-    """The name of an earlier tensor with the same storage, offset and size; "" for none."""
+    """The name of an earlier tensor with the same storage, offset and size; None for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Manifest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
     codec: str = ""
-    """The codec of the tensors, a value of CODECS; coded tensors are payloads of type uint8."""
+    """The codec of the tensors, a key of CODECS; coded tensors are payloads of type uint8."""
     is_in_leaves: bool = False
     """The digest is that of the state's leaves (`leaves.py`), not of its file."""
 
@@ -145,8 +145,7 @@ def build_manifest(
 
 
 def check(manifest: Manifest, limits: Limits) -> None:
-    """Raise InvalidInputError for a manifest that breaks a rule, LimitError for one over a
-    limit."""
+    """Raise InvalidInputError if a manifest breaks a rule, LimitError if it exceeds a limit."""
     _check_counts(manifest, limits)
     _check_values(manifest)
     by_name: dict[str, TensorSpec] = {}
@@ -367,8 +366,7 @@ def dtype_named(name: str, field: str = "dtype") -> DTypeInfo:
 
 
 def dtype_on_wire(number: int, field: str = "dtype") -> DTypeInfo:
-    """Look up an element type by its `DType` value in the protocol. field: the field named in an
-    error."""
+    """Look up an element type by its protocol number. field: the field named in an error."""
     if number not in _BY_WIRE:
         raise InvalidInputError.at(field, f"{number} is no element type of this protocol version")
     return _BY_WIRE[number]

@@ -84,8 +84,7 @@ def are_equal(one: memoryview, other: memoryview) -> bool:
 
 
 def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> None:
-    """Raise an error for ranges that are too many, out of order, overlapping or outside of a
-    state."""
+    """Raise an error for ranges that are too many, unordered, overlapping or out of bounds."""
     if len(same) > MAX_RANGES:
         raise LimitError(f"same: {len(same)} ranges, the limit is {MAX_RANGES}")
     end = 0
@@ -139,8 +138,7 @@ _PARAMETER: Final = "parameter/"
 
 @dataclass(frozen=True, slots=True, order=True)
 class SliceName:
-    """The parsed name of a slice of a tensor. Sorted slices are in the order of the undivided
-    state's tensors."""
+    """A parsed slice name; sorting them gives the tensor order of the undivided state."""
 
     parameter: int
     """The index of the parameter, from 0."""

@@ -68,8 +68,7 @@ def iter_frames(pieces: Iterable[Piece], offset: int = 0) -> Iterator[bytes]:
 
 
 def frame(offset: int, *parts: Data) -> bytes:
-    """Encode `parts`, not all of them empty, as a serialized message whose field `chunk` carries
-    them."""
+    """Return a serialized message whose field `chunk` carries `parts`, not all of them empty."""
     size = sum(map(len, parts))
     return (patched if size >= _MIN_PATCHED_BYTES else joined)(offset, *parts)
 
@@ -203,8 +202,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Decode a varint of at most nine bytes; return (value, end), with value -1 for a longer
-    one."""
+    """Decode a varint of up to nine bytes; return (value, end), value -1 for a longer one."""
     value = 0
     for shift in range(0, 63, 7):
         byte = raw[at]
@@ -248,8 +246,7 @@ class CarriesChunk(Protocol):
 def iter_views(
     buffers: Sequence[memoryview], offset: int = 0, piece_bytes: int = CHUNK_BYTES
 ) -> Iterator[list[memoryview]]:
-    """Yield the concatenation of `buffers`, from `offset` on, in pieces; each is a list of
-    views."""
+    """Yield the concatenation of `buffers` from `offset` on in pieces, each a list of views."""
     parts: list[memoryview] = []
     room = piece_bytes
     for buffer in buffers:
@@ -416,8 +413,7 @@ def stream_bytes() -> Mapping[tuple[str, str], int]:
 
 
 def engine_bytes() -> Mapping[tuple[str, str], int]:
-    """Return the bytes sent by mesh engines, keyed by (direction, engine); shared memory sends
-    nothing."""
+    """Return the bytes keyed by (direction, mesh engine); shared memory sends nothing."""
     counted = {key: flow.num_bytes for key, flow in _ENGINES.items()}
     for direction in (SENT, RECEIVED):
         counted[direction, "grpc"] = _STREAMS[direction, Purpose.MESH].num_bytes
