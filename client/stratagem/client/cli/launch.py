@@ -126,8 +126,7 @@ class _Request:
     access: Access
 
     def launch_here(self) -> WorkerLaunch:
-        """Return the launch for nodes that have this Python and the user's folders at the same
-        paths."""
+        """Return the launch for nodes with this Python and the user's folders at the same paths."""
         check_addresses("--coordinator", self.access.coordinator)
         folders = tuple(str(folder.resolve()) for folder in import_folders(self.job_path))
         return self.launch(self.access.coordinator, sys.executable, folders)

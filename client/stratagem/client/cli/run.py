@@ -321,8 +321,7 @@ class _Following:
     """The number of threads per worker, if this command started the workers."""
 
     def say_why(self) -> None:
-        """Print the note about the submission, such as why a strategy was chosen, if there is
-        one."""
+        """Print the note about the submission, such as the choice of strategy, if there is one."""
         if self.handle.note:
             complain(self.handle.note)
 

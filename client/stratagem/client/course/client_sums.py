@@ -46,8 +46,7 @@ class ClientInRound:
     reason: str = ""
     """The reason for the rejection or excuse, as a sentence."""
     staleness: int = 0
-    """The number of rounds by which the update is late: this round minus the one it was trained
-    for."""
+    """The number of rounds by which the update is late when it counts."""
     assigned_s: float | None = None
     """The wall time at which the client was assigned to its worker."""
     answered_s: float | None = None

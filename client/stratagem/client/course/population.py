@@ -16,8 +16,7 @@ from stratagem.common.schema.json import JSON, thawed
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A node of a state's lineage: one generation in the past of a member's state, with the member
-    that trained it."""
+    """A node of a state's lineage: one generation, with the member that trained the state then."""
 
     generation: int
     member: int
@@ -38,8 +37,7 @@ class MemberInGeneration:
     now: Ancestor
     """The member's newest lineage node, that of this generation."""
     score: float | None = None
-    """The metric's value at the end of the generation; None if not known yet, or the member
-    failed."""
+    """The metric's value at the end; None: not yet known, or the member has failed."""
     is_scored: bool = False
     """The member has finished this generation."""
 
@@ -55,8 +53,8 @@ class MemberInGeneration:
 
     @property
     def parent(self) -> int:
-        """Return the number of the member whose state was trained on: its own, or that of the donor
-        it copied."""
+        """Return the member whose state this one began from: itself, or the donor that it
+        copied."""
         return self.member if self.now.before is None else self.now.before.member
 
 
@@ -118,8 +116,7 @@ class Population:
         return found
 
     def lineage(self, member: int, generation: int | None = None) -> tuple[int, ...]:
-        """Return the member that trained a member's state in each generation; the last is the
-        member itself.
+        """Return the member that trained a member's state in each generation, itself last.
 
         generation: the generation in which the member is meant, by default its newest one. Raises
         KeyError if there is none.
@@ -168,8 +165,7 @@ def population(events: Iterable[Event], job: Mapping[str, Any]) -> Population:
 
 
 class PopulationFolding:
-    """An incremental reader of events that builds a Population, of the whole run or of one
-    party."""
+    """An incremental reader of the events of a run, or of one party, that builds a Population."""
 
     def __init__(self, job: Mapping[str, Any], party: str = "") -> None:
         self._party = party
@@ -304,12 +300,11 @@ MAX_NAME: Final = 64
 
 
 def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
-    """Return a job without a population that reproduces the winner's state, bit for bit. job: of
-    the population.
+    """Return a job without a population that reproduces the winner's state bit for bit.
 
-    The new job is that of the first member of the winner's lineage, with the hyperparameters and
-    the seed of each later member from the step of its copy on. Raises NotFoundError if there is no
-    winner yet.
+    job: of the population. The new job is that of the first member of the winner's lineage, with
+    the hyperparameters and the seed of each later member from the step of its copy on. Raises
+    NotFoundError if there is no winner yet.
     """
     winner = found.best
     if winner is None:

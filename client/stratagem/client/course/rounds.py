@@ -48,11 +48,8 @@ def homes(event: Event) -> dict[int, Home]:
 
 
 def fold_benches(benches: dict[int, int], event: Event, party: str) -> None:
-    """Update `benches`, the first round in which each benched client may take part again, by an
-    event.
-
-    Returning to an earlier commit clears benches.
-    """
+    """Update by an event the first round in which each benched client may take part again.
+    Returning to an earlier commit clears benches."""
     if undone_from(event) is not None:
         benches.clear()
     elif event.kind == "ClientBenched" and party_of(event) == party:
@@ -65,8 +62,8 @@ def of_sums(
     roster: Mapping[int, Home],
     benches: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[FederatedClient, ...]:
-    """Return the summaries of all clients in the sums or in the roster. newest: the newest round.
-    benches: of `fold_benches`."""
+    """Return the summaries of all clients in sums or roster. newest: round. benches: of
+    `fold_benches`."""
     return tuple(
         _at_home(sums.client(each), roster.get(each), benches.get(each, 0), newest)
         for each in sorted(roster.keys() | sums.numbers)
@@ -109,8 +106,7 @@ class Round:
     loss: float = math.nan
     """The sample-weighted mean loss of the updates that count."""
     told_loss: float | None = None
-    """The loss as reported by the coordinator; None if the round is open, or the version is
-    early."""
+    """The loss that the coordinator reported; None if the round is open or of an early version."""
     reason: str = ""
     """The reason why the round closed, as a sentence."""
     metrics: Mapping[str, float] = field(default_factory=dict)

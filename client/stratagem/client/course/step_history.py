@@ -112,16 +112,15 @@ class History(Mapping[str, StepSeries]):
         return (last - 1) // stride * stride + 1 if last else 1
 
     def continued(self, later: "History") -> "History":
-        """Return this history with the rows of a later answer, which begins at `next_step`,
-        appended."""
+        """Return this history with its rows from `next_step` on replaced by a later answer."""
         from_step = self.next_step
         names = dict.fromkeys([*self, *later])
         pairs = ((self._series.get(name), later._series.get(name)) for name in names)
         return History(_continued(own, other, from_step) for own, other in pairs)
 
     def with_newest_of(self, whole: "History") -> "History":
-        """Return this part of a history, plus the series of `whole` that only its newest segment
-        has."""
+        """Return this part of a history, plus the series that `whole` keeps of its newest segment
+        only."""
         kept = [each for each in self._series.values() if not is_of_newest_segment(each.party)]
         newest = [each for each in whole._series.values() if is_of_newest_segment(each.party)]
         return History([*kept, *newest])

@@ -180,7 +180,7 @@ class Progress:
     eta_s: float | None = None
     """The time until the last step at the pace of the last minute; None if there is no pace."""
     may_end_early: bool = False
-    """The run may end earlier than eta_s, by early stopping."""
+    """The run may end before its last step; eta_s is then the most that is left."""
     unit: str = "steps"
     """The unit of num_steps: steps, rounds or generations."""
     num_clients_rejected: int = 0
@@ -376,8 +376,7 @@ def _commit(info: pb.CommitInfo) -> Commit:
 
 
 def _read(kind: type[T], *messages: Message, **own: Any) -> T:
-    """Make a view by copying fields of the same names from the messages; `own` sets further
-    fields."""
+    """Make a view from the fields of the same names in the messages, and `own`."""
     for name in (each.name for each in fields(cast(Any, kind)) if each.name not in own):
         found = next(getattr(message, name) for message in messages if hasattr(message, name))
         match found:
@@ -419,8 +418,7 @@ def party_of(event: Event) -> str:
 
 
 def undone_from(event: Event) -> int | None:
-    """Return the last segment that stays valid if this event returns to an earlier commit, else
-    None."""
+    """Return the last segment that stays if this event returns to an earlier commit, else None."""
     if event.kind != "RunResumed":
         return None
     segment = event.payload.get("from_segment")

@@ -246,9 +246,8 @@ def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
 
 
 def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview] | None:
-    """Return an iterator over the bytes of an offered copy, see `contents`; None if it no longer
-    exists and the bytes must be requested. Raises UnreadableFileError if this process may open
-    none."""
+    """Return the bytes of an offered copy as `contents` does; None if it no longer exists and they
+    must be requested. Raises UnreadableFileError if this process may open none."""
     try:
         found = opened_copy(file)
     except IntegrityError:  # the copy was closed, and its descriptor reused
@@ -269,8 +268,7 @@ Take = Callable[[int, Iterator[Data]], Awaitable[None]]
 
 
 class Near(NamedTuple):
-    """A way to download from a sender on this machine, which may offer a file in place of
-    chunks."""
+    """A download from a sender on this machine, which may offer a file in place of chunks."""
 
     open_call: Callable[[], Any]
     """Starts a call, from the first byte on, that accepts the offer of a file."""
