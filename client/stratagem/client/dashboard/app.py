@@ -78,8 +78,7 @@ class PageSettings:
     address: PageAddress
     sessions: PageSessions
     operates: bool
-    """The page has buttons to stop, resume and delete runs, with the identity of the page's
-    process."""
+    """The page has buttons that stop, resume and delete runs, with its own identity."""
     is_secure: bool
     """Browsers reach the page over TLS only, so cookies are marked as secure."""
 
@@ -88,8 +87,7 @@ class Page:
     """The HTTP routes of the dashboard, over one client of the coordinator."""
 
     def __init__(self, settings: PageSettings, client: AsyncClient, asking: AsyncClient) -> None:
-        """Make the routes. asking: the client of the banner's status, with a shorter patience than
-        `client`."""
+        """Make the routes. asking: the client of the banner, which waits less than `client`."""
         self._settings, self._client, self._asking = settings, client, asking
         self._watch, self._books = CoordinatorWatch(asking), RunBooks(client)
         self._runs = RunsWatch(client)
@@ -224,8 +222,7 @@ class Page:
         return _json([item async for item in items if isinstance(item, Event)])
 
     async def logs(self, request: Request) -> Response:
-        """Return lines of a run's log from a line number on; a negative number counts from the
-        end."""
+        """Return lines of a run's log from one on; a negative number counts from the end."""
         run = await self._client.get(request.query_params.get("run", ""))
         lines = []
         async for line in run.logs(from_line=_number(request, "from_line", -200, low=-(2**31))):

@@ -179,8 +179,7 @@ class RunBook:
         return self._history
 
     async def _read_steps(self, status: RunStatus) -> History:
-        """Fetch the step history; rows that cannot change are not fetched again until the run
-        ends."""
+        """Fetch the step history; final rows are not fetched again until the run ends."""
         wanted, from_step = recorded(status.job), self._history.next_step
         if from_step > 1 and not status.phase.is_final:
             later = await self._run.history(*wanted, from_step=from_step, max_rows=MAX_ROWS)

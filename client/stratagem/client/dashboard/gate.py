@@ -219,8 +219,7 @@ OPEN_FOLDER = "/static/"
 
 
 class PageGate:
-    """ASGI middleware that admits only allowed requests with a session, and sets security
-    headers."""
+    """ASGI middleware that refuses requests without a session and sets security headers."""
 
     def __init__(self, app: ASGIApp, address: PageAddress, sessions: PageSessions) -> None:
         self._app, self._address, self._sessions = app, address, sessions

@@ -86,8 +86,8 @@ class PageServer:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Context manager that serves the page from a thread. Raises UnavailableError if that fails
-        to start."""
+        """Context manager that serves the page from a thread. Raises UnavailableError on
+        failure."""
         thread = threading.Thread(target=self.serve, name="page", daemon=True)
         thread.start()
         while not self._server.started and thread.is_alive():

@@ -109,8 +109,8 @@ class TabStream:
             self._news.set()
 
     def _beats(self, watch: RunWatch | RunsWatch) -> Iterator[bytes]:
-        """Yield any failure of the page, then the coordinator's state if it changed or a heartbeat
-        is due."""
+        """Yield a heartbeat with the coordinator's state, or the page's own failure, if that
+        changed or a heartbeat is due."""
         trouble = watch.subscription.trouble or self._coordinator.subscription.trouble
         state = CoordinatorHealth("broken", trouble) if trouble else self._coordinator.state
         now_s = time.monotonic()

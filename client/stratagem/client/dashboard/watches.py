@@ -238,8 +238,7 @@ class RunWatch:
         self.subscription.notify()
 
     def _forget_progress(self) -> None:
-        """Drop the latest progress, which no longer applies: the run ended, continues, or is
-        gone."""
+        """Drop the latest progress: the run has ended, continues from a commit, or is gone."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._latest, self.progress = None, None, b""
@@ -270,8 +269,8 @@ class RunsWatch:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._runs: OrderedDict[str, tuple[int, str]] = OrderedDict()
-        """For each run id, the number of its newest change and its brief as JSON ("" for a deleted
-        run), ordered by that number."""
+        """The number of each run's newest change, and its brief as JSON ("" for a deleted run),
+        keyed by run id and ordered by that number."""
         self._generation = self._num_changes = 0
         self._is_complete, self._time_s = False, 0.0
         self.subscription = Subscription("all runs", self._follow, end=self._begin)
@@ -381,8 +380,7 @@ class Subscription:
 
     @contextmanager
     def subscribe(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """Context manager that makes the caller a user; on_change is called when something has
-        happened."""
+        """Context manager that makes the caller a user; on_change is called after each change."""
         self._readers.append(on_change)
         if self._task is None:
             self._begin()

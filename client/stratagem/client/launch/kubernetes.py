@@ -34,7 +34,7 @@ METRICS_PORT: Final = 9100
 """The metrics port of a pod's first worker; the component `metrics` opens it to Prometheus."""
 MAX_PER_POD: Final = 16
 START_APART_S: Final = 60
-"""The difference in start times of a pod's workers for which probes allow one more minute."""
+"""The initial delay of the liveness probe, for workers that start later than others."""
 GRACE_S: Final = 60
 DRAIN_GRACE_S: Final = 45
 MAX_NAME: Final = 50
@@ -54,8 +54,7 @@ class PodShape:
     namespace: str
     image: str
     per_pod: int
-    """The number of workers per pod, each in a container of its own; workers of one pod share
-    memory."""
+    """The number of workers (containers) per pod; workers of one pod share memory."""
     cpus: int
     memory: str
     gpus: int
@@ -187,8 +186,7 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
 
 
 def _options(shape: PodShape, number: int) -> list[str]:
-    """Return the worker's command-line options that depend on its pod; number: of the worker in the
-    pod."""
+    """Return the options of the pod's worker `number` that depend on the pod."""
     words = [
         f"--name=$(POD_NAME)-{number}" if number else "--name=$(POD_NAME)",
         f"--listen=$(POD_IP):{PORT + number}",
@@ -317,7 +315,8 @@ def as_text(job: Object, launch: WorkerLaunch) -> str:
 
 
 def submit(path: Path) -> str:
-    """Apply a manifest file with kubectl, and return kubectl's answer. Raises UnavailableError."""
+    """Create the Job with kubectl from a file, and return kubectl's answer. Raises
+    UnavailableError."""
     return KUBECTL.answer("create", "-f", str(path))
 
 
@@ -350,8 +349,7 @@ def _check(launch: WorkerLaunch, shape: PodShape) -> None:
 
 
 def _check_names(shape: PodShape) -> None:
-    """Raise InvalidInputError for names that Kubernetes would refuse only after the run was
-    submitted."""
+    """Raise InvalidInputError for names that Kubernetes would refuse only after submission."""
     in_words = "of a-z, 0-9, and - between them"
     names = (
         ("--namespace", shape.namespace, _SPACE, f"1 to 63 {in_words}"),

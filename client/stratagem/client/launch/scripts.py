@@ -34,8 +34,7 @@ exit "$status"
 
 
 def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
-    """Return the Slurm batch script. options: further sbatch options, which override those set
-    here."""
+    """Return the batch script. options: further sbatch options, which override those set here."""
     check_options(options, "sbatch")
     directives = [
         f"--job-name={launch.run_id}",
@@ -188,7 +187,6 @@ def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
 
 
 def submit_to_ray(script: Path, launch: WorkerLaunch, options: tuple[str, ...]) -> None:
-    """Submit a program with `ray job submit`. options: for that command. Raises
-    UnavailableError."""
+    """Submit a program with `ray job submit` and its options. Raises UnavailableError."""
     words = ("--no-wait", "--submission-id", launch.run_id, *options)
     RAY.answer("job", "submit", *words, "--", launch.command[0], str(script.resolve()))

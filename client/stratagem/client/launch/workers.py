@@ -42,8 +42,7 @@ class WorkerLaunch:
 
 
 def check_addresses(option: str, addresses: str) -> None:
-    """Raise InvalidInputError unless the text is a list of coordinator addresses. option: its
-    name."""
+    """Raise InvalidInputError unless an option's value is a list of coordinator addresses."""
     try:
         split_addresses(addresses)
     except ValueError as error:
@@ -235,8 +234,7 @@ TIMEOUT_S: Final = 60.0
 
 
 def check_options(options: Iterable[str], program: str) -> None:
-    """Raise InvalidInputError for words that are not options of `program`, before anything is
-    submitted."""
+    """Raise InvalidInputError for words that are not options, before anything is submitted."""
     for option in options:
         if re.match(r"-\w|--\w", option) is None or "\n" in option:
             problem = f"{option!r} is not an option of {program}; write --name=VALUE after --"

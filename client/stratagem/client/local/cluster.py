@@ -183,12 +183,12 @@ class LocalCluster:
         self._running().kill(name, signum)
 
     def failpoint_file(self, process: str, failpoint: str) -> Path:
-        """Return the file that arms a failpoint of a process; its content is the number of hits to
-        let pass."""
+        """Return the file that arms a failpoint of a process; it holds how many hits to let
+        pass."""
         return self._folder / "failpoints" / process / failpoint
 
     def log_tail(self, process: str) -> str:
-        """Return the end of a process's log."""
+        """Return the whole text that a process has written to its log."""
         return (self._folder / "logs" / f"{process}.log").read_text(errors="replace")
 
     # ---- how the processes are run ----
@@ -344,8 +344,7 @@ class LocalRun:
         return ThreadChoice(number, "as it began")
 
     def with_code_in(self, overrides: list[str]) -> "LocalRun":
-        """Return the settings with the user code that these overrides of the job name also
-        allowed."""
+        """Return the settings, allowing the user code that these overrides of the job name, too."""
         named = re.findall(r"[\w.]+:[A-Za-z_][\w.]*", " ".join(overrides))
         return replace(self, allow=tuple(dict.fromkeys((*self.allow, *named))))
 

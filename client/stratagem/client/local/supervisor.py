@@ -40,8 +40,8 @@ class Command:
 
     name: str
     argv: Callable[[Mapping[str, str]], Sequence[str]]
-    """A function that returns the command line, given the addresses of all processes that have been
-    ready, itself included.
+    """A function that returns the command line, given the addresses of the processes that were
+    ready.
 
     Addresses that the process needs may be missing: it reads them from its standard input.
     """
@@ -82,8 +82,7 @@ def stop(processes: Sequence[Process], grace_s: float) -> None:
 
 
 def read_address(path: Path) -> str:
-    """Read the address in a ready file, {"address": "host:port"} or bare; "" if there is no
-    file."""
+    """Read the address in a ready file, {"address": "host:port"} or bare; "" without a file."""
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
@@ -112,8 +111,7 @@ log = structlog.get_logger(__name__)
 BOOT_TICK_S: Final = 0.02
 """The polling interval for the ready file of a starting process."""
 BLIND_TICK_S: Final = 0.2
-"""The polling interval for a process whose end gives no event: on other systems, or without
-descriptors."""
+"""The polling interval for a process whose end gives no event, as on other systems."""
 STABLE_S: Final = 10.0
 """The lifetime after which a process's end does not count as quick."""
 FREE_RESTARTS: Final = 2
@@ -136,7 +134,7 @@ class _Child:
     """The byte range in the log file of the process that ended last; the next one appends."""
     last_exit: int | None = None
     last_words: str = ""
-    """How the last process ended, as in Command.exit_variable."""
+    """The way in which the last process ended, as Command.exit_variable passes it on."""
     is_ordered: bool = False
     """The user of this supervisor has sent the current process a signal."""
     problem: str = ""
@@ -147,8 +145,8 @@ class _Child:
 
 @dataclass(slots=True)
 class ProcessSupervisor:
-    """A thread that keeps child processes running; one condition guards all state and is notified
-    of changes."""
+    """A thread that keeps child processes running; a condition guards all state and signals
+    changes."""
 
     commands: Sequence[Command]
     grace_s: float = 5.0
@@ -289,8 +287,7 @@ class ProcessSupervisor:
         return all(name in self._addresses for name in child.command.needs)
 
     def _tell_addresses(self, child: _Child) -> None:
-        """Write the addresses that a process waits for to its standard input, once they are
-        known."""
+        """Write the addresses that a process waits for to its standard input."""
         assert child.process is not None
         pipe = child.process.stdin
         if pipe is None or pipe.closed or not self._has_needs(child):
