@@ -315,8 +315,7 @@ def as_text(job: Object, launch: WorkerLaunch) -> str:
 
 
 def submit(path: Path) -> str:
-    """Create the Job with kubectl from a file, and return kubectl's answer. Raises
-    UnavailableError."""
+    """Create the Job with kubectl, and return kubectl's answer. Raises UnavailableError."""
     return KUBECTL.answer("create", "-f", str(path))
 
 

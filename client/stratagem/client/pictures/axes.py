@@ -188,8 +188,7 @@ def x_values(
     name: str = "",
     form: Callable[[float], str] = short,
 ) -> Iterable[str]:
-    """Yield the labels of the horizontal axis below the box, and its name; they take `below(name)`
-    pixels."""
+    """Yield the horizontal axis's labels and name; below the box they take `below(name)` pixels."""
     yield element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, stroke="muted")
     for value in values:
         x, text = axis(value), form(value)
@@ -209,8 +208,7 @@ def below(name: str) -> int:
 
 
 def legend(entries: Sequence[tuple[str, str]], left: float, width: float) -> tuple[str, int]:
-    """Draw a legend; return its SVG and height. entries: each sign, as SVG around (0, 0), and
-    name."""
+    """Draw a legend; return its SVG and height. entries: (sign as SVG around (0, 0), name)."""
     x, y, parts = left, 14.0, list[str]()
     for sign, name in entries:
         room = 16 + width_of(name) + 14

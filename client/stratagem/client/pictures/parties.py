@@ -52,8 +52,7 @@ class PartyRow:
 
 
 def party_tree(rows: Sequence[PartyRow], *, title: str, width: int = 720) -> Picture:
-    """Draw the tree of parties, a row for each. rows: each below its parent, and siblings in
-    order."""
+    """Draw the tree of parties, a row each. rows: each below its parent, siblings in order."""
     shown = rows[:MAX_DRAWN]
     names = [row.path.rpartition("/")[2] for row in shown]
     named = max(
@@ -95,8 +94,7 @@ def _branch(rows: Sequence[PartyRow], at: int, y: float) -> Iterator[str]:
 
 
 def _small_curve(row: PartyRow, x: Axis, axis: Axis, y: float, width: int) -> Iterator[str]:
-    """Yield the loss curve of a party, on a scale shared by all parties, and the last loss as
-    text."""
+    """Yield the loss curve of a party, on the scale of all, and the last loss as text."""
     if not row.losses:
         return
     last = len(row.losses) - 1

@@ -60,8 +60,7 @@ def lineage(
     less_is_better: bool = False,
     width: int = 720,
 ) -> Picture:
-    """Draw the members of all generations, with a line from each to its parent. best: the winner,
-    as text."""
+    """Draw the members of all generations, linked to their parents. best: the winner, as text."""
     count = max((node.member for node in nodes), default=0) + 1
     last = max((node.generation for node in nodes), default=1)
     step = 26 if count <= 24 else max(480 / count, 4.0)
@@ -235,8 +234,7 @@ def parallel_axes(
 def _headings(
     names: Sequence[str], xs: Sequence[float], apart: float, top: float, width: int
 ) -> tuple[list[str], int]:
-    """Return the labels with the axes' names, in as few lines as possible, and the number of
-    lines."""
+    """Return the names above their axes, in as few lines as possible, and the number of lines."""
     last = len(names) - 1
 
     def space(at: int, lines: int) -> float:
@@ -295,8 +293,7 @@ Scores = Sequence[Sequence[float | None]]
 def scores(
     values: Scores, *, title: str, metric: str, less_is_better: bool = False, width: int = 720
 ) -> Picture:
-    """Draw the scores of all members, and the best of each generation; metric: the name of the
-    score."""
+    """Draw the scores of all members, and the best of each generation; metric: of the scores."""
     signs = [(line_sign("s2"), f"best {metric}"), (line_sign("muted"), "each member")]
     shown, top = legend(signs, 52, width)
     height = top + 176 + below("generation")

@@ -19,8 +19,7 @@ _NOT_SHOWN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
     "\ufffe\uffff]"
 )
-"""The characters removed from text: those that XML refuses, and those that change the writing
-direction."""
+"""The characters that XML refuses, and those that change the writing direction."""
 
 
 def escaped(text: object) -> str:
@@ -243,8 +242,7 @@ class NumberTable:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A finished SVG picture with title, text description and a table of its numbers; sizes in
-    pixels."""
+    """A finished SVG picture with a description and a table of its numbers; sizes in pixels."""
 
     title: str
     description: str

@@ -77,8 +77,7 @@ class Comparison:
 
     @property
     def metrics(self) -> Mapping[str, tuple[float | None, ...]]:
-        """Return the newest value of each metric for each run, in order, keyed by name; None: the
-        run has none."""
+        """Return the newest value of each metric by run, keyed by name; None: the run has none."""
         names = sorted({name for run in self.runs for name in run.status.metrics})
         return {name: tuple(run.status.metrics.get(name) for run in self.runs) for name in names}
 

@@ -1,5 +1,4 @@
-"""Collect the marks of a run's time line, merged so that they stay few, however many events there
-are."""
+"""Collect the marks of a run's time line: few, however many events there are."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -90,8 +89,7 @@ class TimeMarks:
 
 
 def merge_spans(spans: Iterable[Span], column_s: float) -> list[Span]:
-    """Merge marks of one kind and lane that overlap or lie within one column of column_s
-    seconds."""
+    """Merge marks of one kind and lane that overlap or lie within column_s seconds."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, each.end)):
         before = found[-1] if found else None

@@ -31,7 +31,7 @@ class Listed(tuple[Item, ...]):
 
     __slots__ = ()
     columns: ClassVar[Columns] = {"": str}
-    """For each column heading, the function that returns the cell of an item."""
+    """The functions that return an item's cells, keyed by column heading."""
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, a row per item, without empty columns."""
@@ -99,8 +99,7 @@ def _cut(text: str) -> str:
 
 
 def _metrics(run: RunStatus) -> str:
-    """Format a few metrics: the one that decides the best state, then evaluations, then
-    training."""
+    """Format a few metrics: the deciding one, then evaluations, then those of the training."""
     evaluation = run.job.get("evaluation") or {}
     chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
     names = sorted(

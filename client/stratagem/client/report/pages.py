@@ -54,7 +54,7 @@ Section = tuple[str, str, str]
 
 
 def document(title: str, header: str, sections: Sequence[Section], made_at: str) -> str:
-    """Return an HTML page. title: as text; header: HTML before the links; made_at: the time, in
+    """Return an HTML page. title: text; header: HTML before the links; made_at: the time, in
     words."""
     links = "".join(f'<a href="#{name}">{escaped(title)}</a>' for name, title, _ in sections)
     body = "".join(
@@ -74,8 +74,7 @@ def document(title: str, header: str, sections: Sequence[Section], made_at: str)
 
 
 def figure(panel: Panel, *, has_heading: bool = True) -> str:
-    """Return a panel as HTML: its picture for wide and for narrow screens, and its table of
-    numbers."""
+    """Return a picture for wide and for narrow screens, with its numbers, as HTML."""
     wide, narrow = panel.draw(WIDE), panel.draw(NARROW)
     heading = f"<h3>{escaped(panel.title)}</h3>" if has_heading else ""
     note = f"<figcaption>{escaped(panel.note)}</figcaption>" if panel.note else ""
@@ -198,8 +197,7 @@ def _sent(run: ReportedRun) -> str:
 
 
 def _schedule(run: ReportedRun) -> str:
-    """Return an HTML list of the hyperparameters that a population's winner was trained with, by
-    step."""
+    """Return an HTML table of the hyperparameters that a population's winner was trained with."""
     if run.strategy.get("type") != "PopulationBased":
         return ""
     found = run.course.population.population

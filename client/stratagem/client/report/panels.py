@@ -137,7 +137,7 @@ def _of(path: str, what: str) -> str:
 
 
 def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "") -> list[Panel]:
-    """Return a panel with the topology of a gossiping party."""
+    """Return the panel with the topology of a gossiping party; none for other strategies."""
     aggregation = strategy.get("aggregation") or {}
     if aggregation.get("method") != "Decentralized":
         return []

@@ -322,8 +322,7 @@ class LinesFolding:
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return the lines so far, keyed by name; a spread over clients is the band of its
-        metric."""
+        """Return the lines so far by name; a spread over clients is the band of its metric."""
         lines = {name: _line(name, points, self._steps) for name, points in self._found.items()}
         return {
             name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name

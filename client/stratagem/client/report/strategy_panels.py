@@ -1,5 +1,4 @@
-"""Make the panels that are specific to a strategy: federation, population, pipeline, gossip, local
-steps."""
+"""Make the panels that belong to a strategy: federation, population, and parts of a party."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +26,8 @@ from stratagem.common.pipeline.simulation import consumers, required
 
 
 def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = None) -> list[Panel]:
-    """Return the panels of a federation: clients, rounds, and durations of updates.
-
-    quorum: of the strategy, a count or a share of the selected clients.
-    """
+    """Return the panels of a federation: clients, rounds, and durations of updates. quorum: of the
+    strategy, a count or a share of the selected clients."""
     course = run.course.parties[party]
     found, known, times = course.rounds, course.clients, course.client_times
     cells = [
@@ -135,8 +132,8 @@ def _nodes(found: Population) -> list[LineageNode]:
 
 
 def _trials(found: Population) -> tuple[list[Trial], list[str]]:
-    """Return the trials of the newest scored generation, or of the winner's, and the names of their
-    axes."""
+    """Return trials for the winner's generation, or the newest scored one, and their axes'
+    names."""
     scored = [g for g in found.generations if any(m.score is not None for m in g.members)]
     if not scored:
         return [], []
@@ -297,8 +294,7 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
 def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
-    """Yield the panel with one series of each node or replica. named: the panel's name and
-    title."""
+    """Yield the panel with a series of each node or replica. named: its name and title."""
     found = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in found if len(series.step)]
     if not lines:

@@ -130,7 +130,7 @@ class TokenBook:
     """The records of a tokens file, reloaded when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file; one that does not exist yet has no tokens. Raises InvalidInputError when
+        """Read the file; one that does not exist yet has no tokens. Raises InvalidInputError if
         it cannot be used."""
         self._file = WatchedFiles(
             [path],
@@ -384,7 +384,7 @@ class RevokedFile:
     """The revocation list of a process, reloaded when its file changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises InvalidInputError when it cannot be used."""
+        """Read the file. Raises InvalidInputError if it cannot be used."""
         self._file = WatchedFiles(
             [path],
             lambda: read_revoked(path),

@@ -294,7 +294,7 @@ def make_authority(
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
     valid: timedelta = timedelta(days=DAYS),
 ) -> Authority:
-    """Create an authority. Raises AlreadyExistsError where there is one."""
+    """Create an authority. Raises AlreadyExistsError if there is one."""
     create(folder, trust_domain, valid)
     return Authority(folder, trust_domain)
 
@@ -409,7 +409,7 @@ class Shown:
 
     file: str
     role: str
-    """The role, or `authority`; empty where the certificate names no role."""
+    """The role, or `authority`; empty if the certificate names no role."""
     name: str
     trust_domain: str
     hosts: tuple[str, ...]
@@ -424,7 +424,7 @@ class Shown:
 
 
 def show(path: Path) -> list[Shown]:
-    """Return the contents of a file's certificates. Raises InvalidInputError when it has none."""
+    """Return the contents of a file's certificates. Raises InvalidInputError if it has none."""
     return [_contents_of(path, certificate) for certificate in certificates_in("file", path)]
 
 

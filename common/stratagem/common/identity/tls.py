@@ -278,7 +278,7 @@ class TlsFiles:
         return Material(ca, cert, key, cert_id, chain)
 
     def identity(self) -> CertId:
-        """Return this process's identity. Raises InvalidInputError where it has no certificate."""
+        """Return this process's identity. Raises InvalidInputError if it has no certificate."""
         cert_id = self.read().cert_id
         if cert_id is None:
             raise InvalidInputError.at("tls_cert", "is needed: this process must prove who it is")
@@ -382,7 +382,7 @@ class FreshFiles:
     """The newest usable content of TLS files, reloaded on change; thread-safe."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Read the files. Raises InvalidInputError when they cannot be used."""
+        """Read the files. Raises InvalidInputError if they cannot be used."""
         self._files = files
         self._lock = threading.Lock()
         self._watched = WatchedFiles(

@@ -18,7 +18,7 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
     list is found by its name, as in "optimizer.groups.head.lr", or by its place, as in
     "turns.0.params".
 
-    Raises InvalidInputError when a path leads through a value or the job becomes invalid.
+    Raises InvalidInputError if a path leads through a value or the job becomes invalid.
     """
     document = job.document()
     for path, value in values.items():

@@ -95,7 +95,7 @@ class Guard:
         """Return the endpoint's guard, with its own certificate or else that of the process, unless
         TLS is switched off.
 
-        Raises InvalidInputError where the settings do not fit together.
+        Raises InvalidInputError if the settings do not fit together.
         """
         cert, key = settings.metrics_tls_cert, settings.metrics_tls_key
         if (cert is None) != (key is None):

@@ -135,7 +135,7 @@ def open_channel(
     host.
     proxy: URL of the HTTP proxy to connect through; unless given the one of the environment, if any
     (https_proxy, no_proxy).
-    Raises InvalidInputError when a file cannot be used.
+    Raises InvalidInputError if a file cannot be used.
     """
     options: list[tuple[str, int | str]] = [
         *CLIENT_OPTIONS,

@@ -176,7 +176,7 @@ def _places(path: str, value: JSON) -> Iterator[int]:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is close to a word; None where there is none."""
+    """Return the known name that is close to a word; None if there is none."""
     by_lower = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
