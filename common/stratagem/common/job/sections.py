@@ -210,7 +210,7 @@ class EvaluationSpec(Section):
 
 @dataclass(frozen=True, slots=True)
 class FollowedMetric:
-    """A metric by its name in a commit, and what counts as an improvement of it."""
+    """The name of a metric in commits, and which changes of it count as an improvement."""
 
     name: str
     mode: Mode

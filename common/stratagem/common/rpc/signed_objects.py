@@ -143,7 +143,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _sent(connection: http.client.HTTPConnection, pieces: Iterable[memoryview]) -> Iterator[int]:
-    """Send pieces; after each, yield the number of bytes sent so far."""
+    """Send the pieces; yield the number of bytes sent so far after each write."""
     sent = 0
     for piece in _in_large_pieces(pieces):
         view = memoryview(piece).cast("B")

@@ -138,7 +138,7 @@ _PARAMETER: Final = "parameter/"
 
 @dataclass(frozen=True, slots=True, order=True)
 class SliceName:
-    """A parsed slice name; sorting them gives the tensor order of the undivided state."""
+    """A parsed slice name; sorted slices are in the tensor order of an undivided state."""
 
     parameter: int
     """The index of the parameter, from 0."""
@@ -147,7 +147,7 @@ class SliceName:
     first: int
     """The index of the slice's first element in the parameter."""
     whole: str
-    """The name of the tensor in an undivided state."""
+    """The name of the whole tensor in a state that is not divided among members."""
 
     def __str__(self) -> str:
         return f"{_PREFIX}{self.parameter}/{self.place}/{self.first}/{self.whole}"
@@ -164,7 +164,7 @@ class ParameterSlice:
     shape: tuple[int, ...]
     """The shape of the whole parameter."""
     whole: str
-    """The name of the tensor in an undivided state."""
+    """The name of the whole tensor in a state that is not divided among members."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
