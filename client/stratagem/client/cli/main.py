@@ -8,6 +8,7 @@ import typer
 from stratagem.client.cli import identity, jobs, queries, servers
 from stratagem.client.cli import launch as launch_commands
 from stratagem.client.cli import run as run_commands
+from stratagem.client.cli import verify as verify_commands
 from stratagem.client.cli.shared import with_proof
 from stratagem.client.terminal import completion
 
@@ -46,6 +47,8 @@ app.command()(with_proof(queries.backup))
 app.command()(with_proof(jobs.export))
 app.command()(with_proof(queries.report))
 app.command()(with_proof(queries.population))
+app.command()(with_proof(verify_commands.verify))
+app.command()(with_proof(verify_commands.compare))
 app.command()(with_proof(queries.workers))
 app.command(cls=servers.DoctorCommand)(with_proof(servers.doctor))
 app.command()(with_proof(servers.dashboard))

@@ -13,7 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from dataclasses import dataclass
 from os import PathLike
@@ -44,6 +52,7 @@ from stratagem.client.sdk.downloads import BackupDone, ExportedModel
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.client.sdk.torch_process import Job
 from stratagem.client.sdk.uploads import InlineData
+from stratagem.client.sdk.verification import OnClaim, Verification
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.identity.tls import TlsFiles
 
@@ -115,6 +124,18 @@ class Client:
         """2 to 8 runs beside each other, which a notebook shows; see AsyncClient.compare."""
         run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
         return self._running().call(self._client.compare(run_ids))
+
+    def verify(
+        self,
+        run_id: str,
+        *,
+        segments: Collection[int] | None = None,
+        sample: float | None = None,
+        on_claim: OnClaim = lambda _run, _again: None,
+    ) -> Verification:
+        """Compute the claims of a run again; see AsyncClient.verify."""
+        verified = self._client.verify(run_id, segments=segments, sample=sample, on_claim=on_claim)
+        return self._running().call(verified)
 
     def watch_runs(self, *, timeout_s: float | None = None) -> Iterator[RunsChange]:
         """All runs in brief, and then those that change; see AsyncClient.watch_runs. timeout_s: as

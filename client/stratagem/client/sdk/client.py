@@ -11,7 +11,7 @@ downloads.py and uploads.py; nothing here imports torch.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Final, Self
@@ -29,6 +29,7 @@ from stratagem.client.sdk.resume import resolve_initial
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.client.sdk.torch_process import Job, import_folders, parse_job, resolve_parallelism
 from stratagem.client.sdk.uploads import InlineData, resolve_code
+from stratagem.client.sdk.verification import OnClaim, Verification, verify
 from stratagem.common.base.errors import (
     InvalidInputError,
     UnavailableError,
@@ -198,6 +199,22 @@ class AsyncClient:
         check_compared(run_ids)
         shown = [await (await self.get(each)).shown() for each in run_ids]
         return Comparison.of(shown)
+
+    async def verify(
+        self,
+        run_id: str,
+        *,
+        segments: Collection[int] | None = None,
+        sample: float | None = None,
+        on_claim: OnClaim = lambda _run, _again: None,
+    ) -> Verification:
+        """Compute the states and updates of an ended run again, and compare their digests.
+
+        segments: only these; sample: only this share of them, the same each time. on_claim: called
+        with each claim of the run and what was computed for it. Where a digest differs, a third
+        execution decides who is wrong; see Verification.verdict.
+        """
+        return await verify(self, run_id, segments=segments, sample=sample, on_claim=on_claim)
 
     async def watch_runs(self) -> AsyncIterator[RunsChange]:
         """All runs in brief, newest first, and then those that change, at most twice a second.

@@ -1,0 +1,117 @@
+"""Which steps a verification computes again, what it concludes, and what it certifies."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stratagem.client.course.claims import Claim, Claims, Place
+from stratagem.client.course.views import Phase, RunStatus
+from stratagem.client.sdk.certificate import certificate, check_certificate, read_certificate
+from stratagem.client.sdk.verification import (
+    Difference,
+    Stretch,
+    Verdict,
+    Verification,
+    chosen_steps,
+    doubt_of_job,
+    stretches,
+)
+from stratagem.common.base.errors import IntegrityError, InvalidInputError
+from tests.jobs import job
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept", "expected"),
+    [
+        ([0, 2, 4], {}, [Stretch(None, -1, 4)]),
+        ([4], {2: 1, 4: 2}, [Stretch(1, 2, 4)]),
+        ([2, 4, 20], {10: 5, 18: 9}, [Stretch(None, -1, 4), Stretch(9, 18, 20)]),
+        # A state in the middle of what is computed anyway saves nothing.
+        ([2, 4, 6], {4: 2}, [Stretch(None, -1, 6)]),
+        ([], {2: 1}, []),
+    ],
+)
+def test_stretches_begin_with_the_newest_state_before_them(
+    steps: list[int], kept: dict[int, int], expected: list[Stretch]
+) -> None:
+    assert stretches(steps, kept) == expected
+
+
+def claims_of(num: int) -> Claims:
+    claims = Claims()
+    for segment in range(num):
+        place = Place("", 2 * segment)
+        claims.by_place[place] = Claim(place, f"d{segment}", segment, (), "")
+    return claims
+
+
+def test_segments_and_samples_choose_the_same_steps_each_time() -> None:
+    claims = claims_of(1000)
+    assert chosen_steps(claims, None, None, 0) == set(range(0, 2000, 2))
+    assert chosen_steps(claims, {3, 7}, None, 0) == {6, 14}
+    sample = chosen_steps(claims, None, 0.25, 0)
+    assert 200 < len(sample) < 300
+    assert sample == chosen_steps(claims, None, 0.25, 0) != chosen_steps(claims, None, 0.25, 1)
+    with pytest.raises(InvalidInputError, match="segments: 1000 is no committed segment"):
+        chosen_steps(claims, {2, 1000}, None, 0)
+    for share in (0.0, 1.5):
+        with pytest.raises(InvalidInputError, match=f"sample: {share} is not above 0"):
+            chosen_steps(claims, None, share, 0)
+
+
+def test_jobs_whose_bits_are_not_determined_are_in_doubt() -> None:
+    assert not doubt_of_job(job())
+    assert "in any order" in doubt_of_job(job(execution={"deterministic": False}))
+
+
+@pytest.mark.parametrize(
+    ("third", "verdict"),
+    [("again", Verdict.RUN), ("run", Verdict.VERIFIER), ("x", Verdict.JOB), (None, Verdict.OPEN)],
+)
+def test_the_majority_of_three_executions_says_who_is_wrong(
+    third: str | None, verdict: Verdict
+) -> None:
+    run, again, another = (
+        Claim(Place("", 2), digest, 1, (), "") for digest in ("run", "again", third or "")
+    )
+    difference = Difference(run, again, "r", None if third is None else another)
+    assert Verification("r", (), {}, (), difference).verdict is verdict
+    assert Verification("r", (), {}, ()).verdict is Verdict.EQUAL
+
+
+# ---- Certificates ----
+
+
+STATUS = RunStatus(
+    run_id="r", name="r", phase=Phase.COMPLETED, reason="", strategy_phase="", strategy="Local",
+    step=4, num_steps=4, segment=2, num_segments=2, submitted_at_s=0.0, ended_at_s=1.0, commits=(),
+    metrics={}, worker_ids=(), error=None, job=job().document(), event_index=0, engine="solo",
+    reproducible=True,
+)  # fmt: skip
+
+
+def test_a_certificate_is_checked_against_the_claims_of_its_run(tmp_path: Path) -> None:
+    claims = claims_of(3)
+    found = Verification("r", tuple(claims.by_place.values()), {Place("a", 1): "why"}, ("w0",))
+    document = certificate(STATUS, found, 12.5)
+    path = tmp_path / "certificate.json"
+    path.write_text(json.dumps(document))
+    assert read_certificate(path) == document
+    assert check_certificate(document, claims) == 3
+    with pytest.raises(IntegrityError, match="run r has no such state"):
+        check_certificate(document, claims_of(2))
+    path.write_text(json.dumps(document).replace('"d1"', '"d7"'))
+    with pytest.raises(IntegrityError, match="was changed after it was written"):
+        read_certificate(path)
+    for text in ("{", "[]", '{"run": "r"}'):
+        path.write_text(text)
+        with pytest.raises(InvalidInputError, match="is no certificate"):
+            read_certificate(path)
+
+
+def test_what_differs_is_not_certified() -> None:
+    run, again = (Claim(Place("", 2), digest, 1, (), "") for digest in ("a", "b"))
+    found = Verification("r", (), {}, (), Difference(run, again, "other"))
+    with pytest.raises(InvalidInputError, match="nothing is certified"):
+        certificate(STATUS, found, 0.0)
