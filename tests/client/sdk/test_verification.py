@@ -15,6 +15,7 @@ from stratagem.client.sdk.verification import (
     Verification,
     chosen_steps,
     doubt_of_job,
+    root_steps,
     stretches,
 )
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
@@ -58,6 +59,18 @@ def test_segments_and_samples_choose_the_same_steps_each_time() -> None:
     for share in (0.0, 1.5):
         with pytest.raises(InvalidInputError, match=f"sample: {share} is not above 0"):
             chosen_steps(claims, None, share, 0)
+
+
+def test_each_place_belongs_to_the_state_of_the_root_that_follows() -> None:
+    claims = Claims()
+    places = [Place("", 0), Place("a", 4), Place("", 1, 0), Place("", 1), Place("a", 4, None, 1)]
+    for place in places:
+        claims.by_place[place] = Claim(place, "d", 0, (), "")
+    assert list(map(root_steps(claims).get, places)) == [0, 1, 1, 1, 1]
+    members = Claims()
+    for place in (first := [Place("member0", 4), Place("member1", 4), Place("member0", 8)]):
+        members.by_place[place] = Claim(place, "d", 0, (), "")
+    assert list(map(root_steps(members).get, first)) == [4, 4, 8]
 
 
 def test_jobs_whose_bits_are_not_determined_are_in_doubt() -> None:

@@ -171,6 +171,7 @@ class Verifier:
     on_claim: OnClaim
     kept: Mapping[int, int]
     """The segment of each stored state that a verifying run may begin with, by its step."""
+    root_steps: Mapping[Place, int]
     equal: list[Claim] = field(default_factory=list)
     unverified: dict[Place, str] = field(default_factory=dict)
     workers: dict[str, None] = field(default_factory=dict)
@@ -220,7 +221,7 @@ class Verifier:
         return replace(difference, third=third, step=step, series=series, values=values)
 
     async def _third(self, place: Place) -> Claim | None:
-        (stretch,) = stretches([self._root_step(place)], self.kept)
+        (stretch,) = stretches([self.root_steps[place]], self.kept)
         again = await self._begin(stretch)
         found = None
         async with aclosing(_claims_of(again)) as new_claims:
@@ -245,17 +246,20 @@ class Verifier:
         return {
             place
             for place, claim in self.claims.by_place.items()
-            if not claim.doubt and stretch.from_step < self._root_step(place) <= stretch.to_step
+            if not claim.doubt and stretch.from_step < self.root_steps[place] <= stretch.to_step
         }
 
-    def _root_step(self, place: Place) -> int:
-        """Return the step of the root party's state that follows from a place; where the root
-        has no states, as in a population, the step of the place."""
-        if not place.party or not self.claims.last_step:
-            return place.step
-        order = list(self.claims.by_place)
-        later = order[order.index(place) :]
-        return next((each.step for each in later if not each.party), self.claims.last_step)
+
+def root_steps(claims: Claims) -> dict[Place, int]:
+    """Return for each place the step of the root party's state that follows from it; where the
+    root has no states, as in a population, the step of the place."""
+    found: dict[Place, int] = {}
+    following = claims.last_step
+    for place in reversed(claims.by_place):
+        if not place.party or not claims.last_step:
+            following = place.step
+        found[place] = following
+    return found
 
 
 async def _claims_of(run: AsyncRun) -> AsyncGenerator[Claim]:
@@ -314,7 +318,7 @@ async def verify(
         return Verification(run_id, (), dict.fromkeys(claims.by_place, doubt), ())
     is_resumable = isinstance(job.strategy, RESUMABLE)
     kept = {commit.step: commit.segment for commit in status.commits} if is_resumable else {}
-    verifier = Verifier(client, status, claims, on_claim, kept)
+    verifier = Verifier(client, status, claims, on_claim, kept, root_steps(claims))
     verifier.unverified |= {c.place: c.doubt for c in claims.by_place.values() if c.doubt}
     steps = chosen_steps(claims, segments, sample, job.seed)
     difference = None
