@@ -8,11 +8,13 @@ import pytest
 from stratagem.client.course.claims import Claim, Claims, Place
 from stratagem.client.course.views import Phase, RunStatus
 from stratagem.client.sdk.certificate import certificate, check_certificate, read_certificate
+from stratagem.client.sdk.client import AsyncClient
 from stratagem.client.sdk.verification import (
     Difference,
     Stretch,
     Verdict,
     Verification,
+    Verifier,
     chosen_steps,
     doubt_of_job,
     root_steps,
@@ -37,6 +39,14 @@ def test_stretches_begin_with_the_newest_state_before_them(
     steps: list[int], kept: dict[int, int], expected: list[Stretch]
 ) -> None:
     assert stretches(steps, kept) == expected
+
+
+STATUS = RunStatus(
+    run_id="r", name="r", phase=Phase.COMPLETED, reason="", strategy_phase="", strategy="Local",
+    step=4, num_steps=4, segment=2, num_segments=2, submitted_at_s=0.0, ended_at_s=1.0, commits=(),
+    metrics={}, worker_ids=(), error=None, job=job().document(), event_index=0, engine="solo",
+    reproducible=True,
+)  # fmt: skip
 
 
 def claims_of(num: int) -> Claims:
@@ -93,15 +103,23 @@ def test_the_majority_of_three_executions_says_who_is_wrong(
     assert Verification("r", (), {}, ()).verdict is Verdict.EQUAL
 
 
+def test_other_numerics_are_no_difference() -> None:
+    place = Place("", 2)
+    claims = Claims()
+    claims.by_place[place] = Claim(place, "a", 1, (), "intel")
+    shown: list[tuple[Claim, Claim]] = []
+    verifier = Verifier(
+        AsyncClient("127.0.0.1:1"), STATUS, claims, lambda *pair: shown.append(pair), {}, {}
+    )
+    assert verifier.compare(Claim(place, "b", 1, ("w",), "amd"), "other") is None
+    assert verifier.unverified == {place: "numerics differ: intel in the run, amd here"}
+    assert verifier.compare(Claim(place, "b", 1, ("w",), "intel"), "other") is not None
+    assert verifier.compare(Claim(place, "a", 1, ("w",), "intel"), "other") is None
+    assert verifier.equal == [claims.by_place[place]]
+    assert len(shown) == 3
+
+
 # ---- Certificates ----
-
-
-STATUS = RunStatus(
-    run_id="r", name="r", phase=Phase.COMPLETED, reason="", strategy_phase="", strategy="Local",
-    step=4, num_steps=4, segment=2, num_segments=2, submitted_at_s=0.0, ended_at_s=1.0, commits=(),
-    metrics={}, worker_ids=(), error=None, job=job().document(), event_index=0, engine="solo",
-    reproducible=True,
-)  # fmt: skip
 
 
 def test_a_certificate_is_checked_against_the_claims_of_its_run(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ class Verifier:
                 if claim.place not in wanted:
                     continue
                 wanted.discard(claim.place)
-                difference = self._compare(claim, again.run_id)
+                difference = self.compare(claim, again.run_id)
                 if difference or not wanted:
                     break
         status = await _stopped(again)
@@ -196,7 +196,8 @@ class Verifier:
         await again.delete()
         return None
 
-    def _compare(self, again: Claim, run_id: str) -> Difference | None:
+    def compare(self, again: Claim, run_id: str) -> Difference | None:
+        """Compare a new claim, which a verifying run has made, with that of the run."""
         run = self.claims.by_place[again.place]
         self.workers.update(dict.fromkeys(again.workers))
         self.on_claim(run, again)
