@@ -1,4 +1,4 @@
-"""Runs that are computed again, and machines that compute wrongly for a while."""
+"""RunCalls that are computed again, and machines that compute wrongly for a while."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from stratagem.client.course.claims import Claim
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sdk.blocking import Client
-from stratagem.client.sdk.verification import Verdict
+from stratagem.client.sdk.verification import Conclusion
 from tests.client.cli.command_line import invoke
 from tests.crash.jobs import (
     ALL_REDUCE,
@@ -52,7 +52,7 @@ def test_a_run_that_was_wrong_is_told_from_a_verifier_that_is(
     run.result()
     wrong(tmp_path).unlink()
     found = client.verify(run.run_id)
-    assert found.verdict is Verdict.RUN
+    assert found.conclusion is Conclusion.RUN
     assert found.difference is not None
     assert (found.difference.claim.place.step, found.difference.step) == (2, 1)
     assert len(found.equal) == 1, "the state before the first step"
@@ -65,9 +65,9 @@ def test_a_run_that_was_wrong_is_told_from_a_verifier_that_is(
             wrong(tmp_path).unlink()
 
     wrong(tmp_path).write_text(SLIGHTLY)
-    assert client.verify(good.run_id, on_claim=mend).verdict is Verdict.VERIFIER
+    assert client.verify(good.run_id, on_claim=mend).conclusion is Conclusion.VERIFIER
     wrong(tmp_path).write_text("random")
-    assert client.verify(good.run_id).verdict is Verdict.JOB
+    assert client.verify(good.run_id).conclusion is Conclusion.JOB
     wrong(tmp_path).unlink()
     # From a state that is still stored, and of the end alone.
     assert len(client.verify(good.run_id, segments={6}).equal) == 1
@@ -132,9 +132,9 @@ def test_every_strategy_is_verified_and_a_wrong_bit_is_found(
     run = client.submit({**STRATEGIES[name], "loss": loss})
     run.result()
     found = client.verify(run.run_id)
-    assert (found.verdict, found.unverified) == (Verdict.EQUAL, {})
+    assert (found.conclusion, found.unverified) == (Conclusion.EQUAL, {})
     assert len(found.equal) > 3
     wrong(tmp_path).write_text(SLIGHTLY)
     again = client.verify(run.run_id)
     assert again.difference is not None, "a wrong loss has left no trace"
-    assert again.verdict is Verdict.RUN
+    assert again.conclusion is Conclusion.RUN

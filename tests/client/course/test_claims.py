@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.course.claims import Claims, Place, first_difference
+from stratagem.client.course.claims import ClaimPlace, RunClaims, first_difference
 from stratagem.client.course.views import Event, Phase
 
 Fact = tuple[str, Mapping[str, Any]]
 
 
-def claims_of(*facts: Fact) -> Claims:
-    return Claims.of(
+def claims_of(*facts: Fact) -> RunClaims:
+    return RunClaims.of(
         Event(index, 0.0, kind, kind, {"party": "", **payload}, Phase.RUNNING)
         for index, (kind, payload) in enumerate(facts)
     )
@@ -51,17 +51,17 @@ BUILT: Fact = ("ModelBuilt", {"segment": 0, "step": 0, "digest": "m"})
 def test_states_carry_their_workers_and_numerics() -> None:
     claims = claims_of(formed("a", "b"), BUILT, formed("c"), committed(1, 4, "s"))
     built, state = claims.by_place.values()
-    assert (built.place, built.workers, built.digest) == (Place("", 0), ("a", "b"), "m")
-    assert (state.place, state.workers, state.numerics) == (Place("", 4), ("c",), "n")
+    assert (built.place, built.workers, built.digest) == (ClaimPlace("", 0), ("a", "b"), "m")
+    assert (state.place, state.workers, state.numerics) == (ClaimPlace("", 4), ("c",), "n")
     assert claims.last_step == 4
     assert str(state.place) == "state after 4 steps"
-    assert str(Place("", 1)) == "state after 1 step"
+    assert str(ClaimPlace("", 1)) == "state after 1 step"
 
 
 def test_updates_carry_the_worker_of_their_client() -> None:
     claims = claims_of(assigned(1, c0="a", c1=None), received(1, 0, "u"), received(1, 1, "v"))
     first, second = claims.by_place.values()
-    assert (first.place, first.workers) == (Place("", 1, 0), ("a",))
+    assert (first.place, first.workers) == (ClaimPlace("", 1, 0), ("a",))
     assert second.workers == ()
     assert str(first.place) == "update of client 0 in round 1"
 

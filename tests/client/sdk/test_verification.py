@@ -5,18 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.course.claims import Claim, Claims, Place
+from stratagem.client.course.claims import Claim, ClaimPlace, RunClaims
 from stratagem.client.course.views import Phase, RunStatus
-from stratagem.client.sdk.certificate import certificate, check_certificate, read_certificate
-from stratagem.client.sdk.client import AsyncClient
+from stratagem.client.sdk.run import AsyncRun
 from stratagem.client.sdk.verification import (
+    Conclusion,
     Difference,
+    RunCalls,
     Stretch,
-    Verdict,
     Verification,
     Verifier,
+    certificate,
+    check_certificate,
     chosen_steps,
     doubt_of_job,
+    read_certificate,
     root_steps,
     stretches,
 )
@@ -49,10 +52,10 @@ STATUS = RunStatus(
 )  # fmt: skip
 
 
-def claims_of(num: int) -> Claims:
-    claims = Claims()
+def claims_of(num: int) -> RunClaims:
+    claims = RunClaims()
     for segment in range(num):
-        place = Place("", 2 * segment)
+        place = ClaimPlace("", 2 * segment)
         claims.by_place[place] = Claim(place, f"d{segment}", segment, (), "")
     return claims
 
@@ -72,13 +75,21 @@ def test_segments_and_samples_choose_the_same_steps_each_time() -> None:
 
 
 def test_each_place_belongs_to_the_state_of_the_root_that_follows() -> None:
-    claims = Claims()
-    places = [Place("", 0), Place("a", 4), Place("", 1, 0), Place("", 1), Place("a", 4, None, 1)]
+    claims = RunClaims()
+    places = [
+        ClaimPlace("", 0),
+        ClaimPlace("a", 4),
+        ClaimPlace("", 1, 0),
+        ClaimPlace("", 1),
+        ClaimPlace("a", 4, None, 1),
+    ]
     for place in places:
         claims.by_place[place] = Claim(place, "d", 0, (), "")
     assert list(map(root_steps(claims).get, places)) == [0, 1, 1, 1, 1]
-    members = Claims()
-    for place in (first := [Place("member0", 4), Place("member1", 4), Place("member0", 8)]):
+    members = RunClaims()
+    for place in (
+        first := [ClaimPlace("member0", 4), ClaimPlace("member1", 4), ClaimPlace("member0", 8)]
+    ):
         members.by_place[place] = Claim(place, "d", 0, (), "")
     assert list(map(root_steps(members).get, first)) == [4, 4, 8]
 
@@ -89,28 +100,38 @@ def test_jobs_whose_bits_are_not_determined_are_in_doubt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("third", "verdict"),
-    [("again", Verdict.RUN), ("run", Verdict.VERIFIER), ("x", Verdict.JOB), (None, Verdict.OPEN)],
+    ("third", "conclusion"),
+    [
+        ("again", Conclusion.RUN),
+        ("run", Conclusion.VERIFIER),
+        ("x", Conclusion.JOB),
+        (None, Conclusion.OPEN),
+    ],
 )
 def test_the_majority_of_three_executions_says_who_is_wrong(
-    third: str | None, verdict: Verdict
+    third: str | None, verdict: Conclusion
 ) -> None:
     run, again, another = (
-        Claim(Place("", 2), digest, 1, (), "") for digest in ("run", "again", third or "")
+        Claim(ClaimPlace("", 2), digest, 1, (), "") for digest in ("run", "again", third or "")
     )
     difference = Difference(run, again, "r", None if third is None else another)
-    assert Verification("r", (), {}, (), difference).verdict is verdict
-    assert Verification("r", (), {}, ()).verdict is Verdict.EQUAL
+    assert Verification("r", (), {}, (), difference).conclusion is verdict
+    assert Verification("r", (), {}, ()).conclusion is Conclusion.EQUAL
+
+
+async def not_called(*_: object) -> AsyncRun:
+    raise AssertionError
+
+
+CALLS = RunCalls(not_called, not_called)
 
 
 def test_other_numerics_are_no_difference() -> None:
-    place = Place("", 2)
-    claims = Claims()
+    place = ClaimPlace("", 2)
+    claims = RunClaims()
     claims.by_place[place] = Claim(place, "a", 1, (), "intel")
     shown: list[tuple[Claim, Claim]] = []
-    verifier = Verifier(
-        AsyncClient("127.0.0.1:1"), STATUS, claims, lambda *pair: shown.append(pair), {}, {}
-    )
+    verifier = Verifier(CALLS, STATUS, claims, lambda *pair: shown.append(pair), {}, {})
     assert verifier.compare(Claim(place, "b", 1, ("w",), "amd"), "other") is None
     assert verifier.unverified == {place: "numerics differ: intel in the run, amd here"}
     assert verifier.compare(Claim(place, "b", 1, ("w",), "intel"), "other") is not None
@@ -124,7 +145,7 @@ def test_other_numerics_are_no_difference() -> None:
 
 def test_a_certificate_is_checked_against_the_claims_of_its_run(tmp_path: Path) -> None:
     claims = claims_of(3)
-    found = Verification("r", tuple(claims.by_place.values()), {Place("a", 1): "why"}, ("w0",))
+    found = Verification("r", tuple(claims.by_place.values()), {ClaimPlace("a", 1): "why"}, ("w0",))
     document = certificate(STATUS, found, 12.5)
     path = tmp_path / "certificate.json"
     path.write_text(json.dumps(document))
@@ -142,7 +163,7 @@ def test_a_certificate_is_checked_against_the_claims_of_its_run(tmp_path: Path) 
 
 
 def test_what_differs_is_not_certified() -> None:
-    run, again = (Claim(Place("", 2), digest, 1, (), "") for digest in ("a", "b"))
+    run, again = (Claim(ClaimPlace("", 2), digest, 1, (), "") for digest in ("a", "b"))
     found = Verification("r", (), {}, (), Difference(run, again, "other"))
     with pytest.raises(InvalidInputError, match="nothing is certified"):
         certificate(STATUS, found, 0.0)

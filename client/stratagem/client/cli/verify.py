@@ -17,24 +17,32 @@ from stratagem.client.cli.shared import (
     make_console,
     print_line,
 )
-from stratagem.client.course.claims import Claim, Claims, first_difference
+from stratagem.client.course.claims import Claim, RunClaims, first_difference
 from stratagem.client.report.comparison import job_differences
 from stratagem.client.sdk.blocking import Client
-from stratagem.client.sdk.certificate import certificate, check_certificate, read_certificate
 from stratagem.client.sdk.client import DEFAULT_ADDRESS
-from stratagem.client.sdk.verification import Difference, Verdict, Verification, first_step
+from stratagem.client.sdk.verification import (
+    Conclusion,
+    Difference,
+    Verification,
+    certificate,
+    check_certificate,
+    first_step,
+    read_certificate,
+)
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.text import counted
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 DIFFERS, INCOMPLETE = 1, 3
 """Exit codes: a claim differs; some could not be verified."""
-SENTENCES: Mapping[Verdict, str] = {
-    Verdict.RUN: "the run was wrong: two other executions agree with each other, and not with it",
-    Verdict.VERIFIER: "the verifier was wrong: a third execution agrees with the run",
-    Verdict.JOB: "the job does not repeat itself: three executions have three results; something "
-    "in it draws numbers or reads data that its seed does not determine",
-    Verdict.OPEN: "who is wrong is open: the third execution has failed",
+SENTENCES: Mapping[Conclusion, str] = {
+    Conclusion.RUN: "the run was wrong: two other executions agree with each other, "
+    "and not with it",
+    Conclusion.VERIFIER: "the verifier was wrong: a third execution agrees with the run",
+    Conclusion.JOB: "the job does not repeat itself: three executions have three results; "
+    "something in it draws numbers or reads data that its seed does not determine",
+    Conclusion.OPEN: "who is wrong is open: the third execution has failed",
 }
 
 
@@ -54,7 +62,7 @@ def verify(
     ] = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Compute the states of a run again, and compare their digests with those that it recorded.
+    """Compute the states of a run again, and compare digests.
 
     The run must have ended. Its job is executed again on the workers that the coordinator has now,
     from a stored state before the wanted segments if there is one, and each state and each client's
@@ -92,8 +100,8 @@ def verify(
         raise typer.Exit(INCOMPLETE)
 
 
-def _claims(client: Client, path: str) -> Claims:
-    return Claims.of(client.get(read_certificate(Path(path))["run"]).events())
+def _claims(client: Client, path: str) -> RunClaims:
+    return RunClaims.of(client.get(read_certificate(Path(path))["run"]).events())
 
 
 def _print_claim(run: Claim, again: Claim) -> None:
@@ -126,7 +134,7 @@ def describe(found: Verification, seconds: float) -> Iterator[str]:
         yield f"verified {len(found.equal)} of {counted(num, 'digest')}{by} in {seconds:.1f} s"
     else:
         yield from _of_difference(found.difference)
-        yield SENTENCES[found.verdict]
+        yield SENTENCES[found.conclusion]
 
 
 def _of_difference(difference: Difference) -> Iterator[str]:
@@ -147,7 +155,7 @@ def as_json(found: Verification) -> dict[str, Any]:
     difference = found.difference
     return {
         "run": found.run_id,
-        "verdict": found.verdict,
+        "conclusion": found.conclusion,
         "equal": len(found.equal),
         "unverified": {str(place): reason for place, reason in found.unverified.items()},
         "workers": list(found.workers),
@@ -175,7 +183,7 @@ def compare(
         bool, typer.Option("--bits", help="Find the first state and the first step that differ.")
     ] = False,
 ) -> None:
-    """Show in what two runs differ: their jobs, and with --bits their results.
+    """Show how two runs differ, with --bits to the bit.
 
     Only what the coordinator has recorded is read: the jobs, the digests of states and updates, and
     the history of steps. Exit codes: 0 nothing differs, 1 something does.
@@ -187,7 +195,7 @@ def compare(
             for each in job_differences([dict(run.status().job) for run in runs])
         ]
         if bits:
-            lines += _different_bits(*(Claims.of(run.events()) for run in runs))
+            lines += _different_bits(*(RunClaims.of(run.events()) for run in runs))
             if first := first_step(*(run.history() for run in runs)):
                 step, series, (mine, theirs) = first
                 lines.append(f"{series} differs first at step {step}: {mine!r} and {theirs!r}")
@@ -197,7 +205,7 @@ def compare(
         raise typer.Exit(DIFFERS)
 
 
-def _different_bits(run: Claims, other: Claims) -> Iterator[str]:
+def _different_bits(run: RunClaims, other: RunClaims) -> Iterator[str]:
     found = first_difference(run, other)
     if found is None:
         return

@@ -13,7 +13,7 @@ from stratagem.client.course.views import Event
 from stratagem.common.base.ids import Party, is_within
 
 
-class Place(NamedTuple):
+class ClaimPlace(NamedTuple):
     """The place of a claim in a run: a state after some steps, or a client's update of a round."""
 
     party: str
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 class Claim:
     """The digest that a run has recorded for a place."""
 
-    place: Place
+    place: ClaimPlace
     digest: str
     segment: int
     workers: tuple[str, ...]
@@ -49,12 +49,12 @@ class Claim:
     """Why computing it again may give other bits; empty if it must give the same."""
 
 
-class Claims:
+class RunClaims:
     """The claims of a run in the order of their facts; a later claim replaces one of its place."""
 
     def __init__(self) -> None:
         """Begin without claims."""
-        self.by_place: dict[Place, Claim] = {}
+        self.by_place: dict[ClaimPlace, Claim] = {}
         self._members: dict[str, tuple[str, ...]] = {}
         self._assigned: dict[tuple[str, int], str] = {}
         self._numerics: dict[str, str] = {}
@@ -63,7 +63,7 @@ class Claims:
         """The step of the newest state of each party."""
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "Claims":
+    def of(cls, events: Iterable[Event]) -> "RunClaims":
         """Return the claims that events make."""
         claims = cls()
         for event in events:
@@ -123,12 +123,12 @@ class Claims:
         return max((place.step for place in self.by_place if not place.party), default=0)
 
 
-def _place(kind: str, party: str, payload: Mapping[str, Any]) -> Place | None:
+def _place(kind: str, party: str, payload: Mapping[str, Any]) -> ClaimPlace | None:
     match kind:
         case "ModelBuilt" | "SegmentCommitted":
-            return Place(party, payload["step"])
+            return ClaimPlace(party, payload["step"])
         case "UpdateReceived":
-            return Place(party, payload["round_num"], payload["client"])
+            return ClaimPlace(party, payload["round_num"], payload["client"])
         case _:
             return None
 
@@ -138,7 +138,7 @@ def _depends(party: str, other: str) -> bool:
     return is_within(Party(party), Party(other)) or is_within(Party(other), Party(party))
 
 
-def first_difference(run: Claims, other: Claims) -> tuple[Claim, Claim] | None:
+def first_difference(run: RunClaims, other: RunClaims) -> tuple[Claim, Claim] | None:
     """Return the claims of the first place, in the run's order, in which both differ."""
     for place, claim in run.by_place.items():
         again = other.by_place.get(place)

@@ -29,7 +29,7 @@ from stratagem.client.sdk.resume import resolve_initial
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.client.sdk.torch_process import Job, import_folders, parse_job, resolve_parallelism
 from stratagem.client.sdk.uploads import InlineData, resolve_code
-from stratagem.client.sdk.verification import OnClaim, Verification, verify
+from stratagem.client.sdk.verification import OnClaim, RunCalls, Verification, verify
 from stratagem.common.base.errors import (
     InvalidInputError,
     UnavailableError,
@@ -212,9 +212,10 @@ class AsyncClient:
 
         segments: only these; sample: only this share of them, the same each time. on_claim: called
         with each claim of the run and what was computed for it. Where a digest differs, a third
-        execution decides who is wrong; see Verification.verdict.
+        execution decides who is wrong; see Verification.conclusion.
         """
-        return await verify(self, run_id, segments=segments, sample=sample, on_claim=on_claim)
+        runs = RunCalls(self.get, self.submit)
+        return await verify(runs, run_id, segments=segments, sample=sample, on_claim=on_claim)
 
     async def watch_runs(self) -> AsyncIterator[RunsChange]:
         """All runs in brief, newest first, and then those that change, at most twice a second.

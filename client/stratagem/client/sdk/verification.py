@@ -7,25 +7,24 @@ claims are equal, and kept when one differs.
 """
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stratagem.client.course.claims import Claim, Claims, Place
+from stratagem.client.course.claims import Claim, ClaimPlace, RunClaims
 from stratagem.client.course.views import Event, RunStatus
 from stratagem.client.history.step_history import History
 from stratagem.client.sdk.run import AsyncRun
-from stratagem.common.base.errors import InvalidInputError, WrongStateError
+from stratagem.common.base.errors import IntegrityError, InvalidInputError, WrongStateError
 from stratagem.common.base.ids import new_run_id
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.strategy.strategies import DataParallel, Local, ModelParallel
-
-if TYPE_CHECKING:
-    from stratagem.client.sdk.client import AsyncClient
 
 OnClaim = Callable[[Claim, Claim], None]
 """Called with each claim of the run and the new claim for its place."""
@@ -33,7 +32,7 @@ RESUMABLE: Final = (Local, DataParallel, ModelParallel)
 """Strategies of which a run that goes on from a commit has the bits of an undisturbed one."""
 
 
-class Verdict(StrEnum):
+class Conclusion(StrEnum):
     """The conclusion of a verification."""
 
     EQUAL = "EQUAL"
@@ -71,23 +70,23 @@ class Verification:
     run_id: str
     equal: tuple[Claim, ...]
     """The claims that were computed again with the same digest."""
-    unverified: Mapping[Place, str]
+    unverified: Mapping[ClaimPlace, str]
     """The claims that were not computed again, and the reason."""
     workers: tuple[str, ...]
     """The workers that have computed the claims again."""
     difference: Difference | None = None
 
     @property
-    def verdict(self) -> Verdict:
+    def conclusion(self) -> Conclusion:
         """Return who is wrong, by the majority of three executions."""
         if self.difference is None:
-            return Verdict.EQUAL
+            return Conclusion.EQUAL
         run, again, third = self.difference.claim, self.difference.again, self.difference.third
         if third is None:
-            return Verdict.OPEN
+            return Conclusion.OPEN
         if third.digest == again.digest:
-            return Verdict.RUN
-        return Verdict.VERIFIER if third.digest == run.digest else Verdict.JOB
+            return Conclusion.RUN
+        return Conclusion.VERIFIER if third.digest == run.digest else Conclusion.JOB
 
 
 # ---- The plan ----
@@ -123,7 +122,7 @@ def stretches(steps: Iterable[int], kept: Mapping[int, int]) -> list[Stretch]:
 
 
 def chosen_steps(
-    claims: Claims, segments: Collection[int] | None, sample: float | None, seed: int
+    claims: RunClaims, segments: Collection[int] | None, sample: float | None, seed: int
 ) -> set[int]:
     """Return the steps of the states to verify: of the segments, or of a sample that is the same
     each time. Raises InvalidInputError for a segment without a state."""
@@ -161,19 +160,26 @@ def doubt_of_job(job: JobSpec) -> str:
 # ---- Execution ----
 
 
+class RunCalls(NamedTuple):
+    """The calls of a client that a verification needs."""
+
+    get: Callable[[str], Awaitable[AsyncRun]]
+    submit: Callable[[JobSpec, str], Awaitable[AsyncRun]]
+
+
 @dataclass(slots=True)
 class Verifier:
     """Computes the claims of one run again."""
 
-    client: "AsyncClient"
+    runs: RunCalls
     status: RunStatus
-    claims: Claims
+    claims: RunClaims
     on_claim: OnClaim
     kept: Mapping[int, int]
     """The segment of each stored state that a verifying run may begin with, by its step."""
-    root_steps: Mapping[Place, int]
+    root_steps: Mapping[ClaimPlace, int]
     equal: list[Claim] = field(default_factory=list)
-    unverified: dict[Place, str] = field(default_factory=dict)
+    unverified: dict[ClaimPlace, str] = field(default_factory=dict)
     workers: dict[str, None] = field(default_factory=dict)
 
     async def verify(self, stretch: Stretch) -> Difference | None:
@@ -213,7 +219,7 @@ class Verifier:
     async def _explained(self, difference: Difference, again: AsyncRun) -> Difference:
         """Return the difference with the first step that differs, and a third execution."""
         place = difference.claim.place
-        mine = await self.client.handle(self.status.run_id).history(parties=place.party)
+        mine = await (await self.runs.get(self.status.run_id)).history(parties=place.party)
         first = first_step(mine, await again.history(parties=place.party))
         third = await self._third(place)
         if first is None:
@@ -221,7 +227,7 @@ class Verifier:
         step, series, values = first
         return replace(difference, third=third, step=step, series=series, values=values)
 
-    async def _third(self, place: Place) -> Claim | None:
+    async def _third(self, place: ClaimPlace) -> Claim | None:
         (stretch,) = stretches([self.root_steps[place]], self.kept)
         again = await self._begin(stretch)
         found = None
@@ -240,9 +246,9 @@ class Verifier:
         if stretch.base is not None:
             values["initial"] = {"run": run_id, "which": str(stretch.base), "resume": True}
         job = with_fields(JobSpec.parse(dict(self.status.job)), values)
-        return await self.client.submit(job, new_run_id(f"verify-{run_id[:40]}"))
+        return await self.runs.submit(job, new_run_id(f"verify-{run_id[:40]}"))
 
-    def _places(self, stretch: Stretch) -> set[Place]:
+    def _places(self, stretch: Stretch) -> set[ClaimPlace]:
         """Return the places of the claims that a stretch makes again."""
         return {
             place
@@ -251,10 +257,10 @@ class Verifier:
         }
 
 
-def root_steps(claims: Claims) -> dict[Place, int]:
+def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
     """Return for each place the step of the root party's state that follows from it; where the
     root has no states, as in a population, the step of the place."""
-    found: dict[Place, int] = {}
+    found: dict[ClaimPlace, int] = {}
     following = claims.last_step
     for place in reversed(claims.by_place):
         if not place.party or not claims.last_step:
@@ -264,7 +270,7 @@ def root_steps(claims: Claims) -> dict[Place, int]:
 
 
 async def _claims_of(run: AsyncRun) -> AsyncGenerator[Claim]:
-    claims = Claims()
+    claims = RunClaims()
     async for event in run.watch():
         claim = claims.add(event) if isinstance(event, Event) else None
         if claim is not None:
@@ -296,7 +302,7 @@ def first_step(run: History, again: History) -> tuple[int, str, tuple[float, flo
 
 
 async def verify(
-    client: "AsyncClient",
+    runs: RunCalls,
     run_id: str,
     *,
     segments: Collection[int] | None = None,
@@ -308,18 +314,18 @@ async def verify(
     Raises WrongStateError for a run that has not ended or claims nothing, and InvalidInputError
     for segments that it has not committed.
     """
-    run = await client.get(run_id)
+    run = await runs.get(run_id)
     status = await run.status()
     if not status.phase.is_final:
         raise WrongStateError(f"run {run_id} still trains ({status.phase}); verify it at its end")
-    claims, job = Claims.of(await run.events()), JobSpec.parse(dict(status.job))
+    claims, job = RunClaims.of(await run.events()), JobSpec.parse(dict(status.job))
     if not claims.by_place:
         raise WrongStateError(f"run {run_id} has committed nothing that could be verified")
     if doubt := doubt_of_job(job):
         return Verification(run_id, (), dict.fromkeys(claims.by_place, doubt), ())
     is_resumable = isinstance(job.strategy, RESUMABLE)
     kept = {commit.step: commit.segment for commit in status.commits} if is_resumable else {}
-    verifier = Verifier(client, status, claims, on_claim, kept, root_steps(claims))
+    verifier = Verifier(runs, status, claims, on_claim, kept, root_steps(claims))
     verifier.unverified |= {c.place: c.doubt for c in claims.by_place.values() if c.doubt}
     steps = chosen_steps(claims, segments, sample, job.seed)
     difference = None
@@ -329,3 +335,73 @@ async def verify(
             break
     workers = tuple(verifier.workers)
     return Verification(run_id, tuple(verifier.equal), verifier.unverified, workers, difference)
+
+
+# ---- Certificates ----
+#
+# A certificate carries the SHA-256 of its own canonical JSON, which shows damage; it is not
+# signed.
+
+VERSION: Final = 1
+_FIELDS: Final = ("certificate", "run", "job", "verified", "unverified", "workers", "time_s")
+
+
+def certificate(status: RunStatus, found: Verification, time_s: float) -> dict[str, Any]:
+    """Return the certificate of a verification as plain JSON values.
+
+    Raises InvalidInputError for a verification that has found a difference.
+    """
+    if found.difference is not None:
+        text = f"run {found.run_id} has a state that differs, so nothing is certified"
+        raise InvalidInputError.at("--certificate", text)
+    job = JobSpec.parse(dict(status.job)).canonical_json()
+    body = {
+        "certificate": VERSION,
+        "run": found.run_id,
+        "job": hashlib.sha256(job.encode()).hexdigest(),
+        "verified": [
+            {"place": list(each.place), "digest": each.digest, "numerics": each.numerics}
+            for each in found.equal
+        ],
+        "unverified": {str(place): reason for place, reason in found.unverified.items()},
+        "workers": list(found.workers),
+        "time_s": time_s,
+    }
+    return {**body, "sha256": _digest(body)}
+
+
+def read_certificate(path: Path) -> Mapping[str, Any]:
+    """Return the certificate that a file holds.
+
+    Raises InvalidInputError for a file that is none, IntegrityError for one that was changed.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError.at("RUN", f"{path} is no certificate: {error}") from error
+    if not isinstance(found, dict) or set(found) != {*_FIELDS, "sha256"}:
+        raise InvalidInputError.at("RUN", f"{path} is no certificate of a verified run")
+    body = {name: value for name, value in found.items() if name != "sha256"}
+    if _digest(body) != found["sha256"]:
+        raise IntegrityError(f"{path} was changed after it was written: its digest is another one")
+    return found
+
+
+def check_certificate(found: Mapping[str, Any], claims: RunClaims) -> int:
+    """Return how many digests a certificate and the claims of its run have in common.
+
+    Raises IntegrityError for a digest that the run has not recorded.
+    """
+    recorded = {tuple(place): claim.digest for place, claim in claims.by_place.items()}
+    for each in found["verified"]:
+        if recorded.get(tuple(each["place"])) != each["digest"]:
+            raise IntegrityError(
+                f"certificate: run {found['run']} has no such state: {each['place']}, "
+                f"{each['digest']}"
+            )
+    return len(found["verified"])
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
