@@ -1,4 +1,4 @@
-"""RunCalls that are computed again, and machines that compute wrongly for a while."""
+"""Runs that are computed again, and machines that compute wrongly for a while."""
 
 import json
 from pathlib import Path

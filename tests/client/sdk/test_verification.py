@@ -1,4 +1,4 @@
-"""Which steps a verification computes again, what it concludes, and what it certifies."""
+"""A verification: the steps that it computes again, its conclusion, and its certificates."""
 
 import json
 from pathlib import Path
@@ -109,13 +109,13 @@ def test_jobs_whose_bits_are_not_determined_are_in_doubt() -> None:
     ],
 )
 def test_the_majority_of_three_executions_says_who_is_wrong(
-    third: str | None, verdict: Conclusion
+    third: str | None, conclusion: Conclusion
 ) -> None:
     run, again, another = (
         Claim(ClaimPlace("", 2), digest, 1, (), "") for digest in ("run", "again", third or "")
     )
     difference = Difference(run, again, "r", None if third is None else another)
-    assert Verification("r", (), {}, (), difference).conclusion is verdict
+    assert Verification("r", (), {}, (), difference).conclusion is conclusion
     assert Verification("r", (), {}, ()).conclusion is Conclusion.EQUAL
 
 
