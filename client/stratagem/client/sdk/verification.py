@@ -6,30 +6,45 @@ run computes the same bits, and otherwise with the beginning of the job. It is d
 claims are equal, and kept when one differs.
 """
 
+import asyncio
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
-from stratagem.client.course.claims import Claim, ClaimPlace, RunClaims
+from stratagem.client.course.claims import RULES, Claim, ClaimPlace, Input, RunClaims
 from stratagem.client.course.views import Event, RunStatus
-from stratagem.client.history.step_history import History
 from stratagem.client.sdk.run import AsyncRun
-from stratagem.common.base.errors import IntegrityError, InvalidInputError, WrongStateError
+from stratagem.client.sdk.verification_plan import (
+    Stretch,
+    chosen_steps,
+    compared_inputs,
+    doubt_of_job,
+    first_step,
+    kept_states,
+    other_input,
+    root_steps,
+    stretches,
+    why_incomparable,
+)
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    StratagemError,
+    WrongStateError,
+)
 from stratagem.common.base.ids import new_run_id
 from stratagem.common.job import JobSpec, with_fields
-from stratagem.common.strategy.strategies import DataParallel, Local, ModelParallel
+from stratagem.common.numerics import rules
 
 OnClaim = Callable[[Claim, Claim], None]
 """Called with each claim of the run and the new claim for its place."""
-RESUMABLE: Final = (Local, DataParallel, ModelParallel)
-"""Strategies of which a run that goes on from a commit has the bits of an undisturbed one."""
+MIN_RETENTION: Final = 4
+"""Commits that a verifying run keeps at least: it is stopped some commits after one differs."""
 
 
 class Conclusion(StrEnum):
@@ -44,7 +59,7 @@ class Conclusion(StrEnum):
     JOB = "JOB"
     """Three executions have three results: the job does not determine its bits."""
     OPEN = "OPEN"
-    """A claim differs, and the third execution has failed."""
+    """A claim differs, and there is no third execution to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,8 @@ class Difference:
     run_id: str
     """The verifying run that made the other claim; it is kept."""
     third: Claim | None = None
+    why_open: str = ""
+    """Why there is no third claim."""
     step: int | None = None
     """The first recorded step in which the histories of both executions differ."""
     series: str = ""
@@ -71,9 +88,9 @@ class Verification:
     equal: tuple[Claim, ...]
     """The claims that were computed again with the same digest."""
     unverified: Mapping[ClaimPlace, str]
-    """The claims that were not computed again, and the reason."""
+    """The chosen claims that were not compared, and the reason."""
     workers: tuple[str, ...]
-    """The workers that have computed the claims again."""
+    """The workers that have computed the compared claims again."""
     difference: Difference | None = None
 
     @property
@@ -87,74 +104,6 @@ class Verification:
         if third.digest == again.digest:
             return Conclusion.RUN
         return Conclusion.VERIFIER if third.digest == run.digest else Conclusion.JOB
-
-
-# ---- The plan ----
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Steps that one verifying run computes."""
-
-    base: int | None
-    """The segment of the run whose stored state is the beginning; None: the beginning of the
-    job."""
-    from_step: int
-    to_step: int
-
-
-def stretches(steps: Iterable[int], kept: Mapping[int, int]) -> list[Stretch]:
-    """Return what to compute so that the states after these steps are reached.
-
-    kept: the segment of each stored state that a run may begin with, by its step.
-    """
-    found: list[Stretch] = []
-    for step in sorted(steps):
-        base_step = max((each for each in kept if each < step), default=None)
-        if found and (base_step is None or base_step <= found[-1].to_step):
-            last = found[-1]
-            found[-1] = Stretch(last.base, last.from_step, step)
-        elif base_step is None:
-            found.append(Stretch(None, -1, step))
-        else:
-            found.append(Stretch(kept[base_step], base_step, step))
-    return found
-
-
-def chosen_steps(
-    claims: RunClaims, segments: Collection[int] | None, sample: float | None, seed: int
-) -> set[int]:
-    """Return the steps of the states to verify: of the segments, or of a sample that is the same
-    each time. Raises InvalidInputError for a segment without a state."""
-    root = [claim for place, claim in claims.by_place.items() if not place.party]
-    states = {
-        claim.segment: claim.place.step
-        for claim in root or claims.by_place.values()
-        if claim.place.client is None
-    }
-    if segments is not None:
-        if missing := sorted(set(segments) - set(states)):
-            last = max(states, default=0)
-            text = f"{missing[0]} is no committed segment of this run, which has 0 to {last}"
-            raise InvalidInputError.at("segments", text)
-        return {states[segment] for segment in segments}
-    if sample is None:
-        return set(states.values())
-    if not 0 < sample <= 1:
-        raise InvalidInputError.at("sample", f"{sample} is not above 0 and at most 1")
-    return {step for segment, step in states.items() if _share(seed, segment) < sample}
-
-
-def _share(seed: int, segment: int) -> float:
-    digest = hashlib.sha256(f"{seed}/{segment}".encode()).digest()
-    return int.from_bytes(digest[:7], "big") / 2.0**56
-
-
-def doubt_of_job(job: JobSpec) -> str:
-    """Return why another execution of a job may give other bits; empty if it must not."""
-    if not job.execution.deterministic:
-        return "execution.deterministic: false permits sums in any order"
-    return ""
 
 
 # ---- Execution ----
@@ -177,6 +126,8 @@ class Verifier:
     on_claim: OnClaim
     kept: Mapping[int, int]
     """The segment of each stored state that a verifying run may begin with, by its step."""
+    inputs: Mapping[Input, Any]
+    """What a verifying run must compute from, too."""
     root_steps: Mapping[ClaimPlace, int]
     equal: list[Claim] = field(default_factory=list)
     unverified: dict[ClaimPlace, str] = field(default_factory=dict)
@@ -184,121 +135,127 @@ class Verifier:
 
     async def verify(self, stretch: Stretch) -> Difference | None:
         """Compute a stretch, up to its end or to the first claim that differs."""
-        wanted = self._places(stretch)
-        again = await self._begin(stretch)
-        difference = None
-        async with aclosing(_claims_of(again)) as new_claims:
-            async for claim in new_claims:
-                if claim.place not in wanted:
-                    continue
-                wanted.discard(claim.place)
-                difference = self.compare(claim, again.run_id)
-                if difference or not wanted:
-                    break
-        status = await _stopped(again)
-        if difference is not None:
-            return await self._explained(difference, again)
-        self.unverified |= dict.fromkeys(wanted, f"the verifying run ended: {status.reason}")
-        await again.delete()
-        return None
-
-    def compare(self, again: Claim, run_id: str) -> Difference | None:
-        """Compare a new claim, which a verifying run has made, with that of the run."""
-        run = self.claims.by_place[again.place]
-        self.workers.update(dict.fromkeys(again.workers))
-        self.on_claim(run, again)
-        if run.numerics and again.numerics and run.numerics != again.numerics:
-            text = f"numerics differ: {run.numerics} in the run, {again.numerics} here"
-            self.unverified[run.place] = text
-        elif again.digest != run.digest:
-            return Difference(run, again, run_id)
-        else:
-            self.equal.append(run)
-        return None
-
-    async def _explained(self, difference: Difference, again: AsyncRun) -> Difference:
-        """Return the difference with the first step that differs, and a third execution."""
-        place = difference.claim.place
-        mine = await (await self.runs.get(self.status.run_id)).history(parties=place.party)
-        first = first_step(mine, await again.history(parties=place.party))
-        third = await self._third(place)
-        if first is None:
-            return replace(difference, third=third)
-        step, series, values = first
-        return replace(difference, third=third, step=step, series=series, values=values)
-
-    async def _third(self, place: ClaimPlace) -> Claim | None:
-        (stretch,) = stretches([self.root_steps[place]], self.kept)
-        again = await self._begin(stretch)
-        found = None
-        async with aclosing(_claims_of(again)) as new_claims:
-            async for claim in new_claims:
-                if claim.place == place:
-                    found = claim
-                    break
-        await _stopped(again)
-        await again.delete()
-        return found
-
-    async def _begin(self, stretch: Stretch) -> AsyncRun:
-        values: dict[str, Any] = {"retention": 1}
-        run_id = self.status.run_id
-        if stretch.base is not None:
-            values["initial"] = {"run": run_id, "which": str(stretch.base), "resume": True}
-        job = with_fields(JobSpec.parse(dict(self.status.job)), values)
-        return await self.runs.submit(job, new_run_id(f"verify-{run_id[:40]}"))
-
-    def _places(self, stretch: Stretch) -> set[ClaimPlace]:
-        """Return the places of the claims that a stretch makes again."""
-        return {
+        wanted = {
             place
             for place, claim in self.claims.by_place.items()
             if not claim.doubt and stretch.from_step < self.root_steps[place] <= stretch.to_step
         }
+        if not wanted:
+            return None
+        run_id = self._new_id()
+        again, reason = await self._compute(stretch, wanted, run_id, self._compared, keeps=True)
+        self.unverified |= dict.fromkeys(wanted, reason)
+        if reason or again is None or not self._differs(again):
+            return None
+        difference = Difference(self.claims.by_place[again.place], again, run_id)
+        try:
+            return await self._explained(difference)
+        except BaseException:
+            await asyncio.shield(self._end(run_id, keeps=False))
+            raise
 
+    def _differs(self, again: Claim) -> bool:
+        return again.digest != self.claims.by_place[again.place].digest
 
-def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
-    """Return for each place the step of the root party's state that follows from it; where the
-    root has no states, as in a population, the step of the place."""
-    found: dict[ClaimPlace, int] = {}
-    following = claims.last_step
-    for place in reversed(claims.by_place):
-        if not place.party or not claims.last_step:
-            following = place.step
-        found[place] = following
-    return found
+    def _compared(self, run: Claim, again: Claim) -> None:
+        self.on_claim(run, again)
+        self.workers.update(dict.fromkeys(again.workers))
+        if again.digest == run.digest:
+            self.equal.append(run)
 
+    async def _compute(
+        self,
+        stretch: Stretch,
+        wanted: set[ClaimPlace],
+        run_id: str,
+        on_claim: OnClaim,
+        *,
+        keeps: bool = False,
+    ) -> tuple[Claim | None, str]:
+        """Execute a stretch until a wanted claim differs, or all are removed from `wanted`.
 
-async def _claims_of(run: AsyncRun) -> AsyncGenerator[Claim]:
-    claims = RunClaims()
-    async for event in run.watch():
-        claim = claims.add(event) if isinstance(event, Event) else None
-        if claim is not None:
-            yield claim
+        Return the claim that was compared last, and why it ended before; empty if it did not. The
+        run does not outlive this call, however it ends; keeps: unless a claim differs.
+        """
+        is_kept = False
+        try:
+            run = await self.runs.submit(self._job(stretch), run_id)
+            last, reason = await self._compare(run, wanted, on_claim)
+            is_kept = keeps and not reason and last is not None and self._differs(last)
+            return last, reason
+        finally:
+            await asyncio.shield(self._end(run_id, keeps=is_kept))
 
+    async def _compare(
+        self, run: AsyncRun, wanted: set[ClaimPlace], on_claim: OnClaim
+    ) -> tuple[Claim | None, str]:
+        new, last = RunClaims(), None
+        async with aclosing(run.watch()) as items:
+            async for event in items:
+                if not isinstance(event, Event):
+                    continue
+                if reason := other_input(self.inputs, event):
+                    return last, reason
+                for again in new.add(event):
+                    if again.place not in wanted:
+                        continue
+                    mine = self.claims.by_place[again.place]
+                    reason = why_incomparable(mine, again)
+                    differs = self._differs(again)
+                    if not reason and differs and not (await run.status()).reproducible:
+                        reason = "timing or machines have decided something in the verifying run"
+                    if reason:
+                        return last, reason
+                    wanted.discard(again.place)
+                    last = again
+                    on_claim(mine, again)
+                    if differs or not wanted:
+                        return last, ""
+        return last, f"the verifying run ended: {(await run.status()).reason}"
 
-async def _stopped(run: AsyncRun) -> RunStatus:
-    if not (await run.status()).phase.is_final:
-        with suppress(WrongStateError):  # it has ended by now
-            await run.cancel()
-    return await run.wait()
+    def _job(self, stretch: Stretch) -> JobSpec:
+        job, run_id = JobSpec.parse(dict(self.status.job)), self.status.run_id
+        values: dict[str, Any] = {"retention": max(job.retention, MIN_RETENTION)}
+        if stretch.base is not None:
+            values["initial"] = {"run": run_id, "which": str(stretch.base), "resume": True}
+        return with_fields(job, values)
 
+    def _new_id(self) -> str:
+        return new_run_id(f"verify-{self.status.run_id[:40]}")
 
-def first_step(run: History, again: History) -> tuple[int, str, tuple[float, float]] | None:
-    """Return the first step, series and values in which two histories differ, over the steps that
-    both have; None where they are equal."""
-    found: list[tuple[int, str, tuple[float, float]]] = []
-    for name, series in run.items():
-        other = again.get(name)
-        if series.observed or other is None or other.stride != series.stride:
-            continue
-        steps, left, right = np.intersect1d(series.step, other.step, return_indices=True)
-        mine, theirs = series.last[left], other.last[right]
-        differ = (mine != theirs) & ~(np.isnan(mine) & np.isnan(theirs))
-        if differ.any():
-            at = int(differ.argmax())
-            found.append((int(steps[at]), name, (float(mine[at]), float(theirs[at]))))
-    return min(found, default=None)
+    async def _end(self, run_id: str, *, keeps: bool) -> None:
+        """Stop a verifying run, and delete it unless it is kept. The result does not depend on
+        that, so a coordinator that refuses or is away leaves the run behind."""
+        with suppress(StratagemError):
+            run = await self.runs.get(run_id)
+            if not (await run.status()).phase.is_final:
+                with suppress(WrongStateError):  # it has ended by now
+                    await run.cancel()
+            await run.wait()
+            if not keeps:
+                await run.delete()
+
+    async def _explained(self, difference: Difference) -> Difference:
+        """Return the difference with the first step that differs, and a third execution."""
+        place = difference.claim.place
+        (stretch,) = stretches([self.root_steps[place]], self.kept)
+        third, reason = None, ""
+        try:
+            third, reason = await self._compute(
+                stretch, {place}, self._new_id(), lambda _run, _again: None
+            )
+        except StratagemError as error:
+            reason = str(error)
+        difference = replace(difference, third=None if reason else third, why_open=reason)
+        with suppress(StratagemError):
+            mine, theirs = [
+                await (await self.runs.get(run_id)).history(parties=place.party)
+                for run_id in (self.status.run_id, difference.run_id)
+            ]
+            if first := first_step(mine, theirs):
+                step, series, values = first
+                return replace(difference, step=step, series=series, values=values)
+        return difference
 
 
 async def verify(
@@ -318,23 +275,34 @@ async def verify(
     status = await run.status()
     if not status.phase.is_final:
         raise WrongStateError(f"run {run_id} still trains ({status.phase}); verify it at its end")
-    claims, job = RunClaims.of(await run.events()), JobSpec.parse(dict(status.job))
+    claims, job = await claims_of(run), JobSpec.parse(dict(status.job))
     if not claims.by_place:
         raise WrongStateError(f"run {run_id} has committed nothing that could be verified")
-    if doubt := doubt_of_job(job):
-        return Verification(run_id, (), dict.fromkeys(claims.by_place, doubt), ())
-    is_resumable = isinstance(job.strategy, RESUMABLE)
-    kept = {commit.step: commit.segment for commit in status.commits} if is_resumable else {}
-    verifier = Verifier(runs, status, claims, on_claim, kept, root_steps(claims))
-    verifier.unverified |= {c.place: c.doubt for c in claims.by_place.values() if c.doubt}
-    steps = chosen_steps(claims, segments, sample, job.seed)
+    steps, places = chosen_steps(claims, segments, sample, job.seed), root_steps(claims)
+    chosen = [claim for place, claim in claims.by_place.items() if places[place] in steps]
+    doubt = doubt_of_job(job, claims.inputs.get((RULES, ""), rules.CURRENT))
+    if not doubt and not status.reproducible and not claims.doubt:
+        doubt = "timing or machines have decided its bits, and its events do not tell where"
+    unverified = {c.place: doubt or c.doubt for c in chosen if doubt or c.doubt}
+    kept, inputs = kept_states(job, status), compared_inputs(job, claims.inputs)
+    verifier = Verifier(runs, status, claims, on_claim, kept, inputs, places, unverified=unverified)
+    clear = {places[claim.place] for claim in chosen if claim.place not in unverified}
     difference = None
-    for stretch in stretches(steps, kept):
+    for stretch in stretches(clear, kept):
         difference = await verifier.verify(stretch)
         if difference is not None:
             break
     workers = tuple(verifier.workers)
     return Verification(run_id, tuple(verifier.equal), verifier.unverified, workers, difference)
+
+
+async def claims_of(run: AsyncRun) -> RunClaims:
+    """Return the claims of a run so far."""
+    claims = RunClaims()
+    async for page in run.past():
+        for event in page:
+            claims.add(event)
+    return claims
 
 
 # ---- Certificates ----
@@ -349,16 +317,18 @@ _FIELDS: Final = ("certificate", "run", "job", "verified", "unverified", "worker
 def certificate(status: RunStatus, found: Verification, time_s: float) -> dict[str, Any]:
     """Return the certificate of a verification as plain JSON values.
 
-    Raises InvalidInputError for a verification that has found a difference.
+    Raises InvalidInputError for a verification that has found a difference, or nothing equal.
     """
     if found.difference is not None:
         text = f"run {found.run_id} has a state that differs, so nothing is certified"
         raise InvalidInputError.at("--certificate", text)
-    job = JobSpec.parse(dict(status.job)).canonical_json()
+    if not found.equal:
+        text = f"nothing of run {found.run_id} was verified, so nothing is certified"
+        raise InvalidInputError.at("--certificate", text)
     body = {
         "certificate": VERSION,
         "run": found.run_id,
-        "job": hashlib.sha256(job.encode()).hexdigest(),
+        "job": _job_digest(status),
         "verified": [
             {"place": list(each.place), "digest": each.digest, "numerics": each.numerics}
             for each in found.equal
@@ -384,14 +354,19 @@ def read_certificate(path: Path) -> Mapping[str, Any]:
     body = {name: value for name, value in found.items() if name != "sha256"}
     if _digest(body) != found["sha256"]:
         raise IntegrityError(f"{path} was changed after it was written: its digest is another one")
+    if found["certificate"] != VERSION or not found["verified"]:
+        text = f"is a certificate of version {found['certificate']}; known is {VERSION}"
+        raise InvalidInputError.at("RUN", f"{path} {text if found['verified'] else 'is empty'}")
     return found
 
 
-def check_certificate(found: Mapping[str, Any], claims: RunClaims) -> int:
+def check_certificate(found: Mapping[str, Any], status: RunStatus, claims: RunClaims) -> int:
     """Return how many digests a certificate and the claims of its run have in common.
 
-    Raises IntegrityError for a digest that the run has not recorded.
+    Raises IntegrityError for another job, or a digest that the run has not recorded.
     """
+    if found["job"] != _job_digest(status):
+        raise IntegrityError(f"certificate: run {found['run']} has another job")
     recorded = {tuple(place): claim.digest for place, claim in claims.by_place.items()}
     for each in found["verified"]:
         if recorded.get(tuple(each["place"])) != each["digest"]:
@@ -400,6 +375,10 @@ def check_certificate(found: Mapping[str, Any], claims: RunClaims) -> int:
                 f"{each['digest']}"
             )
     return len(found["verified"])
+
+
+def _job_digest(status: RunStatus) -> str:
+    return hashlib.sha256(JobSpec.parse(dict(status.job)).canonical_json().encode()).hexdigest()
 
 
 def _digest(body: Mapping[str, Any]) -> str:
