@@ -95,11 +95,11 @@ def test_the_commands_verify_certify_and_compare(
     other = client.submit({**disturbed(tmp_path), "name": "other"})
     other.result()
     told = invoke("verify", run.run_id, *at)
-    assert told.exit_code == 1
+    assert told.exit_code == 4
     assert " differs first at step 1: " in told.output
     assert "the run was wrong" in told.output
     both = invoke("compare", run.run_id, other.run_id, "--bits", *at)
-    assert both.exit_code == 1
+    assert both.exit_code == 4
     assert "name: 'crash' and 'other'" in both.output
     assert "equal up to state after 0 steps" in both.output
     assert " differs first at step 1: " in both.output
