@@ -1,25 +1,31 @@
 """Runs that are computed again, and machines that compute wrongly for a while."""
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from stratagem.client.course.claims import Claim
+from stratagem.client.course.claims import Claim, ClaimPlace
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sdk.blocking import Client
 from stratagem.client.sdk.verification import Conclusion
-from tests.client.cli.command_line import invoke
+from tests.client.cli.command_line import PROGRAM, invoke
+from tests.cluster.jobs import Gates
 from tests.crash.jobs import (
     ALL_REDUCE,
     GOSSIP,
+    JOBS,
     LOCAL,
     PARAMETER_SERVER,
     YOGI,
     Job,
     crash_job,
     federated,
+    gated,
     local_steps,
+    paced,
     pipeline,
     population,
     silos,
@@ -138,3 +144,76 @@ def test_every_strategy_is_verified_and_a_wrong_bit_is_found(
     again = client.verify(run.run_id)
     assert again.difference is not None, "a wrong loss has left no trace"
     assert again.conclusion is Conclusion.RUN
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", JOBS)
+def test_no_run_of_a_healthy_machine_is_accused(client: Client, name: str) -> None:
+    run = client.submit(JOBS[name])
+    run.result()
+    found = client.verify(run.run_id)
+    assert found.conclusion is Conclusion.EQUAL
+    assert set(found.unverified.values()) <= {"clients joined while the run trained"}
+    # From a stored state, where there is one that has all.
+    if found.equal[-1].place.is_root_state:
+        last = client.verify(run.run_id, segments={found.equal[-1].segment})
+        assert (last.conclusion, last.unverified) == (Conclusion.EQUAL, {})
+    assert left_of(client, run.run_id) == []
+
+
+def left_of(client: Client, run_id: str) -> list[str]:
+    """The verifying runs of a run that are still there."""
+    return [run.run_id for run in client.runs() if run.run_id.startswith(f"verify-{run_id}")]
+
+
+@pytest.mark.sweep
+def test_a_deadline_that_leaves_a_client_out_accuses_nobody(client: Client, gates: Gates) -> None:
+    options = {"quorum": 0.5, "round_deadline_s": 8.0}
+    job = gated(federated(rounds=1) | {"options": options}, gates.folder)
+    good = client.submit(job)
+    assert good.result().status.reproducible
+    for run_id, words in ((good.run_id, "in the verifying run, timing decided about"), ("", "")):
+        gates.close("client2-1")
+        if not run_id:  # a run that its own deadline has decided
+            slow = client.submit(job)
+            slow.wait()
+            run_id, words = slow.run_id, "timing decided about round or segment 1"
+        found = client.verify(run_id)
+        gates.open()
+        assert found.difference is None
+        assert ClaimPlace("", 1) in found.unverified
+        assert all(each.startswith(words) for each in found.unverified.values())
+        assert {claim.place.client for claim in found.equal} == {None, 0, 1}
+        assert left_of(client, run_id) == []
+
+
+@pytest.mark.sweep
+def test_a_federation_that_was_cancelled_is_verified_as_far_as_it_came(
+    client: Client, gates: Gates
+) -> None:
+    gates.close("client2-1")
+    run = client.submit(gated(federated(rounds=2), gates.folder))
+    list(run.watch(kinds=["UpdateReceived"], limit=2))
+    run.cancel()
+    gates.open()
+    run.wait()
+    found = client.verify(run.run_id)
+    assert (found.conclusion, found.unverified) == (Conclusion.EQUAL, {})
+    assert sorted(str(claim.place) for claim in found.equal) == [
+        "state after 0 steps",
+        "update of client 0 in round 1",
+        "update of client 1 in round 1",
+    ]
+
+
+@pytest.mark.sweep
+def test_an_interrupt_leaves_no_run_behind(client: Client, exact_cluster: LocalCluster) -> None:
+    run = client.submit(paced(LOCAL, 0.2))
+    run.result()
+    arguments = ["verify", run.run_id, "--coordinator", exact_cluster.address]
+    with subprocess.Popen([*PROGRAM, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "state after 0 steps" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert left_of(client, run.run_id) == []
