@@ -11,7 +11,7 @@ from stratagem.client.course.claims import Claim, ClaimPlace
 from stratagem.client.sdk.verification import Difference, Verification
 from stratagem.common.base.errors import InvalidInputError
 from tests.client.cli.command_line import invoke
-from tests.client.course.test_claims import BUILT, claims_of, committed, formed, received
+from tests.client.run_facts import BUILT, claims_of, committed, formed, received
 
 
 def test_segments_are_numbers_and_ranges() -> None:

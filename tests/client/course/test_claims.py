@@ -1,8 +1,6 @@
 """The claims that a client reads from the events of a run."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -13,11 +11,9 @@ from stratagem.client.course.claims import (
     ROWS,
     RULES,
     ClaimPlace,
-    RunClaims,
     doubt_of,
     first_difference,
 )
-from stratagem.client.course.views import Event, Phase
 from stratagem.coordinator.core.apply import _needs_its_journal
 from stratagem.coordinator.core.facts import (
     ROOT,
@@ -33,45 +29,16 @@ from stratagem.coordinator.core.facts import (
     Fact as CoordinatorFact,
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
-
-Fact = tuple[str, Mapping[str, Any]]
-
-
-def claims_of(*facts: Fact) -> RunClaims:
-    return RunClaims.of(
-        Event(index, 0.0, kind, kind, {"party": "", **payload}, Phase.RUNNING)
-        for index, (kind, payload) in enumerate(facts)
-    )
-
-
-def formed(*workers: str, party: str = "", fingerprint: str = "n") -> Fact:
-    members = [{"worker_id": each, "incarnation": "a"} for each in workers]
-    return "MembersFormed", {"party": party, "members": members, "fingerprint": fingerprint}
-
-
-def committed(segment: int, step: int, digest: str, party: str = "", **more: Any) -> Fact:
-    of = {"party": party, "segment": segment, "step": step, "digest": digest}
-    return "SegmentCommitted", {**of, **more}
-
-
-def assigned(round_num: int, **workers: str | None) -> Fact:
-    each = [
-        {"client": int(name[1:]), "member": worker and {"worker_id": worker}}
-        for name, worker in workers.items()
-    ]
-    return "ClientsAssigned", {"round_num": round_num, "assignments": each}
-
-
-def received(round_num: int, client: int, digest: str) -> Fact:
-    return "UpdateReceived", {"round_num": round_num, "client": client, "digest": digest}
-
-
-def closed(round_num: int, *bases: str, by_policy: bool = False) -> Fact:
-    accepted = [{"client": client, "base": base} for client, base in enumerate(bases)]
-    return "RoundClosed", {"round_num": round_num, "accepted": accepted, "by_policy": by_policy}
-
-
-BUILT: Fact = ("ModelBuilt", {"segment": 0, "step": 0, "digest": "m"})
+from tests.client.run_facts import (
+    BUILT,
+    Fact,
+    assigned,
+    claims_of,
+    closed,
+    committed,
+    formed,
+    received,
+)
 
 
 def test_states_carry_their_workers_and_numerics() -> None:

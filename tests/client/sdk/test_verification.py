@@ -53,11 +53,12 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import rules
-from tests.client.course.test_claims import (
+from tests.client.run_facts import (
     Fact,
     assigned,
     closed,
     committed,
+    events_of,
     formed,
     received,
 )
@@ -242,10 +243,7 @@ class OneRun:
         return self.runs.status[self.run_id]
 
     async def past(self) -> AsyncGenerator[list[Event]]:
-        yield [
-            Event(index, 0.0, kind, kind, {"party": "", **payload}, Phase.RUNNING)
-            for index, (kind, payload) in enumerate(self.runs.facts[self.run_id])
-        ]
+        yield events_of(self.runs.facts[self.run_id])
 
     async def watch(self) -> AsyncGenerator[Event]:
         async for page in self.past():
