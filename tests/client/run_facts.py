@@ -38,8 +38,9 @@ def assigned(round_num: int, **workers: str | None) -> Fact:
     return "ClientsAssigned", {"round_num": round_num, "assignments": each}
 
 
-def received(round_num: int, client: int, digest: str) -> Fact:
-    return "UpdateReceived", {"round_num": round_num, "client": client, "digest": digest}
+def received(round_num: int, client: int, digest: str, num_samples: int = 5) -> Fact:
+    of = {"round_num": round_num, "client": client, "digest": digest}
+    return "UpdateReceived", {**of, "num_samples": num_samples}
 
 
 def closed(round_num: int, *bases: str, by_policy: bool = False) -> Fact:

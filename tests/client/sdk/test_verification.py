@@ -11,6 +11,7 @@ import pytest
 
 from stratagem.client.course.claims import (
     NUM_ROWS,
+    NUM_SAMPLES,
     ROSTER,
     ROWS,
     RULES,
@@ -166,14 +167,19 @@ def test_a_run_begins_with_a_stored_state_only_where_it_has_the_bits_of_a_whole_
 
 
 def test_rosters_are_compared_where_workers_decide_who_a_client_is() -> None:
-    inputs = {(kind, ""): 1 for kind in (RULES, ROSTER, ROWS, NUM_ROWS)}
+    inputs = {(kind, ""): 1 for kind in (RULES, ROSTER, ROWS, NUM_ROWS, NUM_SAMPLES)}
     by_tags = {"method": "ByCapability", "required_tags": ["a"]}
     local = {"worker_local": "rows"}
-    assert {kind for kind, _ in compared_inputs(job(), inputs)} == {RULES, ROWS, NUM_ROWS}
+    assert {kind for kind, _ in compared_inputs(job(), inputs)} == {
+        RULES,
+        ROWS,
+        NUM_ROWS,
+        NUM_SAMPLES,
+    }
     selected = job(strategy=federated() | {"client_selection": by_tags})
     assert compared_inputs(selected, inputs) == inputs
     bound = compared_inputs(job(strategy=federated(), data=local), inputs)
-    assert {kind for kind, _ in bound} == {RULES, ROSTER}
+    assert {kind for kind, _ in bound} == {RULES, ROSTER, NUM_SAMPLES}
 
 
 @pytest.mark.parametrize(
@@ -277,7 +283,7 @@ async def test_an_equal_run_leaves_no_verifying_run_behind() -> None:
 async def test_the_run_that_differs_is_kept_and_the_third_is_not() -> None:
     runs = Runs(WRONG, GOOD, GOOD)
     found = await runs.verify()
-    assert found.conclusion is Conclusion.RUN
+    assert (found.conclusion, found.unverified) == (Conclusion.RUN, {})
     assert found.difference is not None
     assert list(runs.facts) == ["r", found.difference.run_id]
 
@@ -322,6 +328,8 @@ AWAY = ("RoundWaits", {"round_num": 1})
         ),
         ((("RunSubmitted", {"numerics": 99}), *WRONG[1:]), "numerics rules differ: "),
         ((BUILT,), "the verifying run ended: "),
+        # A difference of numerics in a state that is not compared.
+        ((BUILT, AMD, committed(1, 2, "a"), formed("w0"), committed(2, 4, "y")), "numerics differ"),
     ],
 )
 async def test_what_cannot_be_compared_accuses_nobody(again: tuple[Fact, ...], words: str) -> None:
@@ -362,6 +370,11 @@ async def test_updates_after_the_last_state_are_verified() -> None:
     runs = Runs(facts, (*facts, received(1, 1, "v"), closed(1, "", "")), job=spec)
     found = await runs.verify()
     assert ([claim.digest for claim in found.equal], found.unverified) == (["m", "u"], {})
+    # Rows of sites are known by their number alone.
+    changed = (*facts[:-1], received(1, 0, "x", num_samples=4))
+    other = await Runs(facts, changed, job=spec).verify()
+    words = "the data of client 0 in round 1 changed: 5 rows in the run, 4 here"
+    assert other.unverified == {ClaimPlace("", 1, 0): words}
 
 
 async def test_only_the_chosen_segments_are_in_doubt() -> None:

@@ -12,8 +12,9 @@ from typing import Any, Final, NamedTuple
 from stratagem.client.course.views import Event
 
 Input = tuple[str, str]
-"""The kind of something that a run computes from, and the party that does."""
+"""The kind of something that a run computes from, and the party or client that does."""
 RULES, NUM_ROWS, ROWS, ROSTER = "numerics rules", "number of rows", "rows", "roster"
+NUM_SAMPLES = "number of samples"
 """The kinds of inputs."""
 OF_MACHINES: Final = frozenset(
     {"memory", "crashed", "timeout", "keys_lost", "absent", "outside_window"}
@@ -166,6 +167,10 @@ def inputs_of(event: Event) -> Mapping[Input, Any]:
             return {(NUM_ROWS, party): payload.get("num_rows", {}), **rows}
         case "RosterFormed":
             return {(ROSTER, party): {c["client"]: c["worker_id"] for c in payload["clients"]}}
+        case "UpdateReceived":
+            client = f"client {payload['client']} in round {payload['round_num']}"
+            name = f"{party}: {client}" if party else client
+            return {(NUM_SAMPLES, name): payload.get("num_samples")}
         case _:
             return {}
 

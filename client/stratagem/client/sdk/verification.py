@@ -144,7 +144,8 @@ class Verifier:
             return None
         run_id = self._new_id()
         again, reason = await self._compute(stretch, wanted, run_id, self._compared, keeps=True)
-        self.unverified |= dict.fromkeys(wanted, reason)
+        if reason:
+            self.unverified |= dict.fromkeys(wanted, reason)
         if reason or again is None or not self._differs(again):
             return None
         difference = Difference(self.claims.by_place[again.place], again, run_id)
@@ -175,19 +176,19 @@ class Verifier:
         """Execute a stretch until a wanted claim differs, or all are removed from `wanted`.
 
         Return the claim that was compared last, and why it ended before; empty if it did not. The
-        run does not outlive this call, however it ends; keeps: unless a claim differs.
+        run does not outlive this call, however it ends; with `keeps` it does if a claim differs.
         """
         is_kept = False
         try:
             run = await self.runs.submit(self._job(stretch), run_id)
-            last, reason = await self._compare(run, wanted, on_claim)
+            last, reason = await self._compare(run, stretch, wanted, on_claim)
             is_kept = keeps and not reason and last is not None and self._differs(last)
             return last, reason
         finally:
             await asyncio.shield(self._end(run_id, keeps=is_kept))
 
     async def _compare(
-        self, run: AsyncRun, wanted: set[ClaimPlace], on_claim: OnClaim
+        self, run: AsyncRun, stretch: Stretch, wanted: set[ClaimPlace], on_claim: OnClaim
     ) -> tuple[Claim | None, str]:
         new, last = RunClaims(), None
         async with aclosing(run.watch()) as items:
@@ -197,15 +198,16 @@ class Verifier:
                 if reason := other_input(self.inputs, event):
                     return last, reason
                 for again in new.add(event):
+                    mine = self.claims.by_place.get(again.place)
+                    if mine is None or self.root_steps[again.place] <= stretch.from_step:
+                        continue
+                    if reason := why_incomparable(mine, again):
+                        return last, reason
                     if again.place not in wanted:
                         continue
-                    mine = self.claims.by_place[again.place]
-                    reason = why_incomparable(mine, again)
                     differs = self._differs(again)
-                    if not reason and differs and not (await run.status()).reproducible:
-                        reason = "timing or machines have decided something in the verifying run"
-                    if reason:
-                        return last, reason
+                    if differs and not (await run.status()).reproducible:
+                        return last, "timing or machines have decided something in a verifying run"
                     wanted.discard(again.place)
                     last = again
                     on_claim(mine, again)

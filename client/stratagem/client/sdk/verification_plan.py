@@ -13,6 +13,7 @@ import numpy as np
 
 from stratagem.client.course.claims import (
     NUM_ROWS,
+    NUM_SAMPLES,
     ROSTER,
     ROWS,
     RULES,
@@ -157,7 +158,12 @@ def compared_inputs(job: JobSpec, inputs: Mapping[Input, Any]) -> dict[Input, An
         selection = strategy.client_selection if isinstance(strategy, Federated) else None
         is_bound = is_bound or isinstance(selection, ByCapability)
         strategy = getattr(getattr(strategy, "options", None), "inner", None)
-    wanted = {RULES, *(() if is_local else (NUM_ROWS, ROWS)), *((ROSTER,) if is_bound else ())}
+    wanted = {
+        RULES,
+        NUM_SAMPLES,
+        *(() if is_local else (NUM_ROWS, ROWS)),
+        *((ROSTER,) if is_bound else ()),
+    }
     return {key: value for key, value in inputs.items() if key[0] in wanted}
 
 
@@ -171,7 +177,7 @@ def other_input(mine: Mapping[Input, Any], event: Event) -> str:
         at = f" of {party}" if party else ""
         if kind == ROWS:
             return f"the data{at} changed: their first rows are others"
-        if kind == NUM_ROWS:
+        if kind in (NUM_ROWS, NUM_SAMPLES):
             return f"the data{at} changed: {there} rows in the run, {here} here"
         if kind == ROSTER:
             client = next(c for c in sorted({*there, *here}) if there.get(c) != here.get(c))
