@@ -39,6 +39,7 @@ from stratagem.common.rpc.channel import PLAINTEXT, Proof
 DIFFERS, INCOMPLETE = 4, 3
 """Exit codes: a claim differs; some could not be verified."""
 MOST_SEGMENTS = 1_000_000
+"""Of one range: more are named by mistake."""
 SENTENCES: Mapping[Conclusion, str] = {
     Conclusion.RUN: "the run was wrong: two other executions agree with each other, "
     "and not with it",
