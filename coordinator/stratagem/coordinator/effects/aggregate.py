@@ -16,7 +16,16 @@ from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy.noise import SecretLostError
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import Federated, FedProx, GeometricMedian, NormBound, RobustRule
+from stratagem.common.strategy import (
+    Bulyan,
+    Federated,
+    FedProx,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NormBound,
+    RobustRule,
+)
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
@@ -400,10 +409,12 @@ def _said(
         case GeometricMedian():
             lightest = min(verdict.weights) * len(clients)
             return f"{updates} weighed, the lightest with {lightest:.2g} of an even share"
-        case _:
+        case Krum() | MultiKrum() | Bulyan():
             left_out = [client for client, each in pairs if not each]
             kept = len(clients) - len(left_out)
             return f"{kept} of {updates} chosen; left out{_named(left_out) or ': none'}"
+        case _:
+            raise TypeError(f"{type(rule).__name__} compares no updates")
 
 
 def _said_of_losses(losses: Sequence[float], clients: Sequence[int], step: float) -> str:
