@@ -96,8 +96,7 @@ async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, i
 
 
 def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
-    """Return the holders of each part: the owners first, then the members with a mirror of the
-    part."""
+    """Return the holders of each part: its owners, then the members with a mirror of it."""
     mirrors = effect.mirrors or ((),) * len(effect.parts)
     return [
         [PartHolder(_session(effect, member)) for member in owners]

@@ -127,7 +127,7 @@ class LiveRuns:
         return run is not None and effect in pending_of(run)
 
     def job_of(self, run_id: RunId, party: Party) -> JobSpec:
-        """Return the job that a party trains: the run's job, with the changes of the party's
+        """Return the party's job: the job of the run, with the changes of the party's
         strategies."""
         run = self.state.runs[run_id]
         return run.strategy.party_job(run.job, run.value, party)
@@ -158,8 +158,7 @@ class LiveRuns:
         return run is not None and draws_in_secret(run.job)
 
     def say(self, event: str, run_id: RunId, **ids: Any) -> None:
-        """Log an event about one worker of a run; at debug level if the run draws its clients in
-        secret."""
+        """Log an event about one worker of a run; at debug level if clients are drawn in secret."""
         say = log.debug if self.draws_in_secret(run_id) else log.info
         say(event, run_id=run_id, **ids)
 
@@ -230,8 +229,7 @@ class WorkerCalls:
     async def end_early(
         self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
     ) -> None:
-        """Handle a plan that ended without result or error: its worker is draining, or the plan was
-        aborted."""
+        """Handle a plan without result or error: its worker is draining, or it was aborted."""
         reason = result.interrupted.reason
         self.runs.say("plan interrupted", run_id, worker_id=member.worker_id, reason=reason)
         if reason == "drained":
@@ -259,8 +257,7 @@ MAX_PULLS = 2
 MAX_HEADERS = 64
 
 MAX_BROUGHT = 16
-"""The number of states per run that a worker keeps; the worker says which it still has when it
-asks."""
+"""The states per run that a worker keeps; it says which of them it still has when it asks."""
 
 PushKey = tuple[Member, RunId, Digest]
 
@@ -300,8 +297,7 @@ class Transfers:
         return Limits(max_total_bytes=self.settings.max_state_bytes)
 
     async def header(self, digest: Digest) -> tuple[Manifest, int]:
-        """Return the manifest of a blob, verified against the digest, and the offset of its tensor
-        data."""
+        """Return a blob's manifest, verified against the digest, and the offset of its data."""
         if digest not in self.headers:
             header = await asyncio.to_thread(self._read_header, digest)
             self.keep_header(digest, header)

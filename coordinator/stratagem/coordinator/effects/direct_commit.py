@@ -89,8 +89,7 @@ class ReportedLeaves:
         return self.manifest
 
     def begin(self, manifest: Manifest, worker_id: WorkerId) -> None:
-        """Take the manifest from a member that has the whole state; all members must send the
-        same."""
+        """Take the manifest of a member with the whole state; all members must send the same."""
         if self.manifest is None:
             self.manifest, self.sizes = manifest, [leaf.size for leaf in leaves_of(manifest)]
         elif manifest != self.manifest:
@@ -398,8 +397,7 @@ async def written_by_owners(
 
 
 class DescribedPart(NamedTuple):
-    """A part of a state as its holder describes it. name: of the snapshot that contains the
-    part."""
+    """A part of a state, as its holder describes it. name: of the snapshot with the part."""
 
     manifest: Manifest
     name: str

@@ -276,7 +276,7 @@ async def own_metrics(
 
 
 class Seen(NamedTuple):
-    """The result of on_evaluation: numbers keyed by series, and the reason to end training, if
+    """The result of on_evaluation: numbers keyed by series, and the reason to end the training, if
     any."""
 
     logged: Mapping[str, float]

@@ -150,8 +150,7 @@ async def finish(
 
 @dataclass
 class _Plan:
-    """A plan that a worker executes, over all streams; its job is parsed when a request needs
-    it."""
+    """A plan that a worker executes, over all streams; its job is parsed when needed."""
 
     request: worker_pb2.ExecuteRequest
     is_secret: bool = False
@@ -501,8 +500,7 @@ def leaves_in(blobs: BlobStore) -> LeafBlobs | None:
 
 
 def kept_states(runs: LiveRuns, run_id: RunId) -> list[Digest]:
-    """Return the retained states of a run, newest commit first; a new state may reuse their
-    leaves."""
+    """Return a run's retained states, newest commit first; a new state may reuse their leaves."""
     run = runs.state.runs.get(run_id)
     if run is None:
         return []
@@ -523,8 +521,7 @@ def may_write_leaves(runs: LiveRuns, leaves: LeafBlobs, member: Member) -> bool:
 
 
 async def reads_by_itself(runs: LiveRuns, blobs: BlobStore, member: Member, digest: Digest) -> bool:
-    """Return True if a worker can read this state's leaves itself; otherwise it asks for the
-    state."""
+    """Return True if a worker can read this state's leaves; otherwise it asks for the state."""
     if not isinstance(blobs, LeafBlobs) or blobs.signs is not None:
         return False
     if not may_write_leaves(runs, blobs, member):

@@ -46,8 +46,7 @@ from stratagem.v1 import worker_pb2
 # ---- Steps ----
 
 RETRY_S = 0.02
-"""The pause before a retry: members may lack their new view of the membership, or are
-re-forming."""
+"""The pause before a retry: members may be re-forming, or not know their new view yet."""
 
 log = structlog.get_logger()
 
@@ -66,8 +65,7 @@ async def serve_steps(env: EffectContext, effect: RunSegment, members: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One partial sum of gradients in a member's stream: the sum of one bucket over a range of
-    shards."""
+    """One partial sum of gradients in a member's stream: one bucket, summed over some shards."""
 
     bucket: str
     node: Node
@@ -233,8 +231,7 @@ class _Outflow:
 
 
 def _buckets(inflows: Sequence[_Inflow]) -> list[tuple[str, str, int]]:
-    """Return (name, dtype, bytes) of every bucket in order; members that hold buckets must
-    agree."""
+    """Return (name, dtype, bytes) of each bucket in order; members with buckets must agree."""
     layouts = [
         list(dict.fromkeys((part.bucket, part.dtype, part.size_bytes) for part in inflow.parts))
         for inflow in inflows
@@ -254,8 +251,7 @@ def _sums(buckets: Sequence[tuple[str, str, int]]) -> Manifest:
 
 
 async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[TensorLayout, ...]]:
-    """Return the coded messages of all live shards in order, and the layout of the encoded
-    tensors."""
+    """Return the coded messages of all live shards in order, and the encoded tensors' layout."""
     layouts = {inflow.coded for inflow in inflows if inflow.parts}
     sizes = {part.size_bytes for inflow in inflows for part in inflow.parts}
     shards = [part.node for inflow in inflows for part in inflow.parts]

@@ -140,8 +140,7 @@ async def report_spooled(
 
 
 def accepted_entry(spool: Spool, key: SpoolKey, digest: Digest) -> SpoolEntry:
-    """Return an update that the journal has accepted. Raises IntegrityError if the spool lacks the
-    update."""
+    """Return an update that the journal has accepted. Raises IntegrityError if it is missing."""
     entry = spool.entry(key, digest)
     if entry is None or entry.digest != digest:
         where = f"{key.party}, " if key.party else ""

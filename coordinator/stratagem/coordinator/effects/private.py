@@ -177,8 +177,7 @@ async def _ahead(effect: AccountRound, fact: RoundAccounted) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrivateRound:
-    """The noise for the fold of one private round: the secret that it is derived from, and the
-    scales."""
+    """The noise for the fold of one private round: the secret it derives from, and the scales."""
 
     secret: bytes
     name: str

@@ -340,8 +340,7 @@ async def opened_masks(
 
 
 class _Opening:
-    """The unmasking of one round: the holders of each client's shares, and the number of shares
-    needed."""
+    """The unmasking of one round: who holds each client's shares, and how many are needed."""
 
     def __init__(
         self, party: SecureParty, around: Around, threshold: float, survivors: Sequence[int]
@@ -501,8 +500,7 @@ class SecureMean:
         model: Manifest,
         base: StateReader,
     ) -> None:
-        """Unmask the sum of the weights. Raises SumError if it is impossible: masks remain in it
-        then."""
+        """Unmask the sum of the weights. Raises SumError if it shows that masks remain."""
         self._updates = [CheckedData(entry) for entry in entries]
         self._masks, self._rule, self._base = masks, rule, base
         self._layout = MaskedLayout(model)

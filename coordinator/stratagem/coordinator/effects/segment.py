@@ -191,8 +191,8 @@ class ShownProgress:
         self.feed.set_progress(self.effect.run_id, latest)
 
     def _bubble(self) -> float | None:
-        """Return the idle share of the pipeline's ranks over the latest steps; None until all ranks
-        have reported."""
+        """Return the idle share of a pipeline's ranks in the latest steps; None until all
+        report."""
         ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
         known = [self.latest[rank] for rank in ranks if rank in self.latest]
         longest_s = max((each.span_s for each in known), default=0.0)

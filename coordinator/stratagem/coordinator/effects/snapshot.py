@@ -79,8 +79,7 @@ class SnapshotIntake:
         return num_changed_bytes(same, manifest.total_bytes)
 
     def accept(self, manifest: Manifest) -> Callable[[bytes], None]:
-        """Begin the blob; return a function that takes the worker's bytes in order, and b"" at the
-        end."""
+        """Begin the blob; return a function that takes the bytes in order, and b"" at the end."""
         self._writer = self._writer_of(manifest)
         return self._write
 
@@ -161,8 +160,7 @@ async def from_any(
 async def pull_snapshot(
     env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
-    """Pull the snapshot that a member took at the end of a segment; it is durable in the store
-    then.
+    """Pull the snapshot that a member took at the end of a segment, durably, into the store.
 
     Bytes that are unchanged from a stored snapshot of this session are not sent again.
     """
@@ -215,16 +213,14 @@ async def _pulled(
 
 
 async def pull_part(env: EffectContext, holder: PartHolder, segment: int) -> StatePart:
-    """Pull a member's part of the state at the end of a segment, into a scratch file for the caller
-    to close."""
+    """Pull a member's part of the state at a segment's end into a scratch file for the caller."""
     link = env.workers.link(holder.at.member)
     ask = link.snapshot(holder.at, segment, of_mirror=holder.of_mirror)
     return await _scratched(env.transfers, ask)
 
 
 async def pull_part_outputs(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
-    """Pull a member's outputs for the user's own metrics, into a scratch file for the caller to
-    close."""
+    """Pull a member's outputs for the user's own metrics into a scratch file for the caller."""
     return await _scratched(env.transfers, env.workers.link(at.member).outputs(at, segment))
 
 

@@ -188,8 +188,7 @@ async def _trained(
     request: worker_pb2.ExecuteRequest,
     steps: RecordedRound,
 ) -> worker_pb2.ExecuteResult:
-    """Have the client train, and return the result; abort the training if its round closes
-    meanwhile."""
+    """Have the client train; return the result. Abort if the round closes meanwhile."""
     base = effect.base.digest
     try:
         return await attend(env, effect.member, request, steps.listener, base=base)
@@ -211,8 +210,7 @@ def _abort(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
 
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
-"""The complete update that a crash has left in the spool, if any, and the offset at which to
-resume."""
+"""The complete update left by a crash, if any, and the offset at which to resume."""
 
 
 def _look(runs: LiveRuns, spool: Spool, effect: TrainClient) -> Looked:
@@ -277,8 +275,7 @@ async def _collect(
 
 
 def _close(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
-    """Close the client's session: otherwise the worker keeps one update per client that it
-    simulates."""
+    """Close the client's session: otherwise the worker keeps an update per simulated client."""
     closing = workers.link(effect.member).close_session(effect.run_id, _session(effect).ref)
     runs.chores.do(closing, "close the session of a client")
 

@@ -44,8 +44,7 @@ class LeaderGate(grpc.GenericRpcHandler):
 
     @property
     def is_open(self) -> bool:
-        """Return True if the gate is open: this coordinator leads and serves, as far as it
-        knows."""
+        """Return True if the gate is open: this coordinator leads, as far as it knows."""
         return self._is_open
 
     async def open(

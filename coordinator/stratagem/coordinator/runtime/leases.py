@@ -263,8 +263,7 @@ class HeartbeatStreams:
     async def serve(
         self, member: Member, for_run: RunId, first: pb.HeartbeatStreamRequest, wire: Wire
     ) -> None:
-        """Receive a worker's heartbeats, from its first message on, until either side ends the
-        call.
+        """Receive a worker's heartbeats, first message included, until either side ends the call.
 
         Raises NotFoundError once the worker is not registered (any more).
         """

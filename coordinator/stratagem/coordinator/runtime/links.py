@@ -128,8 +128,7 @@ class WorkerLink:
         return not await self.trouble(timeout_s)
 
     async def trouble(self, timeout_s: float) -> str:
-        """Return the reason why this worker process does not answer, in gRPC's words; "" if it
-        answers."""
+        """Return why this worker process does not answer, in gRPC's words; "" if it answers."""
         try:
             described = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -217,8 +216,7 @@ class Links:
         self._links: dict[Member, WorkerLink] = {}
 
     def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
-        """Return the link to a member. Raises UnavailableError if this process of the worker is
-        gone."""
+        """Return the link to a member. Raises UnavailableError if its process is gone."""
         if not is_alive(member, state):
             raise UnavailableError(f"worker {member.worker_id} is lost")
         record = state.workers[member.worker_id]

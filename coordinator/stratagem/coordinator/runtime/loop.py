@@ -176,8 +176,7 @@ class Loop:
         log.info("journal replayed", **counts, term=self.term)
 
     def _folded(self, facts: list[Committed]) -> list[Committed]:
-        """Apply facts that were read back; return them with the numbers under which readers see
-        them."""
+        """Apply facts that were read back; return them with the numbers that readers see."""
         folded = []
         for item in facts:
             run_id = item.entry.run_id

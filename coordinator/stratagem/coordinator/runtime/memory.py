@@ -34,8 +34,7 @@ class Portions:
         self._num_left = num_blocks()
 
     def collect(self) -> None:
-        """Collect recent objects, or all if the process has grown much; exempt survivors from later
-        portions."""
+        """Collect recent objects, or all if the process has grown much, and set survivors aside."""
         if self._num_blocks() >= GROWTH * max(self._num_left, LEAST_BLOCKS):
             gc.unfreeze()
             gc.collect()

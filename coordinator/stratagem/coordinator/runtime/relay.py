@@ -77,8 +77,7 @@ class _Lot:
         return not (self.parked or self.dials or self.num_live)
 
     def match(self) -> None:
-        """Give the newest parked streams, the likeliest to work, to the dials that have waited
-        longest."""
+        """Give the newest parked streams, the likeliest to work, to the longest waiting dials."""
         while self.dials and self.parked:
             dial = self.dials.popleft()
             self.num_live += 1
@@ -97,7 +96,7 @@ class RelayHub:
         parked_for_s: float = PARKED_FOR_S,
         dial_wait_s: float = DIAL_WAIT_S,
     ) -> None:
-        """Set up without streams; is_registered: returns True if a worker process may use runs
+        """Set up without streams; is_registered: returns True if runs may use this worker process
         now."""
         self._is_registered, self._is_on = is_registered, is_on
         self._parked_for_s, self._dial_wait_s = parked_for_s, dial_wait_s
@@ -121,14 +120,12 @@ class RelayHub:
         return f"unix:{self._lot(member).path}"
 
     def check_open(self, member: Member) -> None:
-        """Raise UnavailableError if the worker has had no open stream for as long as a dial
-        waits."""
+        """Raise UnavailableError if the worker had no open stream for as long as a dial waits."""
         if silence := self.silence(member):
             raise UnavailableError(silence)
 
     def silence(self, member: Member) -> str:
-        """Return the text of an error if a worker keeps no stream open; "" if a dial may
-        succeed."""
+        """Return the text of an error if a worker keeps no stream open; "" otherwise."""
         lot = self._lots.get(member)
         if lot is None:
             return f"worker {member.worker_id} keeps no tunnel open"

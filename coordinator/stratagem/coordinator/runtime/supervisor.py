@@ -87,7 +87,7 @@ class RunSupervisor:
         return len(self._waiting)
 
     def by_kind(self) -> tuple[Counter[str], Counter[str]]:
-        """Return the numbers of running effects and of effects that wait for compute slots, per
+        """Return the numbers of running effects, and of those waiting for compute slots, per
         kind."""
         running = Counter(type(effect).__name__ for effect in self._tasks)
         return running, Counter(type(request.key).__name__ for request in self._waiting)
@@ -196,8 +196,7 @@ class RunSupervisor:
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, effect: Effect, tries: FailedTries, pause_s: float) -> FailedTries:
-        """Perform the effect once, or give it up after too many failures; return the updated
-        failures."""
+        """Perform the effect once, or give it up after too many failures; return its failures."""
         bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
         began_s = time.monotonic()
         try:
@@ -268,8 +267,7 @@ def _is_same_request(new: Effect, old: Effect) -> bool:
 
 
 def _is_same_work(new: Effect, old: Effect) -> bool:
-    """Return True if the new effect continues the old one's work, and keeps its place in the
-    queue."""
+    """Return True if the new effect continues the old one's work and keeps its turn."""
 
     def work(effect: Effect) -> tuple[object, ...]:
         segment = getattr(effect, "segment", getattr(effect, "round_num", None))
@@ -431,8 +429,7 @@ class Together:
 
 
 class Membership:
-    """A member of a group: makes something durable, then waits for the others to report
-    together."""
+    """A member of a group: makes something durable, then waits to report with the others."""
 
     def __init__(self, open_groups: dict[Hashable, _Group], key: Hashable) -> None:
         self._open, self._key = open_groups, key

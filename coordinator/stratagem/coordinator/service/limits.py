@@ -42,8 +42,7 @@ def clipped_reason(reason: str) -> str:
 
 
 def check_address(address: str) -> None:
-    """Raise an error unless the address is HOST:PORT; gRPC would also take unix sockets and
-    more."""
+    """Raise an error unless the address is HOST:PORT; gRPC would also take unix sockets."""
     try:
         host, port = split_address(address)
     except ValueError as error:

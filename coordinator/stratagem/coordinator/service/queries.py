@@ -441,8 +441,7 @@ def worker_infos(
     workers: Sequence[WorkerRecord],
     silent_s: Callable[[WorkerRecord], float],
 ) -> Iterator[pb.WorkerInfo]:
-    """Yield these workers as messages; silent_s: returns the seconds since a worker's last
-    heartbeat."""
+    """Yield these workers as messages; silent_s: returns seconds since the last heartbeat."""
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
     asked = frozenset(worker.member for worker in workers)
     for run in state.runs.values():

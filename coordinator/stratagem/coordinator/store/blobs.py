@@ -382,8 +382,8 @@ class DirectoryBlobs:
         return self._root / digest[:2] / f"{digest}{self._suffix}"
 
     def _verify(self, digest: Digest, descriptor: int) -> Sums:
-        """Return the checksums of a blob that matches its digest; an unchanged file is not
-        reread."""
+        """Return the checksums of a blob that matches its digest; an unchanged file is not read
+        again."""
         identity = _identity(descriptor)
         verified = self._verified.get(digest)
         if verified is not None and verified[0] == identity:

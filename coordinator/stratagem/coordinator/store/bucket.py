@@ -228,8 +228,7 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """Return the server's message, or else the shortened library message, plus any certificate
-    fault."""
+    """Return the server's message, or the shortened library message, and certificate faults."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     text = (text.partition("Server returned non-2xx status code: ")[2] or text).rstrip(": ")
     text = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"

@@ -394,8 +394,7 @@ class BlobFile(io.RawIOBase):
 
     @property
     def check(self) -> Callable[[int, bytes], None]:
-        """Return a function that checks a frame (see `frames`) of the source's bytes from an offset
-        on."""
+        """Return a function that checks frames (see `frames`) of the source from an offset on."""
         return self._content.check
 
 

@@ -57,8 +57,7 @@ class LeafStore(Protocol):
         IntegrityError if all are damaged."""
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return the leaves among these that a new state may reuse: only this coordinator may
-        delete them."""
+        """Return the leaves that a new state may reuse: only this coordinator may delete them."""
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
         """Make all leaves of a state reliable, as a fact will name it; False if one is missing."""

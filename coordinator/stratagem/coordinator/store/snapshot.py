@@ -76,8 +76,7 @@ class Snapshot:
             """The term that led when the snapshot was taken."""
 
     def write(self, path: Path) -> None:
-        """Write the journal as of the snapshot to a new file, readable by its owner only, without a
-        leader."""
+        """Write the journal as of the snapshot to a new, private file, without a leader."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         with self._database.translated():
             if self._is_sqlite:

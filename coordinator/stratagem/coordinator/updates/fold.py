@@ -121,8 +121,7 @@ class Combination(Protocol):
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the result for floating elements from a byte offset on; `raw` is
-        scratch."""
+        """Fill `out` with the result for floating elements from an offset on; `raw` is scratch."""
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with the result for integers or bools. If updates differ, return the source of

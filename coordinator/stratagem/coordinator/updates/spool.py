@@ -70,8 +70,7 @@ _ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
 
 @dataclass(frozen=True, slots=True)
 class SpoolRun:
-    """A submission of a run, since the run last returned to an earlier commit. Each update belongs
-    to one."""
+    """A submission of a run since its last return to an earlier commit; updates belong to one."""
 
     run_id: RunId
     submission: str = ""
@@ -365,8 +364,7 @@ class Spool:
                 self._shared.delete(f"{self._relative(folder)}/{key.client}")
 
     def distrust(self, entries: Iterable[SpoolEntry]) -> None:
-        """Delete the local files of damaged updates that can be fetched again from the object
-        store."""
+        """Delete damaged local files that can be fetched again from the object store."""
         if self._shared is None:
             return
         for entry in entries:

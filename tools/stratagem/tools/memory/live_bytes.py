@@ -129,8 +129,7 @@ def with_workspace(made: Any, args: tuple[Any, ...]) -> Any:
 
 
 def workspace_bytes(args: tuple[Any, ...]) -> int:
-    """Return the workspace size of an LSTM layer with these arguments; the input is (time, rows,
-    features)."""
+    """Return an LSTM layer's workspace size; its input, args[0], is (time, rows, features)."""
     one, two = (_run(args, num_steps) for num_steps in (1, 2))
     num_steps: int = args[0].shape[0]
     return one + (num_steps - 1) * (two - one)

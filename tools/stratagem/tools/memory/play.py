@@ -85,8 +85,7 @@ class Site:
 
 
 def _loads_alike(job: JobSpec, known: JobSpec, data: dict[str, Dataset]) -> bool:
-    """Return True if both jobs load the same data. data: of the known job; streams know their
-    job."""
+    """Return True if both jobs load the same data. data: of the known job; streams know theirs."""
     if any(isinstance(dataset, StreamDataset) for dataset in data.values()):
         return job == known
     return _read_by_loading(job) == _read_by_loading(known)
@@ -257,8 +256,7 @@ def shortened(job: JobSpec, num_rounds: int) -> JobSpec:
 
 
 def play(trainer: Trainer | LocalStepsTrainer, exchange: Any, party: ShardOwners) -> None:
-    """Make the steps of one round: a single step, or the local steps between two joins of
-    replicas."""
+    """Make the steps of one round: one step, or the local steps up to a join of replicas."""
     for _ in range(local_steps_of(trainer.setup.job.strategy) or 1):
         trainer.train_step(exchange, party.owned, party.num_shards)
 
@@ -462,8 +460,7 @@ MAX_ROUNDS: Final = 32
 
 
 def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
-    """Make the simulated steps for real, and return the peak of bytes that torch's allocator gave
-    out."""
+    """Make the simulated steps for real; return the peak of bytes from torch's allocator."""
     data = site.data_of(job)
     if site.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(site.device)

@@ -184,8 +184,7 @@ def codec_memory(
 
 
 def scaled_down(layout: Layout, max_elements: int) -> Sequence[TensorLayout]:
-    """Return a smaller layout with the same dimensions and about the same share of elements per
-    tensor."""
+    """Return a smaller layout with as many dimensions, and about the same shares of elements."""
     total = _numel(layout)
     if total <= max_elements:
         return layout
