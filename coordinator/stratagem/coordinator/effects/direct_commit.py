@@ -53,7 +53,7 @@ from stratagem.v1 import worker_pb2
 # leaf is read again: a wrong one reveals a worker that writes other bytes than it has.
 
 NUM_IDLE_TIMEOUTS: Final = 4
-"""The stream idle timeouts until a call is given up: a leaf takes longer than a chunk."""
+"""A call is given up after so many stream idle timeouts: a leaf takes longer than a chunk."""
 _DIGEST_BYTES: Final = 32
 
 log = structlog.get_logger()

@@ -219,7 +219,7 @@ States: TypeAlias = Mapping[tuple[str, str], np.ndarray]
 
 
 class UnlikeStatesError(Exception):
-    """The metric states of a client differ in kind from those of the first client."""
+    """The states of a client differ in kind from those of the first one."""
 
 
 class SumsSoFar:

@@ -486,7 +486,7 @@ MaskKeys = Sequence[tuple[bytes, bool]]
 
 
 class SumError(StratagemError):
-    """The sum of the masked updates is not a possible sum of the clients' updates."""
+    """The sum of the masked updates cannot be that of the clients."""
 
 
 class SecureMean:

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class LeaderGate(grpc.GenericRpcHandler):
-    """The gRPC service of a coordinator that may not lead: passes calls on only while it leads."""
+    """The gRPC entry of a coordinator: serves calls while it leads, and refuses all others."""
 
     def __init__(self, address: str, health: HealthService) -> None:
         """Set up with the gate shut; address: host:port at which others reach this coordinator."""

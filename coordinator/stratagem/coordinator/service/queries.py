@@ -53,7 +53,7 @@ MAX_PAGE_BYTES: Final = 2 * 2**20
 """The size limit of a page with several runs; a single run always fits into a message."""
 
 READ_AT_ONCE: Final = 16
-"""The runs at rest that are read at once; most have a few KB, but some are as large as a job."""
+"""The runs at rest that are read together; most have a few KB, but some are as large as a job."""
 _FIRST: Final = (-math.inf, RunId(""))
 """A key that sorts before all runs."""
 
