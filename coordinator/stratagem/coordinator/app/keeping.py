@@ -421,7 +421,7 @@ class Backups:
         self._held: dict[Digest, frozenset[Digest]] = {}
         self._is_busy = False
         self.is_fixing = False
-        """True while no blob may be collected."""
+        """True while a backup lists the blobs that it needs, and none may be collected."""
 
     async def held_blobs(self) -> Sequence[frozenset[Digest]]:
         """Return the blobs that are kept for backups of this coordinator, one set per backup."""

@@ -60,7 +60,7 @@ def main() -> None:
 
 def restore(settings: RestoreSettings) -> tuple[int, int]:
     """Restore the backup to the places in the settings; return the term of the journal and the
-    number of blobs. Raises InvalidInputError if the journal has events already."""
+    number of blobs. Raises InvalidInputError or ConflictError if the journal has events already."""
     folder, data_dir = settings.folder, settings.data_dir
     digests = _digests(folder / "backup.json")
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

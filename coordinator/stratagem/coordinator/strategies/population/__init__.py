@@ -1,1 +1,3 @@
-"""Population-based training has members that copy each other and vary hyperparameters."""
+"""Population-based training has members that copy better ones, their donors, and vary
+hyperparameters.
+"""
