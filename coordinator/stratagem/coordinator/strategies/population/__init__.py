@@ -1,3 +1,1 @@
-"""Population-based training has members that copy better ones, their donors, and vary
-hyperparameters.
-"""
+"""Population-based training has members that copy better ones (donors) and vary hyperparameters."""
