@@ -207,8 +207,7 @@ class App:
         return run is None or run.ended is not None
 
     def silent_s(self, worker: WorkerRecord) -> float:
-        """Return the seconds since a worker was last heard from, lost or not, by the leader's
-        clock."""
+        """Return the seconds since a worker was last heard from, by the leader's clock."""
         if not worker.is_alive:
             return max(0.0, self.loop.clock.now() - worker.beat_s)
         return self.leases.silent_s(worker.member) or 0.0
@@ -243,8 +242,7 @@ class App:
         say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed, asked)
 
     def _show(self, facts: list[Committed]) -> None:
-        """Publish facts as events; only the newest event of a run carries the run's present
-        phase."""
+        """Publish facts as events; only a run's newest event carries its present phase."""
         for item in facts:
             run_id = item.entry.run_id
             run = self.loop.state.find(run_id)
@@ -370,8 +368,7 @@ class App:
 
 
 def _secret(settings: Settings) -> PrivacySecret:
-    """Return the secret of private runs: from the configured file, or from one beside a local
-    journal."""
+    """Return the secret of private runs, from the given file or from one beside a local journal."""
     if settings.privacy_secret is not None:
         return PrivacySecret(settings.privacy_secret)
     if settings.journal.startswith(f"{SCHEME}://"):

@@ -63,8 +63,7 @@ KEEP_ROOM_S = 5.0
 
 
 class Collector:
-    """The garbage collector of blobs and spooled updates that no fact needs; used on the event
-    loop."""
+    """The garbage collector of blobs and spooled updates; used on the event loop."""
 
     def __init__(
         self,
@@ -317,8 +316,7 @@ class House:
 # the copying. A refusal of the store reaches the client with one of these calls.
 
 ANSWER_AFTER_S: Final = 5.0
-"""Seconds after which a call is answered in any case, before a client would ask another
-coordinator."""
+"""Seconds until a call is answered in any case, before a client asks another coordinator."""
 FORGET_AFTER_S: Final = 10.0
 """Seconds for which a finished result waits for the client's next call; clients call every 2 s."""
 STAYS_S: Final = 300.0

@@ -57,8 +57,7 @@ async def perform(env: EffectContext, effect: Effect) -> None:
 
 
 async def _fail(env: EffectContext, effect: Effect, error: BaseException) -> None:
-    """Fail the run because a blob is damaged or missing, which only a sound copy can cure and no
-    retry."""
+    """Fail the run because a blob is damaged or missing, which no retry can cure."""
     assert isinstance(error, DamagedBlobError | MissingBlobError)
     run = env.runs.state.runs.get(effect.run_id)
     if run is None or not env.runs.is_due(effect):

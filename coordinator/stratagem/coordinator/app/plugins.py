@@ -73,9 +73,8 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
 
 
 def _why_refused(point: EntryPoint, strategy: object) -> str:
-    """Return why a registered object is no usable strategy: it is of another type, or of another
-    version of the contract. Strategies of version 1 are modules or objects with functions as
-    attributes."""
+    """Return why a registered object is no usable strategy: its type, or its version of the
+    contract. A strategy of version 1 is a module, or an object, with functions as attributes."""
     version = getattr(strategy, "version", 1 if hasattr(strategy, "decide") else None)
     what = "is no strategy" if version is None else f"has version {version} of the contract"
     return (

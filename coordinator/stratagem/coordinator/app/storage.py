@@ -123,8 +123,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The storage of blobs and of spooled updates; objects: None if everything is stored below
-    data_dir."""
+    """The storage of blobs and spooled updates; objects: None if all is stored below data_dir."""
 
     data_dir: Path
     objects: Objects | None
@@ -160,8 +159,7 @@ class Storage:
     def claim(self, journal: str) -> None:
         """Mark the object store as belonging to a journal.
 
-        Raises InvalidInputError if the store belongs to another journal, whose blobs would be
-        garbage to this one.
+        Raises InvalidInputError if it belongs to another, whose blobs would be garbage to this one.
         """
         if self.objects is None:
             return

@@ -65,8 +65,7 @@ MAX_UPLOADS = 256
 """The most uploads remembered per owner, the newest ones, as a job that names one follows soon."""
 
 MIN_COMMITS = 64
-"""The least number of commits remembered per run, as one evaluated later may prove to be the
-best."""
+"""The least number of commits kept in memory per run: one evaluated later may be the best."""
 
 
 def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
@@ -210,9 +209,8 @@ def _apply_to_run(
 
 
 def _is_replaced(member: Member, workers: Mapping[WorkerId, WorkerRecord]) -> bool:
-    """Return True if a newer process of the worker has taken this member's place. This happens
-    while the member's work is still due, and in a replay, which reads all workers before any
-    run."""
+    """Return True if a newer process of the worker has taken this member's place. So it may be
+    while the member's work is due, and in a replay, which reads all workers before any run."""
     worker = workers.get(member.worker_id)
     return worker is not None and worker.member != member
 

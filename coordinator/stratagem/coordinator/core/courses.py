@@ -26,8 +26,7 @@ _NUM_WITHOUT: Final = "evaluations_without_improvement"
 
 
 def follows_evaluations(job: JobSpec) -> bool:
-    """Return True if the next training depends on the newest evaluation: the job has early stopping
-    or a plateau schedule."""
+    """Return True if further training depends on evaluations (early stopping, plateaus)."""
     has_stop = job.evaluation is not None and job.evaluation.stop is not None
     return has_stop or _plateau(job) is not None
 
@@ -38,8 +37,7 @@ def course_of(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def resumed_metrics(job: JobSpec) -> Mapping[str, float]:
-    """Return the metrics with which a run begins: those of another run's commit if it resumes
-    one."""
+    """Return the metrics that a run begins with: of another run's commit if it resumes one."""
     initial = job.initial
     return {} if initial is None else dict(initial.metrics or {})
 
@@ -68,8 +66,7 @@ def with_course(
 
 
 def num_lr_reductions(metrics: Mapping[str, float]) -> int:
-    """Return the number of times that a plateau has lowered the learning rates, from the metrics of
-    the newest segment."""
+    """Return how often a plateau has lowered the learning rates, from the newest metrics."""
     return int(metrics.get(_REDUCTIONS, 0))
 
 
@@ -93,8 +90,7 @@ def _lowered(
 
 
 def why_stopped(job: JobSpec, metrics: Mapping[str, float]) -> str:
-    """Return the reason why early stopping ends the training after a segment with these metrics; ""
-    if the training goes on."""
+    """Return why early stopping ends the training after these metrics; "" if it goes on."""
     evaluation = job.evaluation
     if evaluation is None or evaluation.stop is None:
         return ""
@@ -171,8 +167,7 @@ class Deaths:
     furthest: int = -1
     """The highest step that a process is known to have reached before it ended."""
     present: frozenset[Member] = frozenset()
-    """The members at work when the newest death was counted; if they die next, that is the same
-    death."""
+    """The members at work when the newest death was counted; their deaths count with it."""
     latest: ProcessDied | None = None
     """The newest death that counts."""
     since_s: float = 0.0
@@ -216,8 +211,7 @@ def ended_by_itself(status: int | None) -> bool:
 
 
 def was_asked_to_end(status: int | None) -> bool:
-    """Return True if the exit status is that of a process ended by a signal such as SIGTERM, which
-    asks a process to end."""
+    """Return True if a signal that asks processes to end, such as SIGTERM, ended the process."""
     return status is not None and status < 0 and _signal(-status) in REQUESTS
 
 

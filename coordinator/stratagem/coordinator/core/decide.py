@@ -379,14 +379,12 @@ class Agenda:
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
         """The workers that each active run loads."""
         self._touched: dict[RunId, frozenset[Member]] = {}
-        """The members from which `_burdened` was computed: thousands, of which a fact changes
-        few."""
+        """The members that `_burdened` was computed from; a fact changes few of thousands."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
         """Active runs with a placement timeout, whose deadline depends on the workers."""
         self._numbers: dict[RunId, int] = {}
-        """A number for each run that sorts the runs in the order of the state, which is that of
-        submission."""
+        """A number per run, ascending in the order of the state: that of submission."""
         self._num_seen = 0
         self._due: set[RunId] = set()
         for run_id in state.runs:
@@ -394,8 +392,7 @@ class Agenda:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return the leader-clock time at which the next Tick is due; None if no run has a
-        deadline."""
+        """Return the leader-clock time of the next Tick; None if no run has a deadline."""
         return min(self._deadlines.values(), default=None)
 
     def note(self, state: CoordinatorState, run_id: RunId) -> None:
@@ -427,8 +424,7 @@ class Agenda:
     def settle(
         self, state: CoordinatorState, now_s: float, add: Callable[[JournalEntry], CoordinatorState]
     ) -> None:
-        """Ask each due run for its next facts until it has none; `add` applies and notes one
-        fact."""
+        """Ask each due run for facts until it has none; `add` applies and notes one fact."""
         self._due |= {
             run_id for run_id, deadline_s in self._deadlines.items() if deadline_s <= now_s
         }

@@ -63,8 +63,7 @@ _MENDABLE: Final = (
     *(UnavailableError, StaleError, ConflictError, NotFoundError),
     *(UnauthenticatedError, PermissionDeniedError, OSError, MemoryError),
 )
-"""Errors that may go away: a process, disk or store is absent, full or refuses, or another change
-interfered."""
+"""Errors that may go away: a process, disk or store that is away, full or refuses, and races."""
 _OF_THE_INPUTS: Final = (InvalidInputError, LimitError)
 """Errors of wrong inputs; if a worker has sent the inputs, another worker may send right ones."""
 
@@ -96,8 +95,7 @@ def _retry_of_one(effect: Effect, error: BaseException) -> TryAgain:
 
 
 def asks_workers(effect: Effect) -> bool:
-    """Return True if the effect needs workers, False if all its inputs are stored at the
-    coordinator."""
+    """Return True if the effect needs workers, and not only inputs stored at the coordinator."""
     match effect:
         case AccountRound() | CollectUpdate() | SumRegion() | JudgeUpdates():
             return False
@@ -130,8 +128,7 @@ class FailedTries:
     is_defect: bool = False
     """True if the newest failure is an exception that nobody raises on purpose."""
     is_news: bool = False
-    """True if watchers must be told: the reason has changed, or the number of failures has
-    doubled."""
+    """True if watchers must be told: the reason is new, or the number of failures has doubled."""
 
     def and_another(
         self,
@@ -141,8 +138,7 @@ class FailedTries:
         now_s: float,
         lasted_s: float = 0.0,
     ) -> "FailedTries":
-        """Return the failed tries with one more, which has failed now after running for
-        lasted_s."""
+        """Return the failed tries with one more, which failed now after lasted_s seconds."""
         retry, num = retry_of(effect, errors), self.num + 1
         num_limited = 0 if lasted_s > STEADY_S else self.num_limited
         doublings, rest = divmod(num, TROUBLE)

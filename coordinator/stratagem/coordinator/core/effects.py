@@ -39,8 +39,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """A private state that a federation's client keeps at its worker, and the round that produced
-    it."""
+    """A private state that a federated client keeps at its worker, and the round that made it."""
 
     round_num: int
     digest: Digest
@@ -76,8 +75,7 @@ class RunSegment:
     num_shards: int
     exchange: ExchangeMethod
     parts: tuple[tuple[Member, ...], ...]
-    """The groups of members that hold the same part of the state afterwards; the parts together are
-    the whole state."""
+    """The members that hold each part of the state afterwards; all parts are the whole state."""
     ranks: tuple[int, ...]
     """The rank, within a replica, that owns each partition of the model; empty if every member has
     the whole model."""
@@ -94,20 +92,16 @@ class RunSegment:
     client's history counts the steps of all rounds."""
     num_rounds: int = field(default=1, compare=False)
     kept: tuple[Digest, ...] = field(default=(), compare=False)
-    """The digests of the members' files, in order of rank, with the parts that a partial base
-    lacks."""
+    """The digests of the members' files, by rank, with the parts that a partial base lacks."""
     keeps: bool = False
-    """True if each member keeps the parts that it alone has in a local file at the end of the
-    segment."""
+    """True if each member keeps parts that it alone has in a local file after the segment."""
     is_mirrored: bool = field(default=False, compare=False)
-    """True if members mirror each other's parts, so they may find that both holders of a part are
-    gone."""
+    """True if members mirror each other's parts; both holders of a part may be gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitSegment:
-    """Pull the snapshot of a finished segment from the workers, part by part, into one stored
-    blob."""
+    """Pull a finished segment's snapshot from the workers, part by part, into one stored blob."""
 
     run_id: RunId
     party: Party
@@ -141,8 +135,7 @@ class UploadCommit:
 
 @dataclass(frozen=True, slots=True)
 class RowsAsked:
-    """The earlier rounds of a client whose rows are protected, for its worker to compute the
-    privacy cost."""
+    """The earlier rounds of a client with protected rows, for its worker's privacy accounting."""
 
     num_rounds: int
     """The number of rounds opened with the client before this one."""
@@ -166,8 +159,7 @@ class TrainClient:
     num_lr_reductions: int = 0
     """See RunSegment."""
     clip_norm: float = 0.0
-    """The norm to which the client's change is clipped; 0: the update is not a change but the
-    state."""
+    """The norm to which the client's change is clipped; 0: the update is the state itself."""
     rows: RowsAsked | None = None
     """The client's earlier rounds, if rows are protected."""
     state: KeptState | None = None
@@ -186,8 +178,7 @@ class TrainClient:
 
 @dataclass(frozen=True, slots=True)
 class SecureParty:
-    """One attempt of a round with secure aggregation: its clients, and what they have exchanged so
-    far."""
+    """One attempt of a secure-aggregation round: its clients, and what they have exchanged."""
 
     attempt: int
     workers: tuple[tuple[int, WorkerId], ...]
@@ -245,8 +236,7 @@ class AccountRound:
 
 @dataclass(frozen=True, slots=True)
 class CollectUpdate:
-    """Copy the committed state of a client that is itself a party into the round's spool, as its
-    update."""
+    """Copy the committed state of a client that is a party into the round's spool."""
 
     run_id: RunId
     party: Party
@@ -426,8 +416,7 @@ class Request(Generic[Key, Slot]):
 def grant(
     waiting: Sequence[Request[Key, Slot]], taken: Iterable[Slot]
 ) -> tuple[Request[Key, Slot], ...]:
-    """Return the requests that can start now. A request that must wait reserves its slots against
-    later requests."""
+    """Return the requests that can start now; those that wait block their slots for later ones."""
     blocked = set(taken)
     granted = []
     for request in waiting:

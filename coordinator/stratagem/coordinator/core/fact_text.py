@@ -276,8 +276,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
 SCHEMA_VERSION = 1
 
 UPGRADES: Mapping[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""Functions that convert a payload to the next version, keyed by (kind, schema version); a version
-that is missing did not change the kind."""
+"""Functions that convert a payload to the next version, keyed by (kind, schema version)."""
 
 
 def encode(fact: Fact) -> tuple[str, str]:
@@ -306,8 +305,7 @@ def decode(kind: str, schema_version: int, payload_json: str) -> Fact:
 
 
 def _may_lack_parts(annotation: Any) -> bool:
-    """Return True if a stored value of this type may lack a field, because the field was added
-    later."""
+    """Return True if a stored value of this type may lack a field that was added later."""
     if isinstance(annotation, type) and issubclass(annotation, Value):
         parts = annotation.model_fields.values()
         return any(not part.is_required() or _may_lack_parts(part.annotation) for part in parts)
@@ -319,8 +317,7 @@ _FLAT: Final = {
     for kind, fact in KINDS.items()
     if not any(_may_lack_parts(field.annotation) for field in fact.model_fields.values())
 }
-"""Number of fields per kind of fact, for kinds without nested optional fields: a stored fact with
-that many fields lacks none."""
+"""Number of fields per kind without nested optional fields: with so many, a fact is complete."""
 
 
 def payload_now(kind: str, fact: Fact, stored: str) -> str:

@@ -24,8 +24,7 @@ def pending_of(run: RunRecord) -> frozenset[Effect]:
 
 
 def _last_uploads(run: RunRecord) -> frozenset[Effect]:
-    """Return the uploads still due from an ended run before its workers forget it, as it may be
-    resumed."""
+    """Return the uploads due from an ended run before its workers forget it: it may be resumed."""
     due = run.strategy.pending(run.run_id, run.job, run.value, None)
     return frozenset(effect for effect in due if isinstance(effect, UploadCommit))
 
@@ -37,8 +36,7 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
 
 @dataclass(frozen=True, slots=True)
 class Needed(Container[Digest]):
-    """The set of blobs that must be kept; those of archived runs, which may be very many, are
-    looked up and not copied."""
+    """The blobs that must be kept; those of archived runs, which may be many, are not copied."""
 
     active: frozenset[Digest]
     ended: EndedRuns

@@ -173,8 +173,7 @@ _PIECE: Final = 256
 
 
 class PersistentOrder(Generic[T]):
-    """An immutable sorted collection of distinct tuples; `with_item` and `without` return changed
-    copies."""
+    """An immutable sorted set of tuples; `with_item` and `without` return changed copies."""
 
     __slots__ = ("_pieces",)
 

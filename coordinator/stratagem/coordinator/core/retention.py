@@ -42,8 +42,7 @@ from stratagem.coordinator.core.strategy_calls import deaths_of, parties_of
 
 
 def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[JournalEntry, ...]:
-    """Return the fact that forgets the lost workers beyond the limits that no active run needs;
-    none if there are no such workers."""
+    """Return the fact that forgets lost workers beyond the limits, if no active run needs them."""
     lost = sorted(
         (worker for worker in state.workers.values() if not worker.is_alive),
         key=lambda record: (record.lost_s, record.member.worker_id),
@@ -142,8 +141,7 @@ OWNERS_EACH: Final = 16
 
 
 def summary_of(state: CoordinatorState) -> list[ClusterSummed]:
-    """Return the parts of the cluster's summary: at least one, and no more than there were
-    facts."""
+    """Return the parts of the cluster's summary, at least one; never more than there were facts."""
     workers = _batches(map(_known, state.workers.values()), WORKERS_EACH)
     pinned = _batches(sorted(state.pinned), PINS_EACH)
     uploads = map(dict, _batches(state.uploads.items(), OWNERS_EACH))
@@ -172,8 +170,7 @@ def _batches(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
 
 
 def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
-    """Return the fact that resumes a run from a kept commit, or a sentence that says why that is
-    impossible."""
+    """Return the fact that resumes a run from a kept commit, or why that is impossible."""
     kept = {commit.segment: commit for commit in retained(run) if not commit.is_partial}
     if segment not in kept:
         known = ", ".join(map(str, sorted(kept))) or "none"
@@ -252,8 +249,7 @@ def _concerns(fact: Fact, ending: Ending) -> bool:
 
 
 def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
-    """Return True if the blob belongs to this owner, who has uploaded it or owns a run that needs
-    it."""
+    """Return True if the owner has uploaded the blob, or owns a run that needs it."""
     if digest in state.uploads.get(owner, ()):
         return True
     if state.ended.has_brought(owner, digest):

@@ -175,8 +175,7 @@ MIN_SPAN_S: Final = 10.0
 """Seconds of training after the first step before there is a pace at all: loading and compiling
 make that step slower than the others."""
 MIN_MARKS: Final = 3
-"""The least number of marks to keep, however old, because a round may take longer than the
-window."""
+"""The least number of marks to keep, however old, as a round may exceed the window."""
 MIN_MARK_GAP_S: Final = 0.25
 """Seconds of training between two marks; a mark that comes sooner replaces the one before."""
 
@@ -315,8 +314,7 @@ def num_to_recall(state: CoordinatorState, command: Command) -> tuple[RunId, int
 def recall(
     state: CoordinatorState, run_id: RunId, facts: Iterable[tuple[Fact, float]]
 ) -> CoordinatorState:
-    """Return the state with an archived run rebuilt from its facts, each with its leader-clock
-    time."""
+    """Return the state with an archived run rebuilt from its facts and their leader-clock times."""
     alone = CoordinatorState(state.strategies)
     for fact, time_s in facts:
         alone = apply(alone, run_id, fact, time_s)

@@ -111,8 +111,7 @@ class RunRecord:
     """False while workers may hold sessions of the run."""
     is_reproducible: bool = True
     num_returns: int = 0
-    """The number of times that the run was resumed from an earlier commit; the same facts may
-    follow again."""
+    """How many times the run was resumed from an earlier commit, so that facts may recur."""
     touched: frozenset[Member] = frozenset()
     """Members that were given a session and have not been released. Those that have left, or whose
     worker has a newer process, are dropped while the run is active."""
@@ -124,8 +123,7 @@ class RunRecord:
 
     @property
     def num_shown(self) -> int:
-        """Return the number of facts that readers get, which is the index of the next one for
-        them."""
+        """Return the number of facts that readers get: the index of the next one for them."""
         return self.num_facts - self.num_hidden
 
 
@@ -340,15 +338,13 @@ class CoordinatorState:
     ended: EndedRuns = field(default_factory=EndedRuns)
     """Archived runs; no run is in both mappings."""
     uploads: PersistentMap[str, tuple[Digest, ...]] = field(default_factory=PersistentMap)
-    """The newest uploaded blobs, keyed by owner. Blobs that a run names belong to its owner,
-    too."""
+    """The newest uploads, keyed by owner. Blobs that a run names are its owner's, too."""
 
     pinned: frozenset[RunId] = frozenset()
     """The pinned runs, which can be neither deleted nor expired."""
 
     holds: Mapping[Digest, float] = field(default_factory=dict)
-    """The leader-clock time until which a backup's blobs are kept, keyed by the blob that lists
-    them."""
+    """The leader-clock time until which blobs are kept, keyed by the blob that lists them."""
 
     def all_runs(self) -> list[RunRecord | EndedRun]:
         return [*self.runs.values(), *self.ended.values()]
@@ -365,8 +361,7 @@ class CoordinatorState:
 
 @dataclass(frozen=True)
 class World:
-    """The state outside its own run that a strategy may read when it decides: workers and their
-    load."""
+    """The state outside its run that a strategy may read to decide: the workers and their load."""
 
     workers: Mapping[WorkerId, WorkerRecord]
     load: Mapping[WorkerId, int]
@@ -430,8 +425,7 @@ def retained(record: RunRecord, num_newest: int | None = None) -> tuple[Committe
 
 
 def best_commit(record: RunRecord) -> CommittedState | None:
-    """Return the commit with the best value of evaluation.best, the earliest of equals; None if no
-    commit has such a value."""
+    """Return the commit with the best value of evaluation.best, the earliest of equals, if any."""
     evaluation = record.job.evaluation
     if evaluation is None or evaluation.best is None:
         return None

@@ -55,8 +55,7 @@ def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
 
 
 def deadline_of(run: RunRecord, world: World) -> float | None:
-    """Return the leader-clock time at which an active run must be asked again; None if it has no
-    deadline."""
+    """Return the leader-clock time at which an active run must be asked again, if any."""
     try:
         deadline_s = run.strategy.next_deadline(run.value)
     except Exception:  # its next decision fails the run
@@ -132,8 +131,7 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
-    """Return a new membership for a party whose members failed to exchange tensors although all are
-    alive."""
+    """Return a new membership for a party whose exchange failed although all members are alive."""
     try:
         return run.strategy.reform(run.job, run.value, party, reason)
     except Exception as error:
@@ -182,8 +180,7 @@ SHOWN: Final = frozenset(
         "Evaluated",
     }
 )
-"""Kinds of facts that do not reveal which clients were sampled, once `without_draws` was
-applied."""
+"""Kinds of facts that do not reveal who was sampled once `without_draws` was applied."""
 WHY: Final = "its clients were drawn in secret"
 
 

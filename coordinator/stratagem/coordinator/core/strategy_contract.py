@@ -29,14 +29,12 @@ class Origin:
 
     member: int
     schedule: tuple[Setting, ...]
-    """The settings that the state was trained with, in order of step; the last one led to the
-    score."""
+    """The settings that the state was trained with, by step; the last one led to the score."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """The progress of a run in its own unit (steps, rounds or generations), and values to show with
-    it."""
+    """The progress of a run in its own unit, such as rounds, and values to show with it."""
 
     unit: str = "steps"
     """The unit of step and num_steps in the status: steps, rounds or generations."""
@@ -105,8 +103,7 @@ class NestedProgress:
     metrics: Mapping[str, float]
     """Metrics of the committed segment."""
     num_rows: Mapping[str, int]
-    """The number of rows that the party trains on, keyed by split; empty until the model is
-    built."""
+    """Rows that the party trains on, keyed by split; empty until the model is built."""
     loss: float
     """Mean training loss of the newest segment, committed or not; 0 if not known."""
     is_idle: bool
@@ -127,9 +124,8 @@ class Nesting:
     progress: Callable[[Any], NestedProgress]
     """(value): the progress of the party."""
     rebase: Callable[[JobSpec, Any, Base, Mapping[str, int]], Any]
-    """(job, value, base, num_rows): the value after the party was given a state, as if the party
-    had just committed it. num_rows: see NestedProgress, for a party that has not built the
-    model."""
+    """(job, value, base, num_rows): the value after the party was given a state, as if it had just
+    committed that state. num_rows: see NestedProgress, for a party that has no model yet."""
     returned: Callable[[JobSpec, Any, Base, Mapping[str, float]], Any] | None = None
     """(job, value, base, metrics): the value after the party has returned to an earlier commit of
     its own, with the commit's metrics; None: `rebase` is used. Evaluations that were owed at that
@@ -182,8 +178,7 @@ class Strategy:
     check: Callable[[JobSpec, "Strategies"], list[Violation]] = lambda *_: []
     """(job, strategies): the violations of a job under this strategy; asked once, at submission."""
     own_deadline: Callable[[Any], float | None] = lambda _: None
-    """(value): the leader-clock time at which to call decide again even if nothing happens; None:
-    never."""
+    """(value): the leader-clock time at which to call decide in any case; None: never."""
     own_parties: Callable[[Any], Mapping[Party, PartyView]] = lambda _: {}
     """(value): the parties whose members exchange tensors with each other."""
     own_deaths: Callable[[Any, Member], tuple[ProcessDied, ...]] = _none
@@ -199,11 +194,9 @@ class Strategy:
     children: Callable[[Any], Iterable[Child]] = _none
     """(value): the parties inside this one."""
     working: Callable[[Any], Iterable[Child]] | None = None
-    """(value): the parties inside this one that have work now, the only ones that a death counts
-    against; None: all."""
+    """(value): the children that have work now, against which alone deaths count; None: all."""
     nesting: Nesting | None = None
-    """The functions of nesting; None: the strategy runs neither inside another one nor from an
-    earlier commit."""
+    """The functions of nesting; None: neither inside another strategy nor from earlier commits."""
 
     def _working(self, value: Any) -> Iterable[Child]:
         return (self.working or self.children)(value)
@@ -232,8 +225,7 @@ class Strategy:
         return (*self.own_deaths(value, member), *inside)
 
     def reform(self, job: JobSpec, value: Any, party: Party, reason: str) -> Fact | None:
-        """Return a new membership for this party or one below, whose members failed to exchange
-        tensors."""
+        """Return a new membership for this party or one below, after a failed exchange."""
         for child in self.children(value):
             if is_within(party, child.party):
                 return child.strategy.reform(child.job, child.value, party, reason)
@@ -271,8 +263,7 @@ class Strategies:
     """The strategies that jobs can have on this coordinator, keyed by name."""
 
     built_in: Mapping[str, Strategy]
-    """Built-in strategies. Each needs a strategy section of its own type, so a Custom job cannot
-    name it."""
+    """Built-in strategies. Each needs a section of its own type, so Custom cannot name one."""
     installed: Mapping[str, Strategy] = field(default_factory=dict)
     """Strategies of other packages, which Custom jobs name."""
     broken: Mapping[str, str] = field(default_factory=dict)

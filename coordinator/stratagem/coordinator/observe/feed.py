@@ -198,8 +198,7 @@ class Feed:
     async def past(
         self, run_id: RunId, span: EventSpan, max_events: int = PAGE_EVENTS
     ) -> AsyncIterator[Sequence[FeedEvent]]:
-        """Yield the past events of a span, page by page; max_events: the most that are read at
-        once."""
+        """Yield the past events of a span in pages; max_events: the most that are read at once."""
         num_events = min(max_events, PAGE_EVENTS)
         while page := await self._history(run_id, span, num_events):
             yield page
@@ -275,8 +274,7 @@ class Follower(Generic[Brief]):
 
 
 class RunBriefs(Generic[Brief]):
-    """The sender of briefs: it has the followers of all runs, and the runs changed since the last
-    briefs."""
+    """The sender of briefs, with the followers of all runs and the runs changed since the last."""
 
     def __init__(
         self,
@@ -310,8 +308,7 @@ class RunBriefs(Generic[Brief]):
             self._followers.remove(follower)
 
     async def _tell(self) -> None:
-        """Send all followers the briefs of changed runs, until nothing has changed during a
-        pause."""
+        """Send all followers the briefs of changed runs, until a pause passes without changes."""
         try:
             while self._changed and self._followers:
                 changed, self._changed = self._changed, {}
@@ -359,8 +356,7 @@ class Paces:
     def look(
         self, world: World, run: RunRecord, shown: SegmentProgress | None, *, anew: bool = False
     ) -> None:
-        """Update the pace of a run from its progress; shortly after the last update only with
-        `anew`."""
+        """Update a run's pace from its progress; soon after the last update only with `anew`."""
         now_s, looked_s = self._monotonic(), self._looked_s.get(run.run_id)
         if not anew and looked_s is not None and now_s - looked_s < LOOK_PAUSE_S:
             return
@@ -397,8 +393,7 @@ class Paces:
 
 
 def with_refused(reason: str, refused: str) -> str:
-    """Return the reason why a run waits for workers, with the sentence about refused workers
-    added."""
+    """Return why a run waits for workers, with the sentence about refused ones added."""
     return f"{reason}; {refused}" if reason and refused else reason
 
 

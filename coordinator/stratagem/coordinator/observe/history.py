@@ -1,8 +1,7 @@
-"""The step history of segments in flight: the rows that their members have sent so far, in memory.
+"""The step history of segments in flight: the rows that members have sent so far, in memory.
 
 The memory is bounded: if a member has sent more than fits, its rows are merged for display, and
-requested again at the end of the segment. All this runs on the event loop, and ends with the
-process.
+requested again at the end of the segment. All runs on the event loop, and ends with the process.
 """
 
 import hashlib
@@ -38,8 +37,7 @@ class PackedRows(NamedTuple):
 
 @dataclass(slots=True)
 class HistoryParts:
-    """The parts of a segment's history received from one member; `is_whole` is False once one is
-    missing."""
+    """A member's parts of a segment's history; `is_whole` is False once one is missing."""
 
     parts: list[PackedRows] = field(default_factory=list)
     is_whole: bool = True

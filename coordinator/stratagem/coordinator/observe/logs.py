@@ -48,8 +48,7 @@ class RunLogs:
         self._changed: dict[RunId, asyncio.Event] = {}
 
     def add(self, run_id: RunId, line: RunLogLine) -> None:
-        """Append a line, and wake up the followers of the log. A line that the disk does not take
-        is lost."""
+        """Append a line, and wake up its readers. A line that the disk does not take is lost."""
         if run_id in self._full:
             return
         try:
@@ -73,8 +72,7 @@ class RunLogs:
         file.flush()
 
     def close_run(self, run_id: RunId) -> None:
-        """Close the log of a run that has ended; its followers end once they have read all
-        lines."""
+        """Close the log of an ended run; its followers end once they have read all lines."""
         self._drop_file(run_id)
         self._wake(run_id)
 

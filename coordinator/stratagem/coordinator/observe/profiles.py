@@ -38,8 +38,7 @@ from stratagem.v1 import worker_pb2
 # A file is one line of JSON, the head, followed by the events as they came.
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
-"""The most bytes that a recording may unpack to; our workers record 20,000 events of about 100
-bytes."""
+"""The limit of the unpacked size; our workers record 20,000 events of about 100 bytes."""
 MAX_ROWS: Final = 32_768
 MAX_ROW_CHARS: Final = 4096
 MAX_NAME_CHARS: Final = 256
@@ -143,8 +142,7 @@ def _head_of(text: str) -> re.Match[str]:
 
 
 def _rows(text: str) -> Iterator[Row]:
-    """Yield the events. Each is parsed by itself, so that other threads get their turn in
-    between."""
+    """Yield the events, parsed one by one so that other threads get their turn in between."""
     at, decoder = _head_of(text).end(), json.JSONDecoder()
     num_rows = 0
     while not (num_rows == 0 and _END.fullmatch(text, at)):

@@ -119,8 +119,7 @@ class Refusals:
         return [self._refused[name] for name in sorted(self._refused)]
 
     def _keep_room(self) -> None:
-        """If there are too many entries, drop the oldest one of the caller with the most
-        entries."""
+        """Drop the oldest entry of the caller with the most, if there are too many."""
         if len(self._refused) <= MAX_REFUSED:
             return
         [(owner, _)] = Counter(each.owner for each in self._refused.values()).most_common(1)

@@ -122,8 +122,7 @@ def _is_stored(blobs: BlobStore, digest: Digest) -> bool:
 
 
 def _put(blobs: BlobStore, digest: Digest, path: Path) -> bool:
-    """Store a blob of the backup; return False if its bytes have another digest, as a state in
-    leaves has."""
+    """Store a blob of the backup; return False if its bytes have another digest."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

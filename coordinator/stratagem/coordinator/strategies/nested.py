@@ -34,8 +34,7 @@ from stratagem.coordinator.core.strategy_contract import (
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations of a child's job; one of them may be that its strategy cannot be
-    nested."""
+    """Return the violations of a child's job; also if its strategy cannot be nested."""
     try:
         strategy = strategies.require(job)
     except InvalidInputError as error:
@@ -122,8 +121,7 @@ def transition(child: Child, fact: Fact, now_s: float) -> Child:
 
 
 def again(child: Child) -> Child:
-    """Return the child after a failure, ready to go on where it stands with its whole failure
-    budget."""
+    """Return the child after a failure, ready to go on with its whole failure budget."""
     return transition(child, RunResumed(), now_s=0.0)
 
 

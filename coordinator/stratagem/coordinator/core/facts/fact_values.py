@@ -52,8 +52,7 @@ class Value(BaseModel):
 
 
 class Member(Value):
-    """One process of a worker: the worker's name, and the incarnation, which differs for each
-    process."""
+    """One process of a worker: the worker's name, and the incarnation, unique to the process."""
 
     worker_id: WorkerId
     incarnation: Incarnation

@@ -74,8 +74,7 @@ class Excused(Value):
 
 
 class ClientsSelected(Value):
-    """A round opens with these clients, or an open round continues with this larger set of
-    clients."""
+    """A round opens with these clients, or an open round goes on with this larger set."""
 
     party: Party
     round_num: int
@@ -85,8 +84,7 @@ class ClientsSelected(Value):
     num_needed: int | None = None
     """The number of updates with which the round closes; None: one from every client."""
     excused: tuple[Excused, ...] = ()
-    """The clients that could not be asked; those that have left or were not selected are not
-    listed."""
+    """The clients that could not be asked, without those that have left or were not selected."""
 
 
 class Assignment(Value):
@@ -179,8 +177,7 @@ class RoundWaits(Value):
     """The number of updates with which the round closes; None: one from every client."""
     asked_again: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
-    """The clients in `asked_again` whose site had refused; they may be asked on the same process
-    again."""
+    """The clients in `asked_again` whose site refused; the same process may be asked again."""
     until_s: float | None = None
     """The leader-clock time at which the run fails unless something changes; None: never."""
 
@@ -242,8 +239,7 @@ class ClientLeft(Value):
 
 
 class ClientBenched(Value):
-    """A client has failed in too many rounds in a row, and is not asked to take part for some
-    rounds."""
+    """A client has failed in too many rounds in a row, and is not asked for some rounds."""
 
     party: Party
     client: int
@@ -256,8 +252,7 @@ class ClientBenched(Value):
 
 
 class RoundAccounted(Value):
-    """The clients of a round are sampled, and its privacy cost is computed; the round is not open
-    yet."""
+    """A round's clients are sampled and its privacy cost is computed; it is not open yet."""
 
     party: Party
     round_num: int

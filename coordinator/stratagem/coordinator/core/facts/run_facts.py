@@ -39,8 +39,7 @@ class WorkerDraining(Value):
 
 
 class WorkerLeft(Value):
-    """A worker that was asked to end has ended. It does not count as lost, and its record is
-    removed."""
+    """A worker that was asked to end has ended. It is not lost, and its record is removed."""
 
     member: Member
     reason: str
@@ -79,8 +78,7 @@ class BlobsHeld(Value):
 
 
 class KnownWorker(Value):
-    """The record of a worker in a summary of the cluster, with the fields of
-    `state.WorkerRecord`."""
+    """A worker in a summary of the cluster, with the fields of `state.WorkerRecord`."""
 
     member: Member
     address: str
@@ -117,7 +115,7 @@ class RunSubmitted(Value):
     numerics: int = 1
     """Version of the rules that decide the run's bits; see common/numerics/rules.py."""
     owner: str = ""
-    """The owner: `by`, and for a token also its identity, as another token may have had that name;
+    """The owner: `by` and, for a token, also its identity, as another token may have had that name;
     if empty, `by`."""
     submission: str = ""
     """A part of the names of stored files that distinguishes the run from a deleted run of the same
@@ -157,8 +155,7 @@ class RunCompleted(Value):
 
 
 class StoppedEarly(RunCompleted):
-    """The run has completed before its last step, because an evaluation or the user's code ended
-    it."""
+    """The run has completed before its last step, as an evaluation or the user's code asked."""
 
     step: int = 0
 
@@ -198,16 +195,14 @@ class PartyFailed(Value):
 
 
 class MembersFormed(Value):
-    """A party has these members from now on, in order of rank; without members it waits for
-    workers."""
+    """A party has these members from now on, by rank; without any it waits for workers."""
 
     party: Party
     membership: int
     members: tuple[Member, ...]
     reason: str
     fingerprint: str = ""
-    """The numerics fingerprint that every member of the run must have from now on; "" if any will
-    do."""
+    """The numerics that every member of the run must have from now on; "" if any will do."""
     ranks: tuple[int, ...] = ()
     """The rank, within a replica, that owns each partition, under model parallelism."""
     are_apart: bool = False
@@ -224,8 +219,7 @@ class ProcessDied(Value):
     at: Party | None = None
     """The party whose plan the process executed: this party, or one below; None: not known."""
     step: int | None = None
-    """Steps that the process had applied since the run, or a client's round, began; None: not
-    known."""
+    """Steps that the process had applied since the run, or the client's round, began."""
     status: int | None = None
     """Exit status; negative: the number of the signal that ended it; None: not observed."""
     lines: tuple[str, ...] = ()
@@ -233,8 +227,7 @@ class ProcessDied(Value):
 
 
 class ModelBuilt(Value):
-    """The model is built, and its state is committed as segment 0 or, in a resumed run, as a later
-    one."""
+    """The model is built; its state is committed as segment 0, or a later one in a resumed run."""
 
     party: Party
     digest: Digest
@@ -248,22 +241,19 @@ class ModelBuilt(Value):
     warning: str = ""
     """A warning about the job that could be given only once its data were known."""
     segment: int = 0
-    """The segment of the initial commit; in a federation, the rounds that the resumed run had
-    done."""
+    """The segment of the initial commit; in a federation, the rounds done before."""
     step: int = 0
     """The steps applied before the initial state."""
     streams: str = ""
     """The positions at which the resumed run's streams of rows go on; see effects.Base."""
     rows: str = ""
-    """A sample of the rows, described by the worker that built the model, for other workers to
-    compare."""
+    """A sample of the rows, described by the building worker, for the others to compare."""
     conversion: str = ""
     """The tensors of the model whose dtype the job's precision has changed, for people."""
 
 
 class BuildFailed(Value):
-    """One worker of a federation cannot build the model; another worker, which has other rows, may
-    be able to."""
+    """One worker of a federation cannot build the model; another, with other rows, may be able."""
 
     party: Party
     member: Member
@@ -287,8 +277,7 @@ class SegmentFinished(Value):
     traffic: Mapping[str, int] = {}
     """The "sent_bytes" of all members in the segment, and "uncompressed_bytes", with a codec."""
     stop_reason: str = ""
-    """The reason that the user's code gave for ending the training with this segment; empty if
-    none."""
+    """The reason for which the user's code ends the training here; empty if none."""
     streams: str = ""
     """The position in each stream of rows, as JSON keyed by stream; "" without streams."""
     kept: tuple[Digest, ...] = ()

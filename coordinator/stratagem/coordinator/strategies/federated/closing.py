@@ -152,8 +152,7 @@ def num_required(job: JobSpec, value: Federation) -> int:
 def _missing(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], count: str, now_s: float
 ) -> Fact | None:
-    """Return what follows if a round has too few updates: other clients are asked, it waits, or the
-    run fails."""
+    """Return what follows too few updates: other clients are asked, it waits, or the run fails."""
     needed, rejected = num_required(job, value), value.clients.rejected
     if rejected:
         count += f"; {commonest_first(job, value)}"
@@ -254,8 +253,7 @@ def of_open_round(value: Federation, client: int) -> Late:
 
 
 def after_commit(job: JobSpec, value: Federation) -> Federation:
-    """Return the run without the late clients that would be too stale in the next round; after the
-    last round, without any."""
+    """Return the run without late clients too stale for the next round, or any after the last."""
     is_over = value.round_num > spec_of(job).rounds
     limit = -1 if is_over else max_staleness(job)
     late = {

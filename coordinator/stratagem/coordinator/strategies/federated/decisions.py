@@ -100,8 +100,7 @@ def new_helper(
 def form_roster(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> RosterFormed | None:
-    """Return the roster, which binds every client to a worker; None while the workers for that are
-    not here."""
+    """Return the roster, which binds every client to a worker; None if workers are missing."""
     strategy = spec_of(job)
     by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
     if job.data.worker_local is not None:
@@ -142,8 +141,7 @@ def stopped_early(job: JobSpec, value: Federation) -> StoppedEarly | None:
 
 
 def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
-    """Return the fact that benches a client that was rejected in too many rounds in a row; None if
-    there is none."""
+    """Return the benching of a client rejected in too many rounds in a row, if there is one."""
     strikes = spec_of(job).options.strikes
     if strikes is None:
         return None
@@ -160,8 +158,7 @@ def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
 
 
 def excused_by_bench(value: Federation) -> tuple[Excused, ...]:
-    """Return the clients on the bench in the next round, grouped by the round until which they
-    stay."""
+    """Return the clients on the bench in the next round, grouped by the end of their stay."""
     sitting: dict[int, list[int]] = {}
     for client, until in sorted(value.attendance.benched.items()):
         if until > value.round_num and client not in value.attendance.left:
@@ -232,8 +229,7 @@ def open_round(
     excused: tuple[Excused, ...],
     now_s: float,
 ) -> ClientsSelected | None:
-    """Return the opening of the round with clients selected from these; None if none is
-    selected."""
+    """Return the opening of the round with clients selected from these; None if none is."""
     strategy = spec_of(job)
     deadline, num_extra = strategy.options.round_deadline_s, strategy.options.over_select
     selection, number = strategy.client_selection, value.round_num
@@ -365,8 +361,7 @@ def select(
 
 
 def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) -> int:
-    """Return the number of updates that a round needs; of_all: the number if the job has no
-    quorum."""
+    """Return the number of updates that a round needs; of_all: the number without a quorum."""
     if quorum is None:
         return of_all
     if isinstance(quorum, int):
@@ -403,8 +398,7 @@ def may_move(job: JobSpec, error: ErrorRecord | None = None) -> bool:
 
 
 def _is_of_the_place(error: ErrorRecord) -> bool:
-    """Return True if the error is about a file, package, memory or permission that only this worker
-    may lack."""
+    """Return True if the error is about something that only this worker may lack."""
     name = error.type.rpartition(".")[2]
     return name in _OF_THE_PLACE or cause_of(error) in (Cause.MEMORY, *_UNWILLING)
 
@@ -434,8 +428,7 @@ def only_one_to_build(job: JobSpec, value: Federation, world: World, member: Mem
 
 
 def with_build(job: JobSpec, value: Federation, fact: ModelBuilt | BuildFailed) -> Federation:
-    """Return the run with the outcome of a build: the first state, or a worker that cannot build
-    the model."""
+    """Return the run with the outcome of a build: the first state, or a worker that failed."""
     if isinstance(fact, ModelBuilt):
         metrics, initial = resumed_metrics(job), job.initial
         average = Digest((initial and initial.average) or "")
@@ -457,8 +450,7 @@ def with_build(job: JobSpec, value: Federation, fact: ModelBuilt | BuildFailed) 
 
 
 def fit(value: Federation, workers: list[WorkerRecord]) -> list[WorkerRecord]:
-    """Return the workers without those that have failed to build the model, while there is no
-    model."""
+    """Return the workers; while there is no model, without those that have failed to build it."""
     if value.committed is not None:
         return workers
     return [worker for worker in workers if worker.member.worker_id not in value.unfit]

@@ -67,8 +67,7 @@ T = TypeVar("T")
 def pending(
     run_id: RunId, job: JobSpec, value: Federation, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that are due: the build, the training of clients, the aggregation, the
-    evaluations."""
+    """Return the effects that are due: build, training of clients, aggregation, evaluations."""
     effects: set[Effect] = set()
     if value.committed is None:
         if value.helper:

@@ -42,8 +42,7 @@ MAX_TRIES: Final = 3
 def with_answer(
     job: JobSpec, value: Federation, fact: ClientEvaluated | MetricsMerged | Evaluated
 ) -> Federation:
-    """Return the run with the answer of a client, the outcome of merging, or the end of an
-    evaluation folded in."""
+    """Return the run with a client's answer, the outcome of merging, or an evaluation's end."""
     owed = value.evaluations.get(fact.segment)
     match fact:
         case Evaluated():
@@ -103,8 +102,7 @@ def evaluated_without(job: JobSpec, value: Federation) -> Evaluated | None:
 
 
 def _given_up(job: JobSpec, value: Federation) -> OwedEvaluation | None:
-    """Return the evaluation that is completed without the clients that it waits for; None if there
-    is none."""
+    """Return the evaluation to complete without the clients it waits for; None if there is none."""
     if value.committed is None or len(value.evaluations) <= job.retention:
         return None
     here = {member.worker_id for member in value.helper}
@@ -130,8 +128,7 @@ class Merging(NamedTuple):
 
 
 def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
-    """Yield each evaluation that waits only for the merging of its metrics: its segment, and the
-    merging."""
+    """Yield (segment, merging) of evaluations that wait only for the merging of metrics."""
     given_up = _given_up(job, value)
     for segment, owed in value.evaluations.items():
         if owed is given_up or not owed.left:
@@ -195,8 +192,7 @@ def _metrics(spec: EvaluationSpec, owed: OwedEvaluation) -> dict[str, float]:
 
 
 def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
-    """Return the failed answer of a client whose evaluation ends every process that tries it; None
-    if there is none."""
+    """Return the failed answer of a client whose evaluation ends every process; else None."""
     for segment, owed in value.evaluations.items():
         for client in owed.left:
             task = task_of_evaluator(value.roster[client].worker_id)

@@ -80,8 +80,7 @@ class PrivacyLedger:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the round, none of them about its clients: a mean over few reveals
-        them."""
+        """Return the metrics of the round: none of clients, as a mean over few reveals them."""
         assert self.round is not None
         return {EPSILON: self.epsilon, "privacy.clip_norm": self.round.clip_norm}
 
@@ -99,8 +98,7 @@ class PrivacyLedger:
 
 
 def privacy_ledger(job: JobSpec) -> PrivacyLedger | None:
-    """Return the ledger of a run that has spent nothing; None if the run does not protect
-    clients."""
+    """Return the ledger of a run that has spent nothing; None if no clients are protected."""
     if job.privacy is None or job.privacy.unit != "client":
         return None
     return PrivacyLedger(job.privacy.clip.norm, job.privacy.noise_multiplier)
@@ -139,8 +137,7 @@ class RowLedger:
     """The privacy budget that the rows of each client of a run have spent."""
 
     num_asked: Mapping[int, int] = field(default_factory=dict)
-    """The number of rounds opened with each client, including rounds undone by a return to a
-    commit."""
+    """The number of rounds opened with each client, including rounds undone later."""
     spent: Mapping[int, RowsSpent] = field(default_factory=dict)
     """The account that came with each client's newest update."""
     refused: frozenset[int] = frozenset()
@@ -171,13 +168,12 @@ class RowLedger:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a round, none of them about its rows: a mean loss would reveal
-        something."""
+        """Return the metrics of a round: none of its rows, which a mean loss might reveal."""
         return {EPSILON: self.most_spent}
 
 
 def row_ledger(job: JobSpec) -> RowLedger | None:
-    """Return the ledger of a run that has spent nothing; None if the run does not protect rows."""
+    """Return the ledger of a run that has spent nothing; None if no rows are protected."""
     return RowLedger() if job.privacy is not None and job.privacy.unit == "row" else None
 
 
@@ -222,8 +218,7 @@ class ClientStates:
 
     are_blobs: bool = False
     are_summed: bool = False
-    """True if the states must add up to a common one, for which the states of all clients are
-    needed."""
+    """True if the states must add up to a common one, which needs those of all clients."""
     newest: Mapping[int, KeptState] = field(default_factory=dict)
     """The newest state of each client; a client without a state begins anew."""
     is_incomplete: bool = False
@@ -241,8 +236,7 @@ class ClientStates:
         return self.are_summed and self.is_incomplete
 
     def fold(self, fact: Fact) -> "ClientStates":
-        """Return the states with the update of a client, the loss of its state, or a commit folded
-        in."""
+        """Return the states after the update of a client, the loss of its state, or a commit."""
         match fact:
             case UpdateReceived():
                 state = KeptState(fact.round_num, fact.client_state)

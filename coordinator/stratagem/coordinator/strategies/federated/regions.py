@@ -54,8 +54,7 @@ from stratagem.coordinator.strategies.placement import sites_of
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations of a job whose clients are regions, such as options without a meaning
-    there."""
+    """Return the violations of a job whose clients are regions: options without a meaning."""
     violations = [*found_in(REGIONS, job)]
     return violations or nested.check_inside(lambda: region_job(job), strategies)
 
@@ -131,8 +130,7 @@ def pending(
 
 
 def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Effect:
-    """Return an effect of a region; the training of a client with its number among those of all
-    regions."""
+    """Return an effect of a region; a client's training has its number over all regions."""
     if not isinstance(effect, TrainClient):
         return effect
     members = members_of_regions(job)
@@ -209,8 +207,7 @@ def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
 
 
 def rounds_inside(job: JobSpec, value: object, round_num: int) -> list[tuple[Party, int]]:
-    """Return the inner rounds that belong to a round, each as (party, round); none in runs without
-    regions."""
+    """Return the inner rounds of a round, as (party, round); none in runs without regions."""
     if not isinstance(value, PartiesRun) or not isinstance(spec_of(job).options.inner, Federated):
         return []
     last = round_num * inside(job).rounds

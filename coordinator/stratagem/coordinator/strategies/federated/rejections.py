@@ -81,8 +81,7 @@ def cause_of(error: ErrorRecord) -> Cause:
 
 
 def reason_of(error: ErrorRecord) -> str:
-    """Return the type and message of an error in one line; only the message if no exception was
-    raised."""
+    """Return type and message of an error in one line; only the message if nothing was raised."""
     text = f"{error.type}: {error.message}" if error.traceback else error.message
     line = " ".join(text.split())
     return line if len(line) <= MAX_REASON_CHARS else f"{line[: MAX_REASON_CHARS - 1]}…"
@@ -138,8 +137,7 @@ def commonest_error(value: Federation) -> ErrorRecord | None:
 
 
 def names(job: JobSpec, value: Federation, clients: list[int]) -> str:
-    """Return the names of clients, as "clients 0, 2"; with their workers if each worker has its own
-    rows."""
+    """Return client names, as "clients 0, 2"; with workers if each worker has its own rows."""
     has_homes = job.data.worker_local is not None
     numbers = [
         f"{client} ({value.roster[client].worker_id})" if has_homes else str(client)
@@ -158,8 +156,7 @@ Group = tuple[tuple[Cause, str], list[int]]
 
 
 def _groups(value: Federation) -> list[Group]:
-    """Return the rejected clients, grouped by cause and reason, in order of the groups' first
-    clients."""
+    """Return the rejected clients grouped by cause and reason, in order of first clients."""
     groups: dict[tuple[Cause, str], list[int]] = defaultdict(list)
     for client, fact in sorted(value.clients.rejected.items()):
         groups[fact.cause, fact.reason].append(client)
@@ -219,8 +216,7 @@ EVALUATION: Final = "the evaluation"
 
 
 def too_deadly(value: Federation) -> RunFailed | None:
-    """Return the failure of the run if its build or its evaluation ends every process that tries
-    it; else None."""
+    """Return the run's failure if its build or evaluation ends every process; else None."""
     deadly = {
         task: d for task in (BUILD, EVALUATION) if (d := value.losses.hopeless(task)) is not None
     }
@@ -231,8 +227,7 @@ def too_deadly(value: Federation) -> RunFailed | None:
 
 
 def crashed(value: Federation) -> UpdateRejected | None:
-    """Return the rejection of the first client of the open round whose training ends every process;
-    None if there is none."""
+    """Return the rejection of the first client whose training ends every process; else None."""
     for client in value.unanswered():
         if (deaths := value.losses.hopeless(task_of(client))) is not None:
             return rejection(value, client, Cause.CRASHED, why("it", deaths))
@@ -240,8 +235,7 @@ def crashed(value: Federation) -> UpdateRejected | None:
 
 
 def with_death(value: Federation, died: ProcessDied, now_s: float) -> Federation:
-    """Return the run with a worker process's death counted against its task or, if that is not
-    known, all its tasks."""
+    """Return the run with a process death counted against its task, or all tasks if unknown."""
     member, losses, assigned = died.member, value.losses, value.clients.assigned
     tasks = set(losses.taken.get(member, ()))
     if member in value.helper and (value.committed is None or value.evaluations):

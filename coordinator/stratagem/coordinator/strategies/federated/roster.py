@@ -56,8 +56,7 @@ Here = Mapping[WorkerId, WorkerRecord]
 
 
 def roster_of(job: JobSpec) -> Roster | None:
-    """Return the settings of the job's open roster; None if all clients are there from the
-    start."""
+    """Return the settings of the job's open roster; None if the roster is fixed."""
     return spec_of(job).options.open_roster
 
 
@@ -287,8 +286,7 @@ def with_left(
     now_s: float,
     asked_again_s: float | None = None,
 ) -> Federation:
-    """Return the run without expectations of a client; asked_again_s: when a client that refused is
-    asked again."""
+    """Return the run after a client left; asked_again_s: time to ask one that refused again."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
     left = {**value.attendance.left, client: departure}
     attendance = replace(value.attendance.here([client]), left=left)
@@ -326,8 +324,7 @@ def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
 def after_assignment(
     job: JobSpec, value: Federation, fact: ClientsAssigned, now_s: float
 ) -> Federation:
-    """Return the run with the clients awaited that have lost their worker, and no longer those that
-    have one."""
+    """Return the run, awaiting the clients that have lost their worker and no others."""
     if roster_of(job) is None:
         return value
     placed = [a.client for a in fact.assignments if a.member is not None]
@@ -366,8 +363,7 @@ def _evaluators(value: Federation) -> Iterator[int]:
 
 
 def _gone(value: Federation, world: World) -> ClientLeft | None:
-    """Return the departure of a client whose worker is not known any more; None if there is
-    none."""
+    """Return the departure of a client whose worker is not known any more, if there is one."""
     for binding in value.roster:
         if binding.worker_id not in world.workers and binding.client not in value.attendance.left:
             return _left(value, binding.client, STOPPED)

@@ -82,8 +82,7 @@ class Attendance:
         return bool(self.strikes or self.benched)
 
     def resumed(self) -> "Attendance":
-        """Return the attendance after a run was resumed: clients that have left may join if they
-        are here."""
+        """Return the attendance of a resumed run: clients that have left may join again."""
         left = {client: replace(gone, asked_again_s=None) for client, gone in self.left.items()}
         return replace(self, left=left, awaited_until_s={}, waits_until_s=None)
 
@@ -92,8 +91,7 @@ class Attendance:
         return client not in self.left and self.benched.get(client, 0) <= round_num
 
     def awaiting(self, clients: Iterable[int], until_s: float) -> "Attendance":
-        """Return the attendance with more awaited clients; those that are awaited already keep
-        their time."""
+        """Return the attendance with more awaited clients; the earlier ones keep their time."""
         new = dict.fromkeys(clients, until_s)
         return replace(self, awaited_until_s={**new, **self.awaited_until_s})
 
@@ -221,8 +219,7 @@ class Open:
     asks_again_s: float | None = None
     """Leader-clock time at which a waiting round asks the sites again that have refused."""
     tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
-    """The workers on which each client has failed in this round, and on which it is not tried
-    again."""
+    """The workers on which each client has failed in this round, and is not tried again."""
     secure: SecureSetup = field(default_factory=SecureSetup)
     """The keys and shares that the clients have exchanged, with secure aggregation."""
 
@@ -236,8 +233,7 @@ class Closed:
     accepted: tuple[Accepted, ...]
     """The updates; a private round may have none."""
     weights: tuple[float, ...] = ()
-    """The weights of the updates; empty until they are judged, and in rounds without a
-    judgement."""
+    """The weights of the updates; empty until they are judged, or if they are not."""
 
 
 NOBODY = Open()
@@ -245,8 +241,7 @@ NOBODY = Open()
 
 @dataclass(frozen=True, slots=True)
 class Federation:
-    """The run value of a federation: the global state, the round after it, and the work of each
-    worker."""
+    """The run value of a federation: the global state, the round after it, and workers' tasks."""
 
     party: Party
     membership: int = 0
@@ -279,8 +274,7 @@ class Federation:
     evaluations: Mapping[int, OwedEvaluation] = field(default_factory=dict)
     """The evaluations that are still owed, keyed by round."""
     took_part: Mapping[int, int] = field(default_factory=dict)
-    """The newest round with an update of a client, keyed by client; empty unless clients
-    evaluate."""
+    """The newest round with an update of each client, if clients evaluate."""
     unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)
     """The failed builds, keyed by worker; these workers do not build again."""
 
@@ -335,8 +329,7 @@ def spec_of(job: JobSpec) -> Federated:
 
 
 def has_simulated_states(job: JobSpec) -> bool:
-    """Return True if the store has the clients' states, as clients are simulated: any worker may
-    train any."""
+    """Return True if client states are in the store, so that any worker may train any client."""
     return spec_of(job).options.has_client_state and job.data.worker_local is None
 
 
@@ -362,8 +355,7 @@ def reassigned(value: Federation, clients: Open) -> Federation:
 
 
 def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
-    """Return the run with other workers for some clients, noting from which workers they were
-    taken."""
+    """Return the run with workers assigned to some clients, noting their earlier workers."""
     clients, losses = value.clients, value.losses
     moved = {a.client for a in fact.assignments}
     new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
@@ -436,8 +428,7 @@ def with_selection(value: Federation, fact: ClientsSelected) -> Federation:
 def with_exchange(
     job: JobSpec, value: Federation, fact: KeysPosted | SharesRouted, now_s: float
 ) -> Federation:
-    """Return the run with exchanged keys or shares folded in; once shares are routed, clients
-    train."""
+    """Return the run with exchanged keys or shares; once shares are routed, clients train."""
     rejected = {**value.clients.rejected, **ledgers.rejections(fact)}
     clients = replace(value.clients, rejected=rejected, secure=value.clients.secure.fold(fact))
     if isinstance(fact, SharesRouted):
@@ -467,8 +458,7 @@ def with_closing(value: Federation, fact: RoundClosed) -> Federation:
 
 
 def with_waiting(value: Federation, fact: RoundWaits) -> Federation:
-    """Return the run with the deadline lifted, and some of the failed clients about to be asked
-    again."""
+    """Return the run without a deadline, and with some failed clients to be asked again."""
     clients, again = value.clients, set(fact.asked_again)
     tried = {
         client: clients.tried.get(client, frozenset()) | {clients.assigned[client][0]}

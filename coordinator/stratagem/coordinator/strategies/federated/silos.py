@@ -66,30 +66,26 @@ from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 
 @dataclass(frozen=True, slots=True)
 class PartiesRun:
-    """The run value if clients are parties: the rounds, and the parties of clients that have taken
-    part."""
+    """The run value if clients are parties: the rounds, and the parties begun so far."""
 
     rounds: Federation
     strategies: Strategies
     """The available strategies, of which the clients use one."""
     clients: Mapping[int, Child]
     failures: Mapping[int, PartyFailed] = field(default_factory=dict)
-    """The failures in the open round, keyed by client; each becomes the rejection of its client
-    alone."""
+    """Failures in the open round, keyed by client; each becomes the client's rejection."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartyKind:
-    """The rules that distinguish one kind of clients that are parties, silos or regions, from the
-    other."""
+    """The rules of one kind of clients that are parties: silos, or regions."""
 
     noun: str
     """The word for such a client in sentences."""
     has_trained: Callable[[Child], bool]
     """(party): True if the party has done its part of the round."""
     opened: Callable[[JobSpec, PartiesRun, int], Child]
-    """(job, value, client): the party of the client at the opening of a round that selected the
-    client."""
+    """(job, value, client): the client's party as a round opens that has selected the client."""
     why_rejected: Callable[[PartyFailed], tuple[Cause, str]]
     """(fact): the cause and the reason with which a client is rejected whose party has failed."""
     folded: Callable[[JobSpec, PartiesRun, int, Child, Fact], Child] = (
@@ -150,8 +146,7 @@ class PartyKind:
         pending: Callable[[RunId, JobSpec, PartiesRun, int | None], frozenset[Effect]],
         status: Callable[[JobSpec, PartiesRun, World], Status],
     ) -> Strategy:
-        """Return the strategy of this kind of clients, from these functions and those that all
-        kinds share."""
+        """Return the strategy of this kind, from these functions and those all kinds share."""
         return Strategy(
             version=VERSION,
             check=check,
@@ -192,8 +187,7 @@ def party_of(value: PartiesRun, client: int) -> Party:
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations: options that a silo cannot have, and an inner strategy that cannot
-    run."""
+    """Return violations: options that a silo cannot have, an inner strategy that cannot run."""
     violations = [*found_in(SILOS, job)]
     return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 
@@ -227,8 +221,7 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
 
 
 def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) -> JSON:
-    """Return an optimizer section with the rates that a plateau has left, and without the
-    plateau."""
+    """Return an optimizer section with the rates that a plateau has left, without the plateau."""
     groups = spec.groups and tuple(
         group.with_changes(**_lower(group, plateau, num_reductions)) for group in spec.groups
     )
@@ -280,16 +273,14 @@ def _of_clients(value: PartiesRun, world: World, now_s: float) -> Fact | None:
 
 
 def _folded(job: JobSpec, value: PartiesRun, client: int, child: Child, fact: Fact) -> Child:
-    """Return the silo; if it was just built, to count the client's rows, with the global state to
-    train."""
+    """Return the silo, with the global state to train if it was just built to count its rows."""
     if isinstance(fact, ModelBuilt) and fact.party == child.party:
         return _based(job, value, client, child)
     return child
 
 
 def _opened(job: JobSpec, value: PartiesRun, client: int) -> Child:
-    """Return the party of a silo at the opening of a round; a silo that took part before trains the
-    new state."""
+    """Return a silo's party as a round opens; a known silo begins from the new global state."""
     before = value.clients.get(client)
     if before is None:
         party = party_of(value, client)

@@ -345,9 +345,8 @@ def deaths(value: Federation, member: Member) -> tuple[ProcessDied, ...]:
 
 
 def blobs(value: Federation) -> frozenset[Digest]:
-    """Return the states needed besides the run's commits: the global state, those of the server
-    optimizer and of simulated clients, and those that wait for an evaluation, even while no worker
-    is here."""
+    """Return the states needed besides the run's commits: of the server optimizer and of simulated
+    clients, and those that wait for an evaluation, even while no worker can do it."""
     needed = {*value.server_state} if value.committed else set()
     bases = [value.committed] if value.committed else []
     for owed in value.evaluations.values():
@@ -376,8 +375,7 @@ def progress(value: Federation) -> NestedProgress:
 
 
 def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, int]) -> Federation:
-    """Return the federation with a given state to begin the next round from; a server optimizer
-    starts afresh."""
+    """Return the federation, set to a given state; its server optimizer starts afresh."""
     return replace(
         Federation(value.party),
         membership=value.membership + 1,

@@ -62,8 +62,7 @@ def donors(exploit: ExploitStrategy, scores: Scores, streams: Sequence[Random]) 
 
 
 def _truncation(scores: Scores, fraction: float, streams: Sequence[Random]) -> dict[int, int]:
-    """Return donors: each of the k worst members, and each invalid one, copies a random one of the
-    k best."""
+    """Return donors: the k worst and all invalid members each copy a random one of the k best."""
     num = len(scores)
     k = min(math.ceil(num * fraction - 1e-9), num // 2)
     ranked = sorted(range(num), key=lambda m: (rank(scores[m]), -m), reverse=True)
@@ -75,8 +74,7 @@ def _truncation(scores: Scores, fraction: float, streams: Sequence[Random]) -> d
 
 
 def _binary(scores: Scores, threshold: float, streams: Sequence[Random]) -> dict[int, int]:
-    """Return donors: each member picks a random other one, and copies it if it is better by more
-    than the threshold."""
+    """Return donors: each member copies a random other one that is better by over a threshold."""
     copies = {}
     for member, score in enumerate(scores):
         others = [other for other in range(len(scores)) if other != member]

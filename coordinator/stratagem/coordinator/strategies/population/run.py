@@ -141,8 +141,7 @@ class PopulationRun:
     origins: Mapping[int, Origin] = field(default_factory=dict)
     """The origins of the commits that are kept, keyed by generation."""
     best: tuple[float, int] | None = None
-    """The best metric of a closed generation (higher is better), and the first generation that had
-    it."""
+    """The best metric of a closed generation (higher is better), and the first that had it."""
 
     def children(self) -> tuple[Child, ...]:
         """Return the members' parties."""
@@ -188,8 +187,7 @@ def is_scored(member: MemberRun) -> bool:
 
 
 def score_of(job: JobSpec, member: MemberRun) -> float | None:
-    """Return the member's score in its generation, higher is better; None if the score is
-    invalid."""
+    """Return the member's score in its generation, higher is better; None if it is invalid."""
     evaluation = job.evaluation
     assert evaluation is not None
     if member.failure is not None:
@@ -243,8 +241,7 @@ def _evolution(
 
 
 def _copied(job: JobSpec, value: PopulationRun, member: int, donor: int, rng: Random) -> Copied:
-    """Return the copy of a donor by a member: the donor's newest commit, to which its score
-    belongs, with varied hyperparameters."""
+    """Return a member's copy of a donor: the newest commit, with varied hyperparameters."""
     base = nested.progress(value.members[donor].child).committed
     assert base is not None
     params = _explored(job, value, value.members[donor], rng)
@@ -271,8 +268,7 @@ def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
 
 
 def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
-    """Return one member's score, and its donor if it copies one, judged by the newest scores of
-    all."""
+    """Return a member's score, and its donor if it copies one, judged by all newest scores."""
     member, spec = value.members[number], spec_of(job)
     score = score_of(job, member)
     scores = [scored.scores[-1] if scored.scores else None for scored in value.members]
@@ -339,8 +335,7 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
 
 
 def add_structural(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
-    """Return the population with the hyperparameters added that a member's model has shown to be
-    structural."""
+    """Return the population with hyperparameters that a model has shown to be structural."""
     if value.structural is None or not fact.structural:
         return value
     names = with_parents(space_of(job), value.structural | frozenset(fact.structural))

@@ -48,8 +48,8 @@ def _schedule(job: JobSpec) -> HyperparameterSchedule:
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations of a schedule: settings that make no valid job, or that a state cannot
-    go on under."""
+    """Return the violations of a schedule: settings that make no valid job, or under which a state
+    cannot continue."""
     violations: list[Violation] = []
     first = _schedule(job).settings[0]
     for place, setting in enumerate(_schedule(job).settings):
@@ -96,8 +96,7 @@ def decide(job: JobSpec, value: ScheduledRun, world: World, now_s: float) -> Fac
 
 
 def transition(job: JobSpec, value: ScheduledRun, fact: Fact, now_s: float) -> ScheduledRun:
-    """Return the run with a fact of the party folded in, under the next setting if one has
-    ended."""
+    """Return the run with a fact folded in, under the next setting if one has ended."""
     return _advanced(job, replace(value, child=nested.transition(value.child, fact, now_s)))
 
 

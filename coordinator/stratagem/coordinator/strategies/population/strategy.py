@@ -87,8 +87,7 @@ from stratagem.coordinator.strategies.population.run import (
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations: hyperparameters that the job does not have, and an inner strategy that
-    cannot run."""
+    """Return violations: hyperparameters that the job lacks, an inner strategy that cannot run."""
     violations = [*found_in(MEMBERS, job)]
     if not isinstance(inner_of(job), PopulationBased):  # whose members would have no job
         violations += check_params(job)
@@ -99,8 +98,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fact | None:
-    """Return the next fact of a member or, if no member has one, the fact that follows from the
-    scores."""
+    """Return the next fact of a member or, if there is none, what follows from the scores."""
     if not value.members:
         return form(job, value)
     if value.generation > spec_of(job).generations:
@@ -195,8 +193,7 @@ def status(job: JobSpec, value: PopulationRun, world: World) -> Status:
 
 
 def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
-    """Return the completion of the run, naming the member whose state is the result, and the
-    failures."""
+    """Return the completion of the run, naming the best member and the failures."""
     number = value.generation - 1
     parts = [f"{counted(number, 'generation')} committed"]
     origin = value.origins[number]
@@ -351,8 +348,7 @@ def check_name(job: JobSpec, name: str, section: str) -> Iterator[Violation]:
 
 
 def _is_of_a_turn(job: JobSpec, name: str) -> bool:
-    """Return True if the name is an optimizer field of a turn, other than the choice of the
-    optimizer."""
+    """Return True if the name is an optimizer field of a turn, but not the optimizer's name."""
     paths = tuple(f"turns.{turn.name}.optimizer." for turn in job.turns or ())
     kinds = (".optimizer.name", ".optimizer.entrypoint")
     return name.startswith(paths) and not name.endswith(kinds)
@@ -375,8 +371,7 @@ def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
 
 
 def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]:
-    """Yield a violation if a keyword can be sampled together with an optimizer that does not take
-    it."""
+    """Yield a violation if a keyword may be sampled with an optimizer that does not take it."""
     space, name = space_of(job), plain(dimension).name
     chosen = next((dim for dim in space.dimensions if plain(dim).name == _OPTIMIZER), None)
     if chosen is None or name == _OPTIMIZER or not name.startswith("optimizer."):

@@ -154,8 +154,7 @@ def _what_follows(
     *,
     are_apart: bool,
 ) -> str:
-    """Return a sentence that says what becomes of trained steps with these members; "" if no step
-    is concerned."""
+    """Return a sentence on what becomes of trained steps with these members, or ""."""
     at = run.committed
     if job.only_evaluates or not run.open_segment or at is None:
         return ""
@@ -335,8 +334,7 @@ MAX_UNCOMMITTED = 2
 def pending(
     run_id: RunId, job: JobSpec, run: PartyRun, shape: SegmentRules, horizon: int | None = None
 ) -> frozenset[Effect]:
-    """Return the commit and the upload that are due, and the segment to train; before any state,
-    the build."""
+    """Return the commit, upload and segment that are due; before any state, the build."""
     if run.committed is None:
         if not run.members:
             return frozenset()

@@ -98,8 +98,7 @@ class PartyRun:
     stop_reason: str = ""
     """The reason that the user's code gave for ending the training with the committed segment."""
     kept: tuple[KeptFile, ...] = ()
-    """The files with parts of the commit that only workers have, in order of rank; empty if it is
-    whole."""
+    """The files with commit parts that only workers have, by rank; empty for a whole commit."""
     whole: WholeCommit | None = None
     """The commit to return to if those files are lost; None while the commit is whole."""
     holders: tuple[Member, ...] = ()
@@ -149,8 +148,7 @@ class SegmentRules:
     min_members: int
     exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
     parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
-    """(members in order of rank, ranks of the party): the division of the state among the
-    members."""
+    """(members by rank, ranks of the party): the division of the state among them."""
     place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
     """The placement function of the party; None: any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
@@ -347,8 +345,7 @@ def _holders_of(members: tuple[Member, ...], ranks: tuple[int, ...], shape: Segm
 
 
 def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
-    """Return True if members, or the work that they had begun, are lost with the previous
-    membership."""
+    """Return True if members, or their unfinished work, are lost with the old membership."""
     if run.open_segment == 0 or not run.members:
         return False
     return fact.members == run.members or not set(run.members) <= set(fact.members)
@@ -383,8 +380,7 @@ def reject_reason(run: PartyRun, fact: Fact) -> str:
 
 
 def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
-    """Return the party with another state to begin from; its members drop what they hold and meet
-    again."""
+    """Return the party set to another state; its members drop what they hold and meet again."""
     return replace(
         _as_whole(run),
         membership=run.membership + 1,
