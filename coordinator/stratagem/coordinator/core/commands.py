@@ -83,7 +83,7 @@ class Ending:
     status: int | None = None
     """Exit status; negative: the number of the signal that ended it; None: not observed."""
     is_stopped: bool = False
-    """True if something outside the process stopped it."""
+    """True if something outside the process stopped it on purpose."""
     run_id: RunId | None = None
     """The run whose plan the process executed; "": none; None: not known."""
     party: Party = ROOT
@@ -95,8 +95,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class ExpireRuns:
-    """Delete runs that ended before a time of the leader's clock, and all but the newest ended
-    runs; the oldest first, and at most `limit` at once."""
+    """Delete ended runs, the oldest first and at most `limit` at once: those that ended before a
+    leader-clock time, and all but the newest num_kept."""
 
     ended_before_s: float
     num_kept: int
@@ -183,7 +183,7 @@ class RefusalKind(StrEnum):
     CONFLICT = "conflict"
     PRECONDITION = "precondition"
     NOT_YET = "not yet"
-    """The same command will be accepted shortly."""
+    """The same command will be accepted if it is repeated shortly."""
     STALE = "stale"
 
 
@@ -214,7 +214,7 @@ class EventSpan:
 
     from_index: int = 0
     before_index: int | None = None
-    """The first index beyond the span; None: the span reaches the newest event."""
+    """The first index after the span; None: the span extends to the newest event."""
     kinds: frozenset[str] = frozenset()
     """Names of the kinds of facts to include; empty: all."""
     newest_first: bool = False

@@ -167,7 +167,7 @@ class Deaths:
     furthest: int = -1
     """The highest step that a process is known to have reached before it ended."""
     present: frozenset[Member] = frozenset()
-    """The members at work when the newest death was counted; their deaths count with it."""
+    """The members at work at the newest counted death; if they die next, it is the same death."""
     latest: ProcessDied | None = None
     """The newest death that counts."""
     since_s: float = 0.0
@@ -227,8 +227,8 @@ def why(work: str, deaths: Deaths) -> str:
 
 
 def how(status: int | None) -> str:
-    """Return how a process ended, as " by SIGKILL" or " with exit status 3"; "" when not
-    observed."""
+    """Return text on how a process ended, as " by SIGKILL" or " with exit status 3"; "" if that was
+    not observed."""
     if status is None:
         return ""
     return f" by {_signal(-status)}" if status < 0 else f" with exit status {status}"

@@ -182,7 +182,7 @@ class SecureParty:
 
     attempt: int
     workers: tuple[tuple[int, WorkerId], ...]
-    """The clients, in order, each with its worker."""
+    """The worker of each client, in order of client."""
     members: tuple[int, ...] = ()
     """The clients that have posted keys."""
     ring_seed: str = ""
@@ -288,7 +288,7 @@ class JudgeUpdates:
 
 @dataclass(frozen=True, slots=True)
 class AggregateRound:
-    """Fold the accepted updates of a round, in client order, into the next global state."""
+    """Aggregate the accepted updates of a round, in client order, into the next global state."""
 
     run_id: RunId
     party: Party
@@ -297,7 +297,7 @@ class AggregateRound:
     accepted: tuple[Accepted, ...]
     server_state: tuple[Digest, ...] = ()
     metrics: tuple[tuple[str, float], ...] = field(default=(), compare=False)
-    """Metrics of the round's training, by name; the fold does not use them."""
+    """Metrics of the round's training, by name; aggregation does not use them."""
     weights: tuple[float, ...] = ()
     """The weight of each accepted update, if they have been judged."""
     privacy: RoundAccounted | None = None
@@ -346,7 +346,7 @@ class MergeMetrics:
     segment: int
     member: Member
     states: tuple[tuple[int, Digest], ...]
-    """The clients, in order, each with the blob of its states."""
+    """The blob with the metric states of each client, in order of client."""
     metrics: tuple[str, ...]
     """"<split>.<metric>" of each metric to compute; states of other metrics are ignored."""
 

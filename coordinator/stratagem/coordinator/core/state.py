@@ -111,7 +111,7 @@ class RunRecord:
     """False while workers may hold sessions of the run."""
     is_reproducible: bool = True
     num_returns: int = 0
-    """How many times the run was resumed from an earlier commit, so that facts may recur."""
+    """The run's returns to earlier commits so far, after which the same facts may recur."""
     touched: frozenset[Member] = frozenset()
     """Members that were given a session and have not been released. Those that have left, or whose
     worker has a newer process, are dropped while the run is active."""

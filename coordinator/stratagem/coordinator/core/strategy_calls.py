@@ -88,7 +88,7 @@ def why_waiting(run: RunRecord, world: World) -> str:
 
 
 def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
-    """Return the parties of a run whose members exchange tensors."""
+    """Return the parties of a run whose members exchange tensors, keyed by party."""
     if run.ended is not None:
         return {}
     try:
@@ -193,12 +193,13 @@ def draws_in_secret(job: JobSpec) -> bool:
 
 
 def hides_draws(run: RunRecord | EndedRun) -> bool:
-    """Return True if readers of a run do not get all of its facts."""
+    """Return True if readers do not get all facts of a run, as its clients are sampled in
+    secret."""
     return run.draws_in_secret if isinstance(run, EndedRun) else draws_in_secret(run.job)
 
 
 def is_hidden(job: JobSpec, fact: Fact) -> bool:
-    """Return True if readers of the run do not get a fact."""
+    """Return True if readers do not get this fact of a run, as it reveals sampled clients."""
     return type(fact).__name__ not in SHOWN and draws_in_secret(job)
 
 

@@ -89,7 +89,7 @@ class RejectedClient:
 
     client: int
     worker_id: WorkerId
-    """The worker that the client lives on, or trains on unless that worker is lost."""
+    """The worker that the client is bound to, or prefers to train on."""
     num_rounds: int
     reason: str
     """The reason of the newest rejection."""

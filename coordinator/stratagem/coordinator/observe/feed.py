@@ -369,7 +369,7 @@ class Paces:
         self._paces[run.run_id] = pace.updated(now_s, done, trains=trains)
 
     def forget(self, run_id: RunId) -> None:
-        """Drop a run that has ended."""
+        """Drop the pace of a run that has ended."""
         self._paces.pop(run_id, None)
         self._looked_s.pop(run_id, None)
 

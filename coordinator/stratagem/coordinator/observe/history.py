@@ -157,7 +157,7 @@ class LiveHistory:
         return self._tails.get(key)
 
     def parties(self, run_id: RunId) -> list[Party]:
-        """Return the parties of a run, and their parts, that have rows in flight."""
+        """Return the parties of a run, and the parts of parties, that have rows in flight."""
         return sorted(
             {
                 _whose(key, part.party)

@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class RunLogLine:
-    """One line of a run's log; worker_id: "" for the coordinator's lines; time_s: since 1970."""
+    """One line of a run's log; worker_id: "" for the coordinator's lines; time_s: Unix time."""
 
     time_s: float
     worker_id: str

@@ -130,7 +130,7 @@ class UpdateReceived(Value):
     """The "train.max_grad_norm" of the client's steps; "train.skipped_steps" if steps may be
     skipped."""
     num_steps: int = 0
-    """The client's steps; 0 in journals of versions that took the newest update for all."""
+    """The number of steps of the client; 0 in journals of early versions."""
     loss_before: float | None = None
     """Mean loss of the initial state over the client's training rows; None: not asked for."""
     num_applied_steps: int | None = None
@@ -268,7 +268,7 @@ class RoundAccounted(Value):
     sum_noise: float
     """Standard deviation of the noise on the sum of the changes."""
     answer_noise: float
-    """Standard deviation of the noise on the number of clients within the norm; 0: not asked."""
+    """Standard deviation of the noise on the count of clients within the norm; 0: no count."""
     epsilon: float
     """The budget spent by all rounds up to this one."""
     delta: float

@@ -113,7 +113,8 @@ class RunSubmitted(Value):
     traceparent: str = ""
     """Position of the run in a trace (W3C traceparent), if it is traced."""
     numerics: int = 1
-    """Version of the rules that decide the run's bits; see common/numerics/rules.py."""
+    """Version of the rules that decide the run's result to the bit; see
+    common/numerics/rules.py."""
     owner: str = ""
     """The owner: `by` and, for a token, also its identity, as another token may have had that name;
     if empty, `by`."""
@@ -297,7 +298,7 @@ class SegmentCommitted(Value):
     server_state: tuple[Digest, ...] = ()
     """The state of a federated round's server optimizer, one blob per slot."""
     max_staleness: int = 0
-    """The number of later rounds that may still take updates of a federated round's clients."""
+    """The number of later rounds that may still take updates of this federated round."""
     average: Digest = Digest("")
     """The state of a federated round with averages in place of the parameters; empty without
     averages."""

@@ -364,7 +364,7 @@ def training(run_id: RunId, job: JobSpec, value: Federation, client: int, at: La
 
 
 def blobs(value: Federation) -> frozenset[Digest]:
-    """Return the bases of late clients and of accepted late updates."""
+    """Return the states from which late clients, and accepted late updates, were trained."""
     bases = {late.base.digest for late in value.late.values()}
     return frozenset(bases | {update.base for update in value.accepted if update.base})
 

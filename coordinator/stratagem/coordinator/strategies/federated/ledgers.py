@@ -314,8 +314,8 @@ class SecureSetup:
         *,
         may_leave_out: bool,
     ) -> PostKeys | RouteShares | None:
-        """Return the exchange that is due; None once clients can train. workers: the workers of the
-        clients that are still in the round."""
+        """Return the effect for the exchange that is due; None once clients can train. workers: the
+        workers of clients that are still in the round."""
         of_round = run_id, party, round_num
         if not self.members:
             return PostKeys(*of_round, self.party(workers), may_leave_out)

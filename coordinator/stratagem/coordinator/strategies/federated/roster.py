@@ -113,8 +113,8 @@ def lack(job: JobSpec, value: Federation, world: World, workers: list[WorkerReco
 
 
 def closed_sites(value: Federation) -> list[str]:
-    """Return the messages of some closed sites, without those of rejected clients, which the open
-    round names."""
+    """Return the messages of some closed sites, but not of rejected clients, which the round
+    reports."""
     reasons = {
         departure.reason: client
         for client, departure in sorted(value.attendance.left.items())

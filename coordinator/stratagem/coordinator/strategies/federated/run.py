@@ -136,9 +136,9 @@ class Late:
     """A client that its round was closed without, and that trains on."""
 
     round_num: int
-    """The round that it trains for."""
+    """The round for which the client trains."""
     base: Base
-    """The state that it trains from."""
+    """The state from which the client trains."""
     member: Member
     membership: int
     """Membership of the client's assignment."""

@@ -439,4 +439,4 @@ STRATEGY = Strategy(
     own_blobs=blobs,
     nesting=Nesting(progress, rebase, returned),
 )
-"""Clients never exchange tensors with each other."""
+"""The strategy of federated averaging; clients never exchange tensors with each other."""

@@ -238,11 +238,11 @@ _SHARES: Final = (1 / 64, 63 / 64)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A member's job with another value of one hyperparameter."""
+    """A variant of a member's job, in which one hyperparameter has another value."""
 
     name: str
     fields: Mapping[str, JSON]
-    """The fields that differ, by dotted path; None: the field is not there."""
+    """The fields that differ, keyed by dotted path; None: the field is absent."""
 
 
 def known_structure(space: SearchSpace) -> frozenset[str]:
@@ -265,10 +265,10 @@ def with_parents(space: SearchSpace, names: frozenset[str]) -> frozenset[str]:
 
 
 def variants(job: JobSpec, params: Params) -> Iterator[Variant]:
-    """Yield the jobs to build in addition to a member with these hyperparameters, to find which are
-    structural.
+    """Yield the variants to build, besides a member with these hyperparameters, to find out which
+    ones are structural.
 
-    job: of the population.
+    job: the job of the population.
     """
     space = job.search_space
     assert space is not None

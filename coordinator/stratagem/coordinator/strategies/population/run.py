@@ -251,7 +251,7 @@ def _copied(job: JobSpec, value: PopulationRun, member: int, donor: int, rng: Ra
 def _explored(
     job: JobSpec, value: PopulationRun, donor: MemberRun, rng: Random
 ) -> Mapping[str, JSON]:
-    """Return the hyperparameters that a copy of the donor trains with."""
+    """Return the varied hyperparameters with which a copy of the donor trains."""
     explore, space = spec_of(job).explore, space_of(job)
     if value.structural is None:
         return explored(explore, space, donor.params, rng)

@@ -80,9 +80,9 @@ class PartyRun:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the committed segment."""
     loss: float = 0.0
-    """Mean training loss of the newest segment that was trained, committed or not."""
+    """Mean training loss of the newest segment that was trained."""
     traffic: Mapping[str, int] = field(default_factory=dict)
-    """Traffic of the same segment; see SegmentFinished."""
+    """Traffic of the newest segment that was trained; see SegmentFinished."""
     lineage: int = 0
     """The number of times that the party has begun from a given state."""
     open_segment: int = 0
