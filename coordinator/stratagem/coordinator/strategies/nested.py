@@ -132,7 +132,7 @@ def is_of(child: Child, fact: Fact) -> bool:
 
 
 def reject_reason(child: Child, fact: Fact) -> str:
-    """Return the reason why a reported fact is stale; "" if it is welcome."""
+    """Return the reason why a reported fact is stale; "" if it is expected."""
     return child.strategy.reject_reason(child.job, child.value, fact)
 
 

@@ -66,7 +66,7 @@ class PrivacyLedger:
     """The account of the round that is open or about to be opened; None if there is none."""
 
     def fold(self, fact: Fact) -> "PrivacyLedger":
-        """Return the ledger with the account of a round, its opening, or its commit folded in."""
+        """Return the ledger with a fact folded in: a round's account, opening, or commit."""
         match fact:
             case RoundAccounted(noise_multiplier=noise, fingerprint=fingerprint):
                 return replace(self, round=fact, noise_multiplier=noise, fingerprint=fingerprint)
@@ -144,7 +144,7 @@ class RowLedger:
     """The clients that have refused a round beyond their budget."""
 
     def fold(self, fact: Fact) -> "RowLedger":
-        """Return the ledger with the opening of a round, or the answer of a client, folded in."""
+        """Return the ledger with a fact folded in: a round's opening, or a client's answer."""
         match fact:
             case ClientsSelected():
                 more = {client: self.num_asked.get(client, 0) + 1 for client in fact.clients}
@@ -298,7 +298,7 @@ class SecureSetup:
         return SecureParty(self.attempt, tuple(sorted(workers.items())), *exchanged)
 
     def refuses(self, fact: KeysPosted | SharesRouted) -> str:
-        """Return the reason why a fact of the open round is stale; "" if it is welcome."""
+        """Return the reason why a fact of the open round is stale; "" if it is expected."""
         done = self.members if isinstance(fact, KeysPosted) else self.routed
         is_next = not done and (isinstance(fact, KeysPosted) or bool(self.members))
         if fact.attempt == self.attempt and is_next:

@@ -133,7 +133,7 @@ def without(values: Mapping[int, T], clients: Iterable[int]) -> Mapping[int, T]:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A client that its round was closed without, and that trains on."""
+    """A client that trains on for a round that was closed without it."""
 
     round_num: int
     """The round for which the client trains."""

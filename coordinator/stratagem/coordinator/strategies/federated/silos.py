@@ -112,7 +112,7 @@ class PartyKind:
         return value
 
     def reject_reason(self, job: JobSpec, value: PartiesRun, fact: Fact) -> str:
-        """Return the reason why a reported fact is stale; "" if it is welcome."""
+        """Return the reason why a reported fact is stale; "" if it is expected."""
         for client, child in value.clients.items():
             if nested.is_of(child, fact):
                 if client not in self.in_training(value):
@@ -221,7 +221,7 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
 
 
 def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) -> JSON:
-    """Return an optimizer section with the rates that a plateau has left, without the plateau."""
+    """Return an optimizer section with the rates as a plateau has lowered them, and no plateau."""
     groups = spec.groups and tuple(
         group.with_changes(**_lower(group, plateau, num_reductions)) for group in spec.groups
     )
@@ -232,7 +232,7 @@ def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) ->
 def _lower(
     spec: UpdateRuleSpec | GroupSpec, plateau: ScheduleSpec, num_reductions: int
 ) -> dict[str, object]:
-    """Return the rates of one section that a plateau has left, keyed by field."""
+    """Return the rates of one section as a plateau has lowered them, keyed by field."""
     lower: dict[str, object] = {}
     if spec.lr is not None:
         lower["lr"] = plateau.reduced(spec.lr, num_reductions)

@@ -259,7 +259,7 @@ def _in_round(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Fede
 
 
 def reject_reason(_job: JobSpec, value: Federation, fact: Fact) -> str:
-    """Return the reason why a reported fact is stale or late; "" if it is welcome."""
+    """Return the reason why a reported fact is stale or late; "" if it is expected."""
     match fact:
         case UpdateReceived() | UpdateRejected():
             return _why_unwelcome(value, fact)
@@ -408,7 +408,7 @@ def returned(
 
 
 def _why_unwelcome(value: Federation, fact: UpdateReceived | UpdateRejected) -> str:
-    """Return the reason why the answer of a client is stale; "" if it is welcome."""
+    """Return the reason why the answer of a client is stale; "" if it is expected."""
     clients, round_num, client = value.clients, fact.round_num, fact.client
     if closing.is_late(value, fact):
         has_answered = value.late[client].update is not None

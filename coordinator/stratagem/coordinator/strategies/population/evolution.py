@@ -74,7 +74,8 @@ def _truncation(scores: Scores, fraction: float, streams: Sequence[Random]) -> d
 
 
 def _binary(scores: Scores, threshold: float, streams: Sequence[Random]) -> dict[int, int]:
-    """Return donors: each member copies a random other one that is better by over a threshold."""
+    """Return donors: each member picks another one at random, and copies it if its score is better
+    by more than the threshold."""
     copies = {}
     for member, score in enumerate(scores):
         others = [other for other in range(len(scores)) if other != member]
@@ -133,7 +134,7 @@ def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
 
 
 def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
-    """Return the frozen values, and of the given ones, one per dimension, those whose conditions
+    """Return the frozen values, and those of the given values, one per dimension, whose conditions
     are met."""
     conditions = {
         dimension.name: dimension

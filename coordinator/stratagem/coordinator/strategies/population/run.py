@@ -64,7 +64,7 @@ class FailureKind:
     members: frozenset[int]
 
     def text(self, population_size: int) -> str:
-        """Return the reason and the number of members that share it; from half of them on it adds
+        """Return the reason and the number of members that share it; if half of them do, also say
         that the job seems to be at fault."""
         alike = len(self.members)
         if alike == 1:
@@ -241,7 +241,7 @@ def _evolution(
 
 
 def _copied(job: JobSpec, value: PopulationRun, member: int, donor: int, rng: Random) -> Copied:
-    """Return a member's copy of a donor: the newest commit, with varied hyperparameters."""
+    """Return the fact that a member copies a donor's newest commit, with varied hyperparameters."""
     base = nested.progress(value.members[donor].child).committed
     assert base is not None
     params = _explored(job, value, value.members[donor], rng)

@@ -138,7 +138,7 @@ def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> 
 
 def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
     """Return the reason why a reported fact is stale, as its member decides; a member that has
-    finished its generation takes no facts. "" if the fact is welcome."""
+    finished its generation takes no facts. "" if the fact is expected."""
     for member in value.members:
         if nested.is_of(member.child, fact):
             if is_scored(member):
@@ -332,7 +332,7 @@ def check_params(job: JobSpec) -> list[Violation]:
 
 
 def check_name(job: JobSpec, name: str, section: str) -> Iterator[Violation]:
-    """Yield a violation if this field of the job cannot be changed for a state that goes on."""
+    """Yield a violation if this field of the job cannot vary while the same state trains on."""
     where = f"{section}.{name}"
     if name.startswith(_PREFIXES) or _is_of_a_turn(job, name):
         return
@@ -387,7 +387,7 @@ def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]
 
 
 def _unknown(job: JobSpec, params: Params, name: str) -> str:
-    """Return the reason why a member's optimizer does not take this keyword; "" if it does, and if
+    """Return the reason why a member's optimizer does not take this keyword; "" if it does, or if
     the hyperparameters make no valid job."""
     try:
         optimizer = member_job(job, 0, params).optimizer
