@@ -145,7 +145,7 @@ def limited(entry: JournalEntry, number: int) -> JournalEntry:
 
 
 def world_of(state: CoordinatorState) -> World:
-    """Return the part of the state that strategies may read when they decide."""
+    """Return the world: the part of the state that strategies may read when they decide."""
     load = Counter[WorkerId]()
     now = {record.member for record in state.workers.values()}
     for run in state.runs.values():

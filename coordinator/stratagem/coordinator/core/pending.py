@@ -10,12 +10,12 @@ from stratagem.coordinator.core.state import CoordinatorState, EndedRuns, RunRec
 
 
 def pending(state: CoordinatorState) -> frozenset[Effect]:
-    """Return all effects that the state calls for."""
+    """Return all effects that are due."""
     return frozenset[Effect]().union(*(pending_of(run) for run in state.runs.values()))
 
 
 def pending_of(run: RunRecord) -> frozenset[Effect]:
-    """Return the effects that one run calls for."""
+    """Return the effects that are due for one run."""
     if run.ended is None:
         return run.strategy.pending(run.run_id, run.job, run.value, None)
     if run.is_released:

@@ -223,7 +223,7 @@ class EndedRuns(Mapping[RunId, EndedRun]):
         )
 
     def with_runs(self, runs: Collection[EndedRun]) -> "EndedRuns":
-        """Return a copy with these runs, which replace those of the same ids."""
+        """Return a copy with these runs added, in place of runs with the same ids."""
         if len(runs) > max(_AT_ONCE, len(self) // _AT_ONCE):
             return self.of([*self.values(), *runs])
         made = self

@@ -33,7 +33,8 @@ class Raised(str):
 
 
 def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations of a job. Raises InvalidInputError if its strategy is not installed."""
+    """Return the violations that rule out a job. Raises InvalidInputError if its strategy is not
+    installed."""
     strategy = strategies.require(job)
     violations = [*check_submitted(job)]
     try:

@@ -116,7 +116,7 @@ class Recording:
         return json.dumps(head).encode() + b"\n" + self.events
 
     def rows(self) -> Iterator[Row]:
-        """Yield the events, in order."""
+        """Yield the recorded events as rows, in order."""
         return _rows(_unpacked(self.events))
 
 

@@ -34,7 +34,7 @@ from stratagem.coordinator.core.strategy_contract import (
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations of a child's job; also if its strategy cannot be nested."""
+    """Return the violations of a child's job; its strategy must support nesting."""
     try:
         strategy = strategies.require(job)
     except InvalidInputError as error:

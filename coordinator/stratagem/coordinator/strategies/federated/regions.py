@@ -237,7 +237,7 @@ def members_of_regions(job: JobSpec) -> tuple[tuple[int, ...], ...]:
 
 
 def named(job: JobSpec, fact: RosterFormed) -> RosterFormed:
-    """Return the roster of the regions, each with its name in place of a worker, as it has several
+    """Return the roster of the regions, each bound to its name instead of a worker: it has several
     workers."""
     names = region_names(spec_of(job))
     clients = tuple(

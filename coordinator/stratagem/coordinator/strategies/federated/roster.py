@@ -70,7 +70,7 @@ def by_name(workers: Iterable[WorkerRecord]) -> Here:
 def before_build(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return True if enough clients are here for the model to be built; if not, also the fact that
+    """Return True if enough clients are here to build the model; if not, also the fact that
     follows."""
     roster = roster_of(job)
     assert roster is not None
@@ -286,7 +286,8 @@ def with_left(
     now_s: float,
     asked_again_s: float | None = None,
 ) -> Federation:
-    """Return the run after a client left; asked_again_s: time to ask one that refused again."""
+    """Return the run after a client left; asked_again_s: the time to ask again a client that
+    refused."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
     left = {**value.attendance.left, client: departure}
     attendance = replace(value.attendance.here([client]), left=left)
