@@ -130,7 +130,7 @@ def pending(
 
 
 def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Effect:
-    """Return an effect of a region; a client's training has its number over all regions."""
+    """Return an effect of a region; a client's training is given its number over all regions."""
     if not isinstance(effect, TrainClient):
         return effect
     members = members_of_regions(job)

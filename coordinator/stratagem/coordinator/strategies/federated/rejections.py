@@ -250,7 +250,7 @@ def with_death(value: Federation, died: ProcessDied, now_s: float) -> Federation
 
 
 def task_of_helper(value: Federation, member: Member) -> str:
-    """Return the task of a worker that builds or evaluates, by which its deaths are keyed."""
+    """Return the task of a worker that builds or evaluates, as the key of its deaths."""
     if value.committed is None:
         return BUILD
     are_clients = any(owed.clients is not None for owed in value.evaluations.values())
@@ -258,7 +258,7 @@ def task_of_helper(value: Federation, member: Member) -> str:
 
 
 def task_of_evaluator(worker_id: WorkerId) -> str:
-    """Return the task of a client that evaluates on its own rows, by which its deaths are keyed."""
+    """Return the task of a client that evaluates on its own rows, as the key of its deaths."""
     return f"{EVALUATION} on {worker_id}"
 
 

@@ -312,7 +312,7 @@ def asking_again(value: Federation, now_s: float) -> Federation:
 
 
 def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Return the run with the clients of the open round awaited that have no worker yet."""
+    """Return the run in which the clients of the open round without a worker are awaited."""
     roster = roster_of(job)
     clients = value.clients
     if roster is None or not clients.num_unassigned:
@@ -325,7 +325,7 @@ def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
 def after_assignment(
     job: JobSpec, value: Federation, fact: ClientsAssigned, now_s: float
 ) -> Federation:
-    """Return the run, awaiting the clients that have lost their worker and no others."""
+    """Return the run in which clients without a worker are awaited, and those with one are not."""
     if roster_of(job) is None:
         return value
     placed = [a.client for a in fact.assignments if a.member is not None]
@@ -334,7 +334,7 @@ def after_assignment(
 
 
 def awaiting_evaluators(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Return the run with the clients awaited that have yet to evaluate and are not here."""
+    """Return the run in which absent clients that have yet to evaluate are awaited."""
     roster = roster_of(job)
     if roster is None:
         return value

@@ -126,7 +126,7 @@ def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
 def members_due(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> MembersFormed | None:
-    """Return a new membership if the members should change; else None."""
+    """Return a new membership if the members should change; None if they should not."""
     placed = (shape.place or _any_workers(shape))(job, run, world)
     members = placed.members
     if members == run.members:
@@ -334,7 +334,7 @@ MAX_UNCOMMITTED = 2
 def pending(
     run_id: RunId, job: JobSpec, run: PartyRun, shape: SegmentRules, horizon: int | None = None
 ) -> frozenset[Effect]:
-    """Return the commit, upload and segment that are due; before any state, the build."""
+    """Return the effects due: before any state the build, later commit, upload and segment."""
     if run.committed is None:
         if not run.members:
             return frozenset()
