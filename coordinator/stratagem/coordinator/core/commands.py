@@ -132,7 +132,7 @@ class DrainWorker:
 
 @dataclass(frozen=True, slots=True)
 class LeaveWorker:
-    """Remove a worker that has finished its work and ends."""
+    """Remove a worker that has finished its work and is ending."""
 
     member: Member
     reason: str

@@ -139,7 +139,7 @@ def _clipped(text: str, max_chars: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StalledPlan:
-    """A plan of a worker that makes no progress; see Stall in worker.proto."""
+    """A worker's plan that has stalled: it makes no progress; see Stall in worker.proto."""
 
     worker_id: str
     seconds: float

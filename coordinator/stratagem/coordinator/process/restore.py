@@ -139,7 +139,7 @@ def _put(blobs: BlobStore, digest: Digest, path: Path) -> bool:
 
 
 def _put_leaves(blobs: LeafBlobs, digest: Digest, path: Path) -> None:
-    """Store a state of the backup in leaves, as it was before."""
+    """Store a state of the backup in leaves, as in the store that was backed up."""
     damaged = IntegrityError(f"{path} is damaged: its bytes have another digest")
     try:
         manifest, start = read_header(path, blobs.limits)

@@ -284,7 +284,7 @@ class RoundAccounted(Value):
 
 
 class LeftOut(Value):
-    """A client that a round goes on without, since before it trained."""
+    """A client without which a round goes on, left out before it trained."""
 
     client: int
     reason: str

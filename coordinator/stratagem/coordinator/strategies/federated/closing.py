@@ -253,7 +253,8 @@ def of_open_round(value: Federation, client: int) -> Late:
 
 
 def after_commit(job: JobSpec, value: Federation) -> Federation:
-    """Return the run without late clients too stale for the next round, or any after the last."""
+    """Return the run without late clients too stale for the next round; after the last round,
+    without any."""
     is_over = value.round_num > spec_of(job).rounds
     limit = -1 if is_over else max_staleness(job)
     late = {

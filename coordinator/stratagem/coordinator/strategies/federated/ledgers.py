@@ -80,7 +80,7 @@ class PrivacyLedger:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the round: none of clients, as a mean over few reveals them."""
+        """Return the round's metrics; means over clients are left out, as few would be revealed."""
         assert self.round is not None
         return {EPSILON: self.epsilon, "privacy.clip_norm": self.round.clip_norm}
 
@@ -168,7 +168,7 @@ class RowLedger:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a round: none of its rows, which a mean loss might reveal."""
+        """Return the metrics of a round; a mean loss is left out, as it might reveal rows."""
         return {EPSILON: self.most_spent}
 
 

@@ -232,7 +232,7 @@ def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) ->
 def _lower(
     spec: UpdateRuleSpec | GroupSpec, plateau: ScheduleSpec, num_reductions: int
 ) -> dict[str, object]:
-    """Return the rates of one section as a plateau has lowered them, keyed by field."""
+    """Return one section's learning rates as a plateau has lowered them, keyed by field."""
     lower: dict[str, object] = {}
     if spec.lr is not None:
         lower["lr"] = plateau.reduced(spec.lr, num_reductions)

@@ -345,7 +345,7 @@ def deaths(value: Federation, member: Member) -> tuple[ProcessDied, ...]:
 
 
 def blobs(value: Federation) -> frozenset[Digest]:
-    """Return the states needed besides the run's commits: of the server optimizer and of simulated
+    """Return the states to keep: the global state, those of the server optimizer and of simulated
     clients, and those that wait for an evaluation, even while no worker can do it."""
     needed = {*value.server_state} if value.committed else set()
     bases = [value.committed] if value.committed else []
