@@ -53,8 +53,7 @@ class MemberInGeneration:
 
     @property
     def parent(self) -> int:
-        """Return the member whose state this one began from: itself, or the donor that it
-        copied."""
+        """Return the member whose state this one began from: itself, or the donor it copied."""
         return self.member if self.now.before is None else self.now.before.member
 
 

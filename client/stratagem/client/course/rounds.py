@@ -171,8 +171,7 @@ class RoundsFolding:
         self._changed: set[int] = set()
         """The indices of rounds whose clients in `_found` are outdated."""
         self._num_packed, self._names = 0, SharedWords()
-        """The number of oldest rounds, whose clients are only kept packed, and their shared
-        words."""
+        """The number of oldest rounds, whose clients are kept packed only, and shared words."""
         self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
         """The totals of the packed rounds."""
 
@@ -407,8 +406,7 @@ class RoundsFolding:
         return replace(trained, state=ClientState.DONE, staleness=staleness, num_samples=samples)
 
     def _place(self, number: int) -> int | None:
-        """Return the index of the round with this number, or None; round numbers are
-        consecutive."""
+        """Return the index of the round with this number, or None; numbers are consecutive."""
         at = number - self._found[0].number if self._found else -1
         return at if 0 <= at < len(self._found) and self._found[at].number == number else None
 

@@ -210,8 +210,7 @@ class RunBooks:
         return await self._of(run_id, lambda book: book.drawing(width, draw, view))
 
     async def complete_drawing(self, run_id: str, width: int, draw: Draw) -> str:
-        """Return a run's drawing with all events. Raises NotFoundError if the run does not
-        exist."""
+        """Return a run's drawing with all events. Raises NotFoundError for an unknown run."""
         return await self._of(run_id, lambda book: book.complete_drawing(width, draw))
 
     async def partial_runs(

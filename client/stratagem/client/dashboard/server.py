@@ -46,8 +46,7 @@ class PageServer:
     """The web server of the dashboard, for one coordinator."""
 
     def __init__(self, options: PageOptions, coordinator: str, proof: Proof = PLAINTEXT) -> None:
-        """Prepare a page. Raises InvalidInputError if the page may not be served with these
-        options."""
+        """Prepare a page. Raises InvalidInputError if these options do not permit a page."""
         try:
             host, port = split_address(options.listen)
         except ValueError as error:
@@ -86,8 +85,7 @@ class PageServer:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Context manager that serves the page from a thread. Raises UnavailableError on
-        failure."""
+        """Context manager that serves the page from a thread. Raises UnavailableError."""
         thread = threading.Thread(target=self.serve, name="page", daemon=True)
         thread.start()
         while not self._server.started and thread.is_alive():
@@ -136,8 +134,7 @@ def _named_in(path: Path) -> tuple[str, ...]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address. Raises UnavailableError if it cannot be
-    bound."""
+    """Return a socket that listens at the address. Raises UnavailableError if that fails."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host.strip("[]"), port), family=family)

@@ -72,8 +72,7 @@ class CurveView:
         return self.first_step > 1 or self.last_step is not None
 
     def steps(self, reached: int) -> tuple[float, float] | None:
-        """Return the steps in view (first, last), for runs that have reached a step; None for
-        all."""
+        """Return (first, last) of the steps in view, if runs have reached a step; None for all."""
         if not self.is_part:
             return None
         last = max(reached, 1) if self.last_step is None else self.last_step

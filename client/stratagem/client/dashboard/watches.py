@@ -45,7 +45,7 @@ class CoordinatorHealth:
 
 
 class CoordinatorWatch:
-    """A task that checks at intervals whether the coordinator answers, and notifies tabs of
+    """A task that regularly checks whether the coordinator answers, and notifies tabs of
     changes."""
 
     def __init__(self, client: AsyncClient) -> None:

@@ -183,8 +183,7 @@ class LocalCluster:
         self._running().kill(name, signum)
 
     def failpoint_file(self, process: str, failpoint: str) -> Path:
-        """Return the file that arms a failpoint of a process; it holds how many hits to let
-        pass."""
+        """Return the file that arms a failpoint of a process; it holds the hits to let pass."""
         return self._folder / "failpoints" / process / failpoint
 
     def log_tail(self, process: str) -> str:

@@ -145,8 +145,7 @@ class _Child:
 
 @dataclass(slots=True)
 class ProcessSupervisor:
-    """A thread that keeps child processes running; a condition guards all state and signals
-    changes."""
+    """A thread that keeps child processes running; a condition guards all state."""
 
     commands: Sequence[Command]
     grace_s: float = 5.0

@@ -181,8 +181,7 @@ def curve(  # noqa: PLR0913  (the options of a curve)
 
 
 def _shown_values(rows: Sequence[Sequence[Row]], *, log: bool) -> Iterator[float]:
-    """Yield the values that determine the vertical scale, with the outliers of each line
-    clipped."""
+    """Yield the values that determine the vertical scale, with outliers of a line clipped."""
     for of_line in rows:
         ends = (-math.inf, math.inf) if log else usual_range([row.last for row in of_line])
         for row in of_line:

@@ -170,8 +170,7 @@ class Task:
 
 
 def bubble(tasks: Sequence[Task], num_lanes: int) -> float:
-    """Return the idle share of all lanes' time between the first and the last work on a
-    micro-batch."""
+    """Return the idle share of all lanes' time from the first to the last work on a micro-batch."""
     tasks = [task for task in tasks if task.computes]
     if not tasks:
         return 0.0

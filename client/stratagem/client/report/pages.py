@@ -54,8 +54,7 @@ Section = tuple[str, str, str]
 
 
 def document(title: str, header: str, sections: Sequence[Section], made_at: str) -> str:
-    """Return an HTML page. title: text; header: HTML before the links; made_at: the time, in
-    words."""
+    """Return an HTML page. title: text; header: HTML before the links; made_at: time, in words."""
     links = "".join(f'<a href="#{name}">{escaped(title)}</a>' for name, title, _ in sections)
     body = "".join(
         f'<section id="{name}"><h2>{escaped(title)}</h2>{content}</section>'

@@ -105,8 +105,7 @@ def strategy_name(strategy: Strategy) -> str:
 
 
 def nested_panels(run: ReportedRun) -> list[Panel]:
-    """Return the panel with the tree of nested parties, and the panels of each, named by its
-    path."""
+    """Return the panel with the tree of nested parties, and the panels of each, named by path."""
     paths = sorted(_with_parents(run), key=natural)
     if not paths:
         return []

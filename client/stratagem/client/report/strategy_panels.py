@@ -132,8 +132,7 @@ def _nodes(found: Population) -> list[LineageNode]:
 
 
 def _trials(found: Population) -> tuple[list[Trial], list[str]]:
-    """Return trials for the winner's generation, or the newest scored one, and their axes'
-    names."""
+    """Return trials for the winner's generation, or the newest scored one, and the axes' names."""
     scored = [g for g in found.generations if any(m.score is not None for m in g.members)]
     if not scored:
         return [], []

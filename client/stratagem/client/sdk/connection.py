@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 # A notice says once that calls wait for a coordinator: why, and for what.
 
 REPORTED_AFTER_S: Final = 1.0
-"""The duration from which an outage is logged: a shorter one is a restart, or a change of
-leader."""
+"""The duration from which an outage is logged: a shorter one is a restart or a new leader."""
 
 
 _NO_ANSWERS: Final = frozenset(

@@ -55,8 +55,7 @@ async def to_file(
 async def to_folder(
     connection: Connection, run_id: RunId, which: str, path: Path, shard_bytes: int
 ) -> Path:
-    """Download the model, as `to_file` does with `plain`, to a new folder of files with an
-    index."""
+    """Download the model, as `to_file` does with `plain`, to a new folder with an index."""
     with whole_folder(path) as files:
 
         def begin(manifest: Manifest, _header: bytes) -> Sink:

@@ -241,8 +241,7 @@ def _falls_by(job: JobSpec) -> tuple[str, str] | None:
 def _changed(
     before: Mapping[str, JSON], after: Mapping[str, JSON], path: str = ""
 ) -> Iterator[str]:
-    """Yield the paths of the fields that differ between two documents; a list differs as a
-    whole."""
+    """Yield the paths of the fields that differ in two documents; a list differs as a whole."""
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key), after.get(key)
         if old == new:

@@ -73,8 +73,7 @@ def check_private(field: str, path: str | PathLike[str]) -> None:
 
 
 def create_private(path: str | PathLike[str]) -> BinaryIO:
-    """Create a file, or empty it, so that only its owner may read it. Raises OSError, as `open`
-    does."""
+    """Create or empty a file, so that only its owner may read it. Raises OSError."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

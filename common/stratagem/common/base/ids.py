@@ -128,7 +128,7 @@ def are_checked() -> bool:
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Context manager that lifts size limits for input accepted before; the block must not
+    """Context manager that lifts size limits for input accepted before; its block must not
     await."""
     token = _are_checked.set(False)
     try:

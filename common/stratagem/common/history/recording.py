@@ -328,8 +328,7 @@ def is_of_newest_segment(party: str) -> bool:
 
 
 def told(actions: Sequence[StageAction]) -> list[StageAction]:
-    """Return at most MAX_ACTIONS of the actions: those of every n-th and of the last
-    micro-batch."""
+    """Return at most MAX_ACTIONS actions: those of every n-th and of the last micro-batch."""
     numbers = sorted({each.micro_batch for each in actions if each.micro_batch != NONE})
     stride = 1
     chosen = set(numbers)

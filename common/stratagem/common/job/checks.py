@@ -141,8 +141,7 @@ def check_units(job: Any) -> Iterator[Violation]:
 
 
 def check_followed(job: Any) -> Iterator[Violation]:
-    """Yield an error if a stop or plateau follows no measured metric, or one of unknown
-    direction."""
+    """Yield an error if a stop or plateau follows an unmeasured metric, or one of unknown mode."""
     evaluation, optimizer = job.evaluation, job.optimizer
     if evaluation is None:
         return

@@ -1,5 +1,4 @@
-"""Derive values from a job: variants of it with some fields set, and the user code that it
-names."""
+"""Derive values from a job: variants of it with other fields, and the user code that it names."""
 
 import hashlib
 from collections.abc import Mapping

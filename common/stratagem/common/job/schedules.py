@@ -320,16 +320,14 @@ class PhasesSpec(Section):
 
     @property
     def full_limits(self) -> tuple[int, int]:
-        """Return the minimum and maximum number of Full steps per cycle that adaptation may
-        choose."""
+        """Return the minimum and maximum Full steps per cycle that adaptation may choose."""
         low, high = self.adaptive.min_full_steps, self.adaptive.max_full_steps
         least = max(2, self.full_steps // 2) if low is None else low
         return least, 4 * self.full_steps if high is None else high
 
     @property
     def predict_limits(self) -> tuple[int, int]:
-        """Return the minimum and maximum Predict steps per cycle under adaptation; (0, 0) for
-        never."""
+        """Return the minimum and maximum Predict steps per cycle; (0, 0): never to predict."""
         if self.predict_steps == 0:
             return 0, 0
         low, high = self.adaptive.min_predict_steps, self.adaptive.max_predict_steps

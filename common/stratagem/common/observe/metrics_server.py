@@ -143,8 +143,7 @@ class Guard:
         )
 
     def token(self) -> bytes:
-        """Read the token that scrapers must send. Raises InvalidInputError if the file is
-        unusable."""
+        """Read the token that scrapers must send. Raises InvalidInputError for a bad file."""
         assert self.token_file is not None
         try:
             token = self.token_file.read_bytes().strip()

@@ -155,8 +155,7 @@ class _Board:
         self.num_left = num_stages * num_micro_batches * (3 if split else 2)
 
     def tick(self) -> None:
-        """Advance the simulation by one time unit: each rank does an action that was ready
-        before."""
+        """Advance the simulation by one time unit: each rank does an action that was ready."""
         for action in [self._choose(rank) for rank in range(len(self.lists))]:
             if action is not None:
                 self.lists[self._rank_of[action.stage]].append(action)

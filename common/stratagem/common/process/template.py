@@ -346,8 +346,7 @@ class _Template:
         self._poller.register(requests, select.POLLIN)
 
     def serve(self) -> ForkProgram | None:
-        """Serve requests until their socket is closed; return the program in each fork, else
-        None."""
+        """Serve requests until their socket is closed; return the program in each fork."""
         while True:
             can_wait = not self._missing
             for descriptor, _ in self._poller.poll(None if can_wait else 0):

@@ -422,8 +422,7 @@ def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
 
 
 def _is_stall(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
-    """Return whether the idle timeout, the only deadline of these calls, has passed at either
-    side."""
+    """Return whether the idle timeout, the only deadline here, has passed at either side."""
     return isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

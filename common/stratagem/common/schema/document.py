@@ -275,8 +275,7 @@ def one_of(section: BaseModel, names: Sequence[str]) -> list[Violation]:
 
 
 def only_with(section: BaseModel, name: str, owner: str) -> list[Violation]:
-    """Return a violation if the field `name` is set without the field `owner` that it belongs
-    to."""
+    """Return a violation if the field `name` is set without the field `owner` that it needs."""
     if not getattr(section, name) or getattr(section, owner) is not None:
         return []
     return [Violation(name, f"has a meaning only together with {owner}")]

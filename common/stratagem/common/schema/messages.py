@@ -121,8 +121,7 @@ def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
 
 
 def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
-    """Return the paths in nested classes at which this key, or a key that begins with it,
-    exists."""
+    """Return the paths in nested classes at which this key, or one that begins with it, exists."""
     found = dict.fromkeys(
         join(name, inner)
         for name, info in fields.items()

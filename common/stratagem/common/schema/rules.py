@@ -107,8 +107,7 @@ def partial(cls: Any, value: object, wrong: Mapping[str, Any]) -> Any:
 
 @cache
 def partial_class(cls: Any) -> Any:
-    """Return the Partial subclass of a document class: all fields optional, unknown keys
-    ignored."""
+    """Return the Partial subclass of a document class: no field required, unknown keys ignored."""
     annotations: dict[str, Any] = {}
     namespace: dict[str, Any] = {"model_config": {"extra": "ignore"}}
     for name, info in cls.__pydantic_fields__.items():

@@ -127,8 +127,7 @@ class TrimmedMean(DocumentValue, tag="name", name="trimmed_mean", is_extras=True
     trim: Annotated[float, Field(gt=0, lt=0.5)]
 
     def num_trimmed(self, num_updates: int) -> int:
-        """Return the number of values left out at each end: the share of the updates, rounded
-        down."""
+        """Return how many values are left out at each end: the share of updates, rounded down."""
         return int(Decimal(repr(self.trim)) * num_updates)
 
 

@@ -21,8 +21,7 @@ from stratagem.common.strategy.secure import against_secure_aggregation, wrong_n
 
 
 def check_fragments(strategy: Any) -> Iterator[Violation]:
-    """Yield an error if fragments do not fit local_steps, overlap too long, or use
-    ParameterServer."""
+    """Yield an error if fragments do not fit local_steps, the overlap, or ParameterServer."""
     options = strategy.options
     if options.local_steps is None:
         return

@@ -403,8 +403,7 @@ def are_models_apart(strategy: Strategy) -> bool:
 
 
 def needs_peers(strategy: Strategy) -> bool:
-    """Return whether workers exchange tensors directly with each other, at any level of the
-    strategy."""
+    """Return whether workers exchange tensors with each other, at any level of the strategy."""
     for _, each in levels(strategy):
         match each:
             case ModelParallel() if not isinstance(each.communication, DataStore):
@@ -416,8 +415,7 @@ def needs_peers(strategy: Strategy) -> bool:
 
 
 def is_cut(strategy: Strategy) -> bool:
-    """Return whether the strategy, at any level, splits the model into stages on several
-    workers."""
+    """Return whether the strategy, at any level, splits the model into stages on workers."""
     return any(isinstance(each, ModelParallel) for _, each in levels(strategy))
 
 
