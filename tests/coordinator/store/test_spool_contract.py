@@ -245,6 +245,7 @@ def test_a_damaged_copy_is_fetched_again_once_it_is_distrusted(
         entry = accept(each, 0, MANIFEST, DATA)
         flip_bit(entry.path, -1)
         each.distrust([entry])
+        assert entry.path.exists() == (each is folder_spool), "it would keep its part of the quota"
     assert content_of(spool, 0, digest_of(DATA)) == DATA
     assert folder_spool.entry(key(0)) is not None  # the only one there is
 
