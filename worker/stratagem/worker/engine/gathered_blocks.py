@@ -152,7 +152,7 @@ class GatheredBlocks:
         self._places.clear()
 
     def make_whole(self) -> None:
-        """Give all parameters storage without values."""
+        """Give all parameters uninitialised storage of full size, to be filled by the caller."""
         for param in self._params:
             param.__class__ = nn.Parameter
             param.data = torch.empty_like(param, memory_format=torch.contiguous_format)

@@ -1,1 +1,2 @@
-"""ModelParallel on a worker: stages, the messages between them, and the step that they make."""
+"""Pipeline parallelism (ModelParallel) on a worker: stages, messages between them, and the training
+step."""

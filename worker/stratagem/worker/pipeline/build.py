@@ -1,4 +1,5 @@
-"""Build the runner of a pipeline rank from a job, a placement of its stages, and a transport."""
+"""Build the trainer of one pipeline rank from a job, the placement of its stages, and a
+transport."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class StageAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """A rank's number and its transport to the others; it waits `timeout_s` for one message."""
+    """A rank's number, its transport to the other ranks, and the timeout of each wait for a
+    message."""
 
     rank: int
     transport: StageTransport
@@ -83,8 +85,8 @@ def build_stage_runner(
     fresh: bool,
     sources: DataSources | None = None,
 ) -> StageRunner:
-    """Build the runner of one rank. fresh: initialised from the seed, as the whole model would be;
-    otherwise load_state must come first."""
+    """Build the trainer of one rank. fresh: its part is initialised from the seed to the same
+    values as in the whole model; otherwise load_state must come first."""
     sources = sources or DataSources()
     data = load_data(job, entrypoints, sources, numerics=placement.numerics)
     if not job.only_evaluates:
@@ -137,7 +139,8 @@ def build_stage_runner(
 
 
 class SumOverReplicas:
-    """A `Reduce` over an exchange whose buckets are the runner's parameters."""
+    """A `Reduce` over the replicas: it sums the gradients of a rank's parameters through an
+    exchange."""
 
     def __init__(self, runner: StageRunner, exchange: GradientReducer) -> None:
         self._runner, self._exchange = runner, exchange
