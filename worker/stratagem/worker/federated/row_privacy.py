@@ -161,7 +161,7 @@ class RowCosts:
 
     @property
     def steps_per_round(self) -> int:
-        """Number of steps per round: that of an epoch in batches."""
+        """Number of steps per round: as many as its local epochs would have in whole batches."""
         return self.local_epochs * -(-self.num_rows // self.batch_size)
 
     def epsilon_after(self, num_rounds: int) -> float:
@@ -219,7 +219,7 @@ def check_rows_apart(job: JobSpec, model: nn.Module) -> None:
 
 
 def _keeps_sums(module: nn.Module) -> bool:
-    """Return whether a normalization layer computes statistics over rows; InstanceNorm does not."""
+    """Return whether a normalization layer uses or keeps statistics over several rows."""
     is_batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
     is_instance = isinstance(module, nn.modules.instancenorm._InstanceNorm)
     return (is_batch and not is_instance) or bool(module.track_running_stats)
@@ -267,7 +267,7 @@ class RowNoise:
         return torch.from_numpy(np.flatnonzero(uniform(key, 0, num_rows) < rate))
 
     def after(self, rows: Iterable[Tensor]) -> Self:
-        """Return the noise generator of a step, after hashing the tensors of its rows."""
+        """Return this noise after a step that has read these rows: they become part of `digest`."""
         if self.is_seeded:
             return self
         digest = hashlib.sha256(self.digest.encode())

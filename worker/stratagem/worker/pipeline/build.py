@@ -43,10 +43,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """The placement of a model's nodes on ranks, and the portions in which they work.
+    """The assignment of a model's nodes to ranks, with the micro-batch size and the schedule.
 
-    partitions: node ids (of a graph also ids and paths of subgraphs). ranks: of each partition.
-    micro_batch_size: rows; None = the whole batch at once. schedule: one of `SCHEDULE_NAMES`.
+    partitions: node ids of each stage (of a graph also ids and paths of subgraphs). ranks: the rank
+    of each stage. micro_batch_size: rows; None: the whole batch. schedule: one of `SCHEDULE_NAMES`.
     """
 
     partitions: tuple[tuple[str, ...], ...]
