@@ -31,8 +31,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """The loss, weight and gradient norm of a step, which all members know before they apply the
-    step."""
+    """Loss, weight and gradient norm of a step, known to all members before they apply it."""
 
     loss: float
     """Mean over `weight` rows or tokens."""
@@ -95,8 +94,7 @@ def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Return the schedule's factor after the warm-up. step, num_steps: counted without the
-    warm-up."""
+    """Return the schedule's factor at a step after the warm-up; both counts exclude the warm-up."""
     final = spec.final_lr_fraction
     progress = min(1.0, step / num_steps)
     match spec.name:
@@ -134,8 +132,7 @@ def _share_of_period(spec: ScheduleSpec, step: int) -> float:
 
 
 def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Return the factor of the one-cycle schedule (Smith and Topin, 2018): up to the base rate,
-    then down.
+    """Return the factor of the one-cycle schedule (Smith and Topin, 2018): up, then down.
 
     The peak is where torch's OneCycleLR has it: one step before the share of all steps.
     """
@@ -183,13 +180,12 @@ SERIES: Final = "train.lr"
 class ReportedRates:
     """Learning rates of one optimizer's updates, for reports. Used by one thread.
 
-    For a user's optimizer that makes its own parameter groups, the rate is the one that the job
-    gives.
+    For a user's optimizer with parameter groups of its own, it is the rate that the job gives.
     """
 
     def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
-        """Begin with the initial rates. spec: None if nothing is trained. turn: the name of the
-        turn that uses the optimizer."""
+        """Begin. spec: None if nothing is trained. turn: name of the turn that uses the
+        optimizer."""
         rules = () if spec is None else spec.rules()
         groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
         stem = f"{SERIES}.{turn}" if turn else SERIES
@@ -209,8 +205,7 @@ class ReportedRates:
     def of_update(self, factor: float, schedule: ShadowSchedule | None = None) -> dict[str, float]:
         """Return the learning rates of the next update, keyed by series.
 
-        factor: the built-in schedule's factor in this step. schedule: the user's schedule, which
-        then sets the rates.
+        factor: of the built-in schedule. schedule: the user's, which then sets the rates instead.
         """
         if schedule is not None:
             rates = schedule.learning_rates()
@@ -225,8 +220,7 @@ _SKIPPING: Final = "; accumulation.non_finite: skip_step leaves single such step
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """The parameters, optimizer and buffers that the steps of one model change, and their
-    settings."""
+    """The tensors that the steps of one model change, with the optimizer and all settings."""
 
     job: JobSpec
     execution: ModelExecution
@@ -244,8 +238,7 @@ class StepPolicy:
     average: WeightAverage | None = None
     """The running average of the weights, updated after each step."""
     schedule: ShadowSchedule | None = None
-    """The user's learning-rate schedule; a built-in one acts through `StepPlace.lr_factor`
-    instead."""
+    """The user's learning-rate schedule; a built-in one is in `StepPlace.lr_factor`."""
 
     def lower_rates(self, num_reductions: int) -> None:
         """Set the learning rates to their values after `num_reductions` plateau reductions."""
@@ -285,8 +278,7 @@ class StepPolicy:
 
 
 class StepPlace(NamedTuple):
-    """The position of a step in a training, with its learning-rate factor and its name for
-    errors."""
+    """The position of a step in a training, with its learning-rate factor."""
 
     lr_factor: float
     """The factor of all learning rates."""

@@ -120,8 +120,8 @@ class Buffers:
 def constant_buffers(model: nn.Module) -> Iterator[None]:
     """Context manager that checks that an evaluation leaves the model's buffers unchanged.
 
-    Each worker evaluates other batches, so changed buffers would make the workers' models differ.
-    Raises UserCodeError with the name of a buffer that a forward pass has changed.
+    Otherwise the workers' models would differ, since each evaluates other batches. Raises
+    UserCodeError with the name of a buffer that a forward pass has changed.
     """
     before = [(slot, slot.tensor._version, _kept(slot.tensor)) for slot in _slots(model)]
     yield

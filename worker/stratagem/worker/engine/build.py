@@ -108,9 +108,8 @@ def build_trainer(  # noqa: PLR0913  (as many as there are to give)
 ) -> Trainer:
     """Build the trainer of a synchronous job.
 
-    share: the slice of the optimizer's state that is kept here; None for all of it. fresh: the
-    model is initialised from the seed; otherwise load_state must come first. folder: see
-    build_model.
+    share: the slice of the optimizer's state that is kept here; None: all. fresh: the model is
+    initialised from the seed; otherwise load_state comes first. folder: see build_model.
     """
     return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics, folder), share)
 
@@ -205,8 +204,7 @@ def make_setup(
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Setup:
-    """Collect the parts of a trainer of this model, after changing the model as `execution`
-    demands."""
+    """Collect the parts of a trainer, after changing the model as the job's execution demands."""
     callbacks = make_callbacks(job, entrypoints)
     callbacks.built(model)
     randomness = KeyedRandomness(model, gather.device)

@@ -40,8 +40,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 @dataclass(slots=True)
 class EvaluationView:
-    """The results of a finished evaluation of a whole split, as numbers. Changing it has no
-    effect."""
+    """The numbers of a finished evaluation of a whole split. Changing it has no effect."""
 
     step: int
     """Number of steps applied before the evaluation; under Federated, number of rounds."""
@@ -93,8 +92,7 @@ class StepView:
 
 
 def add_logged(logged: dict[str, float], name: str, value: float) -> None:
-    """Record a number that the user's code logs; raises ValueError for a bad name or value or too
-    many."""
+    """Record a number that the user's code logs; raises ValueError if it is not allowed."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}; view.log takes finite numbers")
@@ -272,8 +270,7 @@ def _why_no_steps(strategy: Strategy, field: str) -> str:
 
 
 def _levels(strategy: Strategy, field: str) -> Iterator[tuple[str, Strategy]]:
-    """Yield the strategy and all strategies nested in it, each with the path of its field in the
-    job."""
+    """Yield (path of the field in the job, strategy) for the strategy and all nested in it."""
     yield field, strategy
     inner = getattr(getattr(strategy, "options", None), "inner", None)
     if inner is not None:
@@ -296,8 +293,7 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """The values that on_step has logged for the latest step, and whether it wants to end the
-    training."""
+    """What on_step has logged for the latest step, and if it wants to end the training."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False
@@ -322,8 +318,7 @@ class AnswerExtras:
         self._first = first
 
     def appended(self, extras: Tensor, shard: int, answer: StepAnswer) -> Tensor:
-        """Return the extras of a shard, extended by the logged values for shard 0 and by zeros for
-        others."""
+        """Return the extras of a shard with the logged values, which are zeros but for shard 0."""
         if shard or not answer.logged:
             nothing = torch.zeros(self.num_extras, dtype=torch.float64)
             return torch.cat([extras, nothing])

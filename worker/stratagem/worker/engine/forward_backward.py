@@ -212,8 +212,7 @@ class Counted:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss, or `loss_sum` if the weight is 0, so that a non-finite loss stays
-        visible."""
+        """The mean loss; `loss_sum` if the weight is 0, so that a non-finite loss stays visible."""
         return self.loss_sum / self.weight if self.weight else self.loss_sum
 
 
@@ -244,8 +243,7 @@ class Window:
 
 
 def part(rows: Tensor, cut: range) -> Tensor:
-    """Return rows[cut]; `rows` itself if the cut covers all of it, since the check is faster than
-    slicing."""
+    """Return rows[cut]; if the cut covers all rows, `rows` itself, which is faster."""
     return rows if len(cut) == rows.shape[0] else rows[cut.start : cut.stop]
 
 
@@ -257,8 +255,7 @@ def micro_batches(rows: Rows, cuts: Sequence[range], key: Callable[[int], Key]) 
 
 @dataclass(slots=True)
 class Start:
-    """A cache of the gradient that backward starts from: the weight, mostly the same in each
-    step."""
+    """A cache of backward's initial gradient: the weight, mostly equal in all steps."""
 
     latest: Tensor | None = None
     weight: float = 0.0
@@ -302,11 +299,9 @@ class Passes:
         return self._run(rows, window, is_weighted=True)
 
     def add_mean(self, rows: Rows, window: Window, *, must_divide: bool) -> Counted:
-        """Set `.grad`, which must be None, to the gradient of the mean (or the sum) over the
-        window.
+        """Set `.grad`, so far None, to the gradient of the mean (or sum) over the window.
 
-        A single micro-batch's mean is differentiated directly; several are added with their weights
-        and divided once.
+        Several micro-batches are added with their weights and divided once; one is used directly.
         """
         is_weighted = len(window.cuts) > 1 or not must_divide
         counted = self._run(rows, window, is_weighted=is_weighted)

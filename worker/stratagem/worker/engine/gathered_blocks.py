@@ -25,8 +25,7 @@ from stratagem.worker.exchange.transports import ParameterTransport
 _FIELD: Final = "strategy.options.partition_state"
 _NAME: Final = "_stratagem_name"
 _REST: Final = 0
-"""The number of the block with the parameters that belong to no block of the model or to
-several."""
+"""Number of the block with parameters that belong to no block of the model, or to several."""
 _WITHOUT_VALUES: Final = frozenset(
     {
         *(Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.element_size),
@@ -82,8 +81,7 @@ class ParameterBlock(NamedTuple):
 
 
 class GatheredBlocks:
-    """Gathers the parameters of one model block by block when they are needed. Used by one
-    thread."""
+    """Gathers a model's parameters block by block when needed. Used by one thread."""
 
     def __init__(
         self,
@@ -248,8 +246,8 @@ class GatheredBlocks:
         return [param._version for param in self._blocks[number].params]
 
     def _pack(self, tensor: Tensor) -> Any:
-        """Return what autograd saves for a tensor: a placeholder if it is part of a gathered
-        parameter."""
+        """Return what autograd saves for a tensor: a placeholder for parts of gathered
+        parameters."""
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             found = self._places.get(tensor.untyped_storage().data_ptr())
             if found is not None and tensor.dtype == self._whole[found[0]][found[1]].dtype:
@@ -308,8 +306,7 @@ def _check_alone(holder: str, name: str) -> None:
 def divide_parameters(
     params: Sequence[nn.Parameter], modules: Sequence[nn.Module]
 ) -> list[ParameterBlock]:
-    """Return the blocks of parameters; the first one holds those that belong to no module or to
-    several."""
+    """Return the blocks of parameters; the first has those that belong to no or several modules."""
     index_of = {id(param): index for index, param in enumerate(params)}
     users: dict[int, set[int]] = {index: set() for index in range(len(params))}
     for number, module in enumerate(modules):

@@ -57,9 +57,8 @@ class GossipTrainer:
         models: Mapping[int, nn.Module],
         weights: Sequence[Mapping[int, float]] = (),
     ) -> None:
-        """Begin with these models. setup.model: becomes the mean of all nodes at the end of each
-        segment. models: keyed by node. weights: mixing weights of each node's neighbours; needed if
-        the job has a codec."""
+        """setup.model: becomes the mean of all nodes at the end of each segment. models: keyed by
+        node. weights: mixing weights of each node's neighbours; needed if the job has a codec."""
         job = setup.job
         self.setup, self.model, self.callbacks = setup, setup.model, setup.callbacks
         self._models = LocalModels(setup, models, NODE)
@@ -96,10 +95,9 @@ class GossipTrainer:
     ) -> StepReport:
         """Make a local step of each own node, then one round of mixing.
 
-        A node is a shard; nodes have no common step after which they could stop, so `stop` is
-        ignored. Loss and neighbour distance cover the own nodes; the consensus distance, if the job
-        asks for it, covers all nodes after mixing. After an error the trainer cannot be used any
-        more.
+        A node is a shard; `stop` is ignored, as nodes have no step in common. Loss and neighbour
+        distance cover the own nodes; the consensus distance, if the job asks for it, covers all
+        nodes after mixing. After an error the trainer cannot be used any more.
         """
         taken = self._models.take_step(self.step, owned, num_shards)
         failpoint("worker.gossip.before_mix")
@@ -244,8 +242,7 @@ def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
 
 @torch.no_grad()
 def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[Tensor]]) -> float:
-    """Compute the root mean square distance of the N nodes to their mean: sqrt(Σ_i ‖x_i - mean‖² /
-    N).
+    """Compute the nodes' root mean square distance to their mean: sqrt(Σ_i ‖x_i - mean‖² / N).
 
     tensors: of the own nodes, of the same shapes everywhere. All members call it equally often and
     get the same bits, independent of who owns which nodes. The mean takes one sum over all nodes in
@@ -314,8 +311,7 @@ def take_mean(
 def _copy_integers(
     mean: nn.Module, nodes: Mapping[int, nn.Module], exchange: GossipExchange
 ) -> None:
-    """Copy node 0's integer tensors (counters) into `mean`; they travel as float64, which is
-    exact."""
+    """Copy node 0's integer tensors (counters) into `mean`, through float64, which is exact."""
     own = {number: _integers(node) for number, node in nodes.items()}
     target = _integers(mean)
 

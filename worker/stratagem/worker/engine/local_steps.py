@@ -84,8 +84,7 @@ class JoinedSums:
 
 
 class OuterSteps:
-    """Runs the outer steps, which join this member's replicas with all others. Used by one
-    thread."""
+    """Runs outer steps, which join this member's replicas with others. Used by one thread."""
 
     def __init__(self, setup: Setup, replicas: Mapping[int, LocalModel], num_steps: int) -> None:
         """Begin. setup.model: holds the common parameters. replicas: the own ones, keyed by number.
@@ -146,8 +145,7 @@ class OuterSteps:
         return torch.cat([changes, numbers, *([packed(own.logged)] if self._num_logged else [])])
 
     def _arrive(self, index: int, step: int) -> float:
-        """Wait for the sums of a fragment and count the numbers that came with them, once; return
-        the seconds waited."""
+        """Wait for a fragment's sums and count their numbers once; return the seconds waited."""
         fragment = self.fragments[index]
         is_new = fragment.sums is None
         wait_s = fragment.arrive(step)
@@ -156,8 +154,7 @@ class OuterSteps:
         return wait_s
 
     def _apply(self, index: int) -> dict[str, float]:
-        """Apply a fragment's sums to the common parameters; return the metrics of the outer
-        step."""
+        """Apply a fragment's sums to the common parameters; return the outer step's metrics."""
         fragment = self.fragments[index]
         sums = fragment.sums
         assert sums is not None
@@ -234,9 +231,9 @@ class OuterFragment:
     def __init__(
         self, setup: Setup, replicas: Mapping[int, LocalModel], places: range, num_rest: int
     ) -> None:
-        """Begin. setup.model: holds the common parameters. replicas: keyed by number. places: of
-        the fragment among the trained parameters. num_rest: count of further numbers that travel
-        with the fragment."""
+        """setup.model: has the common parameters. replicas: by number. places: the fragment's
+        indices among the trained parameters. num_rest: count of further numbers that travel with
+        it."""
         strategy = setup.job.strategy
         assert isinstance(strategy, DataParallel)
         self._setup, self._replicas, self._places = setup, replicas, places
@@ -423,9 +420,9 @@ class LocalStepsTrainer:
     ) -> StepReport:
         """Make a step of each own replica, and the outer step of all replicas if it is due.
 
-        A replica is a shard; replicas have no common step after which they could stop, so `stop` is
-        ignored. The loss covers the own replicas; numbers measured when replicas are joined cover
-        all. After an error the trainer cannot be used any more.
+        A replica is a shard; `stop` is ignored, as replicas have no step in common. The loss covers
+        the own replicas; numbers measured when replicas are joined cover all. After an error the
+        trainer cannot be used any more.
         """
         taken, step = self._models.take_step(self.step, owned, num_shards), self.step + 1
         joined = self._outer.after(exchange, step)
@@ -479,8 +476,7 @@ class LocalStepsTrainer:
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copy the result of `live_state` to the CPU, sorted by name. into: see
-        `state_format.copied`."""
+        """Copy `live_state` to the CPU, sorted by name. into: see `state_format.copied`."""
         tensors, metadata = self.live_state(is_first=is_first)
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 

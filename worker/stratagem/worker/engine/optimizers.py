@@ -44,16 +44,14 @@ class WeightAverage:
     """
 
     def __init__(self, spec: WeightAverageSpec, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Begin without an average. params: the parameters to average, by their names in a
-        state."""
+        """Begin without an average. params: those to average, by their names in a state."""
         self._spec, self._params = spec, list(params)
         self._means: list[Tensor] = []
         self._num_averaged = 0
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the parameters to the average after the applied step `step` (from 1), if an update is
-        due."""
+        """Add the parameters to the average if an update is due after step `step` (from 1)."""
         if not self._spec.is_due(step):
             return
         if self._num_averaged == 0:
@@ -144,8 +142,7 @@ class SGD(torch.optim.SGD):
         grads: list[Tensor],
         momentum_buffer_list: list[Tensor | None],
     ) -> bool:
-        """Fill the lists with the parameters to update together; update those that got momentum
-        later right here."""
+        """Fill the lists with the tensors to update together; update late momenta right here."""
         lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
         has_sparse = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
         if not (group["fused"] and group["momentum"]):
@@ -307,8 +304,7 @@ def _is_fused_on_cpu(
 def _own(
     path: str, rule: UpdateRuleSpec, given: Any, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
-    """Make an optimizer from the user's entry point, over the parameters or groups of them. Raises
-    InvalidInputError for one that cannot be used."""
+    """Make an optimizer by the user's entry point. Raises InvalidInputError if it is unusable."""
     field, name = f"{path}.entrypoint", rule.label
     make = entrypoints.resolve(name, field)
     with user_code("making the optimizer"):

@@ -33,11 +33,10 @@ class StepReport:
     grad_norm: float
     """2-norm of the whole gradient before clipping; for several nodes, the largest."""
     num_skipped: int = 0
-    """1 if the step was skipped because loss or gradient was not finite; for several nodes, their
-    number."""
+    """Number of nodes whose step was skipped as not finite; 0 or 1 if there are no nodes."""
     phase: str = ""
-    """The name of the training phase; empty without phase training. A predicted step has the loss
-    of the last exact one, and weight 0."""
+    """Name of the training phase, if any. Predicted steps repeat the last exact loss, with weight
+    0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers about the step, besides the loss."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
@@ -50,8 +49,7 @@ class StepReport:
     is_end: bool = False
     """True if no step was made: all members end the training before this step, as on_step asked."""
     answered: Mapping[str, float] = field(default_factory=dict)
-    """Values that on_step has logged for the previous step, which all members learn with this
-    one."""
+    """Values logged by on_step for the previous step, which all members learn with this one."""
     exchange_wait_s: float = field(default=0.0, compare=False)
     """Seconds spent waiting for other members after this member's own passes; under a pipeline, for
     the inputs of its stages."""
@@ -138,8 +136,7 @@ class Tally:
             self.max_grad_norm = max(self.max_grad_norm, report.grad_norm)
 
     def metrics(self, *, may_skip: bool) -> dict[str, float]:
-        """Return the metrics of the segment, besides the loss. may_skip: include the number of
-        skipped steps."""
+        """Return the segment's metrics besides the loss. may_skip: include the skipped steps."""
         skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
         norms = {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm}
         if self.num_skipped and not self.weight:  # there was no gradient, which is not one of 0

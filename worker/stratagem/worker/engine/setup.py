@@ -26,8 +26,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The parts from which one trainer is built: job, model, data, objective, evaluator and
-    more."""
+    """The parts of which one trainer is built: job, model, data, objective, evaluator, ..."""
 
     job: JobSpec
     model: nn.Module
@@ -59,8 +58,7 @@ class Setup:
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """Return the number of rows per split; 0 for a stream, whose length is not known in
-        advance."""
+        """Number of rows per split; 0 for a stream, whose length is not known in advance."""
         return {split: len(dataset) for split, dataset in self.data.items()}
 
     @property
@@ -107,12 +105,10 @@ class TrainingRows:
         return Rows(self._dataset, indices, f"training step {batch.step + 1}", key)
 
     def stream_marks(self) -> dict[int, str]:
-        """Return the read position (mark) of each stream read here, as JSON; empty without
-        streams."""
+        """Return the read position (mark) of each stream read here, as JSON; maybe none."""
         return self._dataset.marks() if isinstance(self._dataset, StreamDataset) else {}
 
     def add_stream_marks(self, marks: Mapping[int, str]) -> None:
-        """Add read positions of any streams, to continue from. The rows themselves do not depend on
-        them."""
+        """Add read positions of any streams, to continue from. They do not change any rows."""
         if isinstance(self._dataset, StreamDataset):
             self._dataset.add_marks(marks)

@@ -1,5 +1,4 @@
-"""Run a user's learning-rate schedule, such as torch's OneCycleLR, on a shadow optimizer of empty
-groups.
+"""Run a user's learning-rate schedule, such as torch's OneCycleLR, on an optimizer without tensors.
 
 After each applied step its values (learning rate, momentum, betas) go to the groups of the real
 optimizer that have the same names, wherever those are. What is saved is JSON: a schedule that was
@@ -32,8 +31,7 @@ _STEPS_TRIED: Final = 4
 
 
 class ShadowSchedule:
-    """A user's scheduler on a shadow optimizer, whose values go to the real one. Used by one
-    thread."""
+    """A user's scheduler on a shadow optimizer; the real one copies it. Used by one thread."""
 
     def __init__(self, spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints) -> None:
         self._spec, self._num_steps, self._entrypoints = spec, num_steps, entrypoints
@@ -100,8 +98,7 @@ class ShadowSchedule:
         return _Running(name, shadow, scheduler)
 
     def _try(self) -> None:
-        """Raise InvalidInputError if the schedule does not continue correctly from its saved
-        state."""
+        """Raise InvalidInputError if the schedule does not continue from its saved state."""
         before, after = self._begin(), self._begin()
         middle = min(_STEPS_TRIED, self._num_steps - 1)
         before.values_after(middle)

@@ -135,8 +135,7 @@ class PhasedUpdate:
         return applied._replace(phase=phase, news=self.phases.take_news())
 
     def _take(self, loss: float, norm: Tensor) -> Tensor:
-        """Show an exact gradient to the phases, which may correct it; return its norm
-        afterwards."""
+        """Show an exact gradient to the phases, which may correct it; return its new norm."""
         is_correction = self.phases.phase is TrainingPhase.CORRECT
         grads = [param.grad for _, param in self._params]
         self.phases.take(grads, loss)
@@ -187,8 +186,7 @@ Update = WholeUpdate | PhasedUpdate | OptimizerPieces
 
 
 class StepExtras:
-    """Packs and unpacks one member's extras, the scalars that travel with a step. Used by one
-    thread."""
+    """Packs and unpacks the scalars that travel with a step. Used by one thread."""
 
     def __init__(
         self, buffers: Buffers, callbacks: Callbacks, phased: PhasedUpdate | None, *, may_log: bool
@@ -271,8 +269,7 @@ class SharedStep:
     update: Update
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
-        """Compute and apply the update of one turn over the batch. num_turns: the number of turns
-        per step."""
+        """Make the update of one turn over the batch. num_turns: the turns of each step."""
         exchange = share.exchange
         self.buffers.snapshot()
         self.setup.execution.begin_batch(batch.num_rows)
@@ -300,8 +297,7 @@ class SharedStep:
         return (self.setup.job.seed, step, *turn.key, shard, micro_batch)
 
     def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
-        """Return the divisor of the sums if it is known before the step; gradients then arrive
-        divided.
+        """Return the sums' divisor if it is known before the step; gradients then arrive divided.
 
         None where it depends on the weights, or where nothing is divided.
         """
@@ -374,8 +370,7 @@ class SharedStep:
     def _apply(
         self, turn: StepTurn, batch: Batch, exchange: Reducer, sums: _Sums, *, must_divide: bool
     ) -> StepReport:
-        """Apply the sums as one update; if they cannot be summarized, restore the buffers and raise
-        ExchangeError."""
+        """Apply the sums as one update. After an ExchangeError the step can be done again."""
         scalars = sums.scalars
         if must_divide:
             exchange.divide(scalars.weight * self.setup.execution.scale.value)
@@ -391,8 +386,7 @@ class SharedStep:
     def _finish_late(
         self, turn: StepTurn, batch: Batch, sums: _Sums, norm: float, is_finite: bool
     ) -> StepReport:
-        """Apply a step on this member alone, after others have sent the missing norm and
-        finiteness."""
+        """Apply a step on this member alone, once others have sent the missing norm."""
         total = torch.scalar_tensor(norm, dtype=torch.float64)
         summary = StepSummary(sums.scalars.loss, sums.scalars.weight, total, is_finite)
         return self._finish(turn, batch, sums, summary, None)

@@ -60,10 +60,8 @@ class StateShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInDoubt:
-    """A step whose gradient sums have arrived but whose total norm has not.
-
-    Other members may have applied the step.
-    """
+    """A step whose gradient sums have arrived but whose total norm has not; other members may have
+    applied it."""
 
     step: int
     """The number of steps applied once this one is."""
@@ -198,8 +196,7 @@ class OptimizerPieces:
         return self.share(exchange.slices)
 
     def connect(self, exchange: Reducer) -> None:
-        """Fetch parameters that are not kept here over this exchange from now on. Raises
-        ExchangeError."""
+        """Fetch absent parameters over this exchange from now on. Raises ExchangeError."""
         if self._blocks is not None:
             assert exchange.parameters is not None  # the one is made with the other
             self._move_to(exchange.parameters.memory())
@@ -212,8 +209,7 @@ class OptimizerPieces:
             self._blocks.end_passes()
 
     def load_model(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Load the model of a state; parameters of which only pieces are kept are whole
-        meanwhile."""
+        """Load the model of a state. Divided parameters are whole for that time."""
         if self._blocks is None:
             state_format.load_model_state(model, tensors)
             return
@@ -226,8 +222,7 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Copy the pieces, including the mirror's, out of parameters that are whole at the
-        moment."""
+        """Copy the pieces, also the mirror's, out of the parameters, which must be whole."""
         for each in self._all():
             flat = each.param.detach().view(-1)[each.part.first : each.part.stop]
             if each.piece.data_ptr() == flat.data_ptr():  # still a view of it
@@ -269,8 +264,7 @@ class OptimizerPieces:
         return not self.torn
 
     def whole_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return (tensors, metadata) like an optimizer of whole parameters; requires
-        `holds_all`."""
+        """Return (tensors, metadata) as of whole parameters; requires `holds_all`."""
         tensors, numbers = self._state(self._pieces)
         return {full: value for full, (_, _, value) in tensors.items()}, numbers
 
@@ -285,8 +279,8 @@ class OptimizerPieces:
         """Return the part of the model that this member copies, by `ParameterSlice`; of_mirror: the
         part of the member before it.
 
-        The part has the member's slices of parameters, and its share by size of all other tensors.
-        first_bytes: the number of bytes that the first member copies besides.
+        These are its slices of parameters, and its share by size of all other tensors. first_bytes:
+        the bytes that the first member copies besides.
         """
         pieces = self._mirrored if of_mirror else self._pieces
         by_param = {self._identity(each.param): each for each in pieces}
@@ -314,8 +308,7 @@ class OptimizerPieces:
         return id(tensor)
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's tensors that all members hold: all of them, unless parameters are
-        divided."""
+        """Return the model's tensors that all members hold: all, unless parameters are divided."""
         if self.held is None:
             return state_format.model_state(model)
         by_param = {id(each.param): each for each in self._pieces if self.holds_all}

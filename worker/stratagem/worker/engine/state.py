@@ -93,9 +93,8 @@ class TrainerState:
     ) -> State:
         """Copy the state to the CPU, with residuals; of a divided state, this member's part.
 
-        with_shared: not only residuals but also the state that all members hold. into: see
-        `state_format.copied`. Raises UserCodeError if training has changed the model's set of
-        tensors.
+        with_shared: also the state that all members hold. into: see `state_format.copied`. Raises
+        UserCodeError if training has changed the model's set of tensors.
         """
         self.form.check()
         tensors, metadata = self.live(step)
@@ -109,8 +108,7 @@ class TrainerState:
     def _part(
         self, pieces: OptimizerPieces, live: Mapping[str, Tensor], *, of_mirror: bool
     ) -> State:
-        """Return the part of a divided state that this member copies; of_mirror: the part of the
-        one before."""
+        """Return this member's part of a divided state; of_mirror: the previous member's."""
         rest = {n: t for n, t in live.items() if not n.startswith(state_format.MODEL)}
         num_bytes = sum(tensor.nbytes for tensor in rest.values())
         model = pieces.part_of_model(self.model, num_bytes, of_mirror=of_mirror)
@@ -173,8 +171,7 @@ Exchange_contra = TypeVar("Exchange_contra", contravariant=True)
 
 
 class MemberTrainer(Protocol[Exchange_contra]):
-    """The interface of trainers: each trains its member's part over a kind of exchange. Used by one
-    thread."""
+    """Interface of trainers: each trains its member's part. Used by one thread."""
 
     step: int
     """Number of steps applied."""
@@ -192,8 +189,7 @@ class MemberTrainer(Protocol[Exchange_contra]):
         """True if this member holds state that no other member has."""
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Announce that this member computes the shards `owned` in the steps up to `to_step`, to
-        read ahead."""
+        """Announce the steps up to `to_step`, whose `owned` shards may be read ahead."""
 
     def lower_rates(self, num_reductions: int) -> None:
         """Set the learning rates to their values after `num_reductions` plateau reductions."""
@@ -215,8 +211,7 @@ class MemberTrainer(Protocol[Exchange_contra]):
         """
 
     def end_segment(self, exchange: Exchange_contra, tally: Tally) -> SegmentSummary:
-        """End a segment; return its summary. tally: sums over its steps. The state may then be
-        copied."""
+        """End a segment; return its summary. tally: sums over its steps."""
 
     def evaluator(self) -> Evaluator:
         """Return an evaluator of the present state, to be used before the next step."""

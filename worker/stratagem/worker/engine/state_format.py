@@ -198,8 +198,7 @@ def _fits(old: Tensor, tensor: Tensor) -> bool:
 
 
 def fingerprint(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Return a CRC32C over names, dtypes, shapes and bytes, sorted by name: equal states, equal
-    texts."""
+    """Return a CRC32C over names, dtypes, shapes and bytes, sorted by name."""
     crc = google_crc32c.extend(0, json.dumps(dict(sorted(metadata.items()))).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -243,8 +242,7 @@ def dealt_out(
     """Assign tensors to members for copying, about as many bytes to each; return the names per
     member.
 
-    Tied tensors stay together. first_bytes: the number of bytes that the first member copies
-    besides.
+    Tied tensors stay together. first_bytes: the bytes that the first member copies besides.
     """
     alike: dict[object, list[str]] = {}
     for name, tensor in tensors.items():

@@ -51,8 +51,7 @@ class Trainer:
     """Trainer of a model that all members hold alike. Used by one thread."""
 
     def __init__(self, setup: Setup, share: StateShare | None = None) -> None:
-        """Build the trainer. share: the slice of the optimizer's state that is kept here; None for
-        all of it."""
+        """share: the slice of the optimizer's state that is kept here; None: all of it."""
         self.setup, self.job, self.model = setup, setup.job, setup.model
         self.callbacks, self.share = setup.callbacks, share
         job, execution = setup.job, setup.execution
@@ -104,8 +103,7 @@ class Trainer:
             self.pieces.connect(exchange)
 
     def _make_schedule(self) -> ShadowSchedule | None:
-        """Make the user's learning-rate schedule; None if there is none that spans all steps of the
-        job."""
+        """Make the user's schedule of all steps; None if the job has none."""
         job = self.job
         # Clients have schedules of their own, and turns have none by entry point.
         if job.turns is not None or isinstance(job.strategy, Federated):
@@ -278,13 +276,11 @@ class Trainer:
         return SegmentSummary(loss, metrics, {} if coder is None else asdict(coder.take_traffic()))
 
     def stream_marks(self) -> dict[int, str]:
-        """Return the read position (mark) of each stream read here, as JSON; empty without
-        streams."""
+        """Return the read position (mark) of each stream read here, as JSON; maybe none."""
         return self._rows.stream_marks()
 
     def add_stream_marks(self, marks: Mapping[int, str]) -> None:
-        """Add read positions of any streams, to continue from. The rows themselves do not depend on
-        them."""
+        """Add read positions of any streams, to continue from. They do not change any rows."""
         self._rows.add_stream_marks(marks)
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -304,8 +300,7 @@ class Trainer:
 
 @contextmanager
 def all_or_none(turns: Sequence[StepTurn], saved: TrainerState, step: int) -> Iterator[None]:
-    """Context manager around the turns of the step after `step`: if one fails, it restores what
-    earlier turns have changed.
+    """Context manager around the turns of a step: if one fails, the earlier ones are undone.
 
     Only state that turns before the last one change is copied; the last one changes nothing before
     all its sums have arrived.

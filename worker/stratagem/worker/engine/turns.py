@@ -1,5 +1,4 @@
-"""Define the turns of a step: updates of separate parameters, each with its objective and
-optimizer.
+"""Define the turns of a step: separate updates, each with its objective and optimizer.
 
 A step of a job without turns has one turn, of all trained parameters. The module does not know how
 gradients are made and reduced.
@@ -160,8 +159,7 @@ class LocalReport:
     counted: Counted
     grad_norm: float
     num_skipped: int
-    """1 if the step was skipped because loss or gradient was not finite; with turns, the number of
-    skipped ones."""
+    """Number of turns that were skipped because loss or gradient was not finite."""
     learning_rates: Mapping[str, float]
 
     @property

@@ -338,8 +338,7 @@ def _stage(buffer: Tensor, like: Tensor) -> Tensor:
 def tree_additions(
     partials: dict[Node, Tensor], num_live: int, total: Tensor
 ) -> tuple[Addition, ...]:
-    """Return the additions of the tree sum of the partials into total; they overwrite the
-    partials."""
+    """Return the additions that sum the partials in the tree; they overwrite the partials."""
     additions: list[Addition] = []
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -365,8 +364,7 @@ WINDOW = 4
 
 
 class DirectMethod:
-    """The direct all-reduce: each member adds its slices in the tree; bits depend only on the
-    shards."""
+    """All-reduce in which each member adds its slices in the tree; bits depend on shards only."""
 
     suffix = ""
 

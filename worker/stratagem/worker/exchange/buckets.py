@@ -134,8 +134,7 @@ class GradientBuckets:
             flat.zero_()
 
     def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
-        """Direct the coming gradients into this set; on_full is called with each bucket that is
-        full."""
+        """Direct the coming gradients into this set; on_full is called with each full bucket."""
         self.tensors(index)
         self._filling, self._filling_set = self._views[index], index
         self._on_full = on_full
@@ -146,8 +145,7 @@ class GradientBuckets:
             param.grad = None
 
     def go_on(self, on_full: Callable[[int], None] | None) -> None:
-        """Let a further backward add to the set; on_full is called with each bucket that is
-        full."""
+        """Let a further backward add to the set; on_full is called with each full bucket."""
         self._on_full, self._is_further = on_full, True
         if on_full is not None:
             self._came = [False] * len(self._params)
@@ -164,8 +162,7 @@ class GradientBuckets:
             param.grad = None
 
     def fill(self, gradients: Iterable[Tensor]) -> None:
-        """Copy gradients that were computed elsewhere into the present set, in order of
-        parameter."""
+        """Copy gradients that were computed elsewhere, by parameter, into the present set."""
         if self._filling is None:
             raise RuntimeError("begin comes first")
         for view, gradient in zip(self._filling, gradients, strict=True):
@@ -203,8 +200,7 @@ class GradientBuckets:
         return self._sets[0][-1].to("cpu", copy=True)
 
     def divide(self, divisor: float) -> None:
-        """Divide the sums in the bucket's (widest) type, so that a narrow parameter is rounded only
-        once."""
+        """Divide the sums in the bucket's type, so that a narrow parameter rounds only once."""
         for flat in self.tensors(0)[:-1]:
             flat.div_(divisor)
         self.expose()
@@ -238,8 +234,7 @@ class GradientBuckets:
         ]
 
     def _add_again(self, index: int, bucket: int, param: Tensor) -> None:
-        """Add another gradient of the same shard to its slot, unless autograd has done so in
-        place."""
+        """Add a further gradient of the shard to its slot, unless autograd has done so."""
         if self._on_full is not None and self._num_missing[bucket] == 0:
             name = self.layout.slots[index].name
             raise RuntimeError(

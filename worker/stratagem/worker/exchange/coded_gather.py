@@ -199,8 +199,7 @@ class Summing:
 def put(
     target: Sequence[Tensor], total: Sequence[Tensor], divisor: float | None, has_extras: bool
 ) -> None:
-    """Write the sum, divided by `divisor`, into the target; extras, in the last bucket, are not
-    divided."""
+    """Write the divided sum into the target; extras, in the last bucket, are not divided."""
     for flat, summed in zip(target, total, strict=True):
         if flat is not summed:
             flat.copy_(summed)

@@ -155,8 +155,7 @@ class Compressor:
         return self._portions[layout.digest]
 
     def begin_step(self, step: int, owned: range) -> None:
-        """Begin a step; discard an earlier one that was not applied. `owned` may only change after
-        `load_state`."""
+        """Begin a step; drop one not applied. `owned` may change only after `load_state`."""
         self._step, self._coded, self._units = step, {}, {}
         if self.keeps_state and owned != self._owned:
             self._own(owned)

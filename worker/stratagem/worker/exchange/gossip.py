@@ -219,8 +219,7 @@ class GossipExchange:
         tensors: Mapping[int, Sequence[Tensor]],
         first_tag: int,
     ) -> _Transit:
-        """Start the transfers of a bucket: own nodes to their neighbours' owners, and neighbours to
-        here."""
+        """Start sending a bucket of the own nodes, and receiving that of their neighbours."""
         bucket, tag = buckets[index], first_tag + index * self.num_nodes
         like = tensors[self._own[0]][bucket.indices[0]]
         flats = {

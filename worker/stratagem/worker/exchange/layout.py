@@ -76,8 +76,7 @@ def plan_layout(
     num_extras: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> BucketLayout:
-    """Assign parameters to buckets, greedily in reverse order; each bucket has one dtype and at
-    least one slot."""
+    """Fill buckets greedily in reverse order; each has one dtype and at least one slot."""
     slots: list[Slot] = []
     dtypes: list[torch.dtype] = []
     sizes: list[int] = []  # elements
@@ -236,8 +235,7 @@ def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
 
 
 def num_sets(party: ShardOwners) -> int:
-    """Return the number of sets that the member needs at most; fewer live shards never need
-    more."""
+    """Return the largest number of sets that the member needs for any number of live shards."""
     return max([0, *plan_step(party, party.num_shards).sets]) + 1
 
 

@@ -56,10 +56,8 @@ SMALL_BYTES: Final = 1 << 20
 
 
 class SingleMemberReducer:
-    """The reducer of a lone member: it divides and measures gradients in place, without buckets.
-
-    It requires that `fits` is true. A step makes the same calls as with `GradientReducer`.
-    """
+    """Reducer of a lone member, which divides and measures gradients in place, without buckets;
+    `fits` must be true. A step makes the same calls as with `GradientReducer`."""
 
     name: Final = "solo"
     shares_memory: Final = False
@@ -219,8 +217,7 @@ def _smallest(params: Sequence[nn.Parameter]) -> list[int]:
 
 
 class GradientReducer:
-    """Sums gradients over the members of one membership. After an error the exchange cannot be
-    used."""
+    """Sums gradients over the members of one membership. A failed exchange stays failed."""
 
     def __init__(
         self,
@@ -372,8 +369,7 @@ class GradientReducer:
         return self._step
 
     def _on_full(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """Return the callback for full buckets in the next backward; None unless it is the last
-        one."""
+        """Return the callback for full buckets of the next backward; None before the last one."""
         is_last = self._num_to_come == 0 and self._num_done == len(plan.live) - 1
         return self._mark_full if is_last else None
 
@@ -443,8 +439,7 @@ def mesh_exchange(
 
     all_reduce: "direct", whose sums have the bits of the tree, or "ring" or "native", whose sums
     depend on the members. deadline_s: the limit of every wait for a peer. With a compressor, coded
-    messages are sent if they take fewer bytes than sums, with the same bits; shared memory never
-    needs them.
+    messages are sent if they take fewer bytes than sums, with the same bits.
     """
     party = ShardOwners(link.rank, link.size, num_shards)
     transport: ReductionTransport

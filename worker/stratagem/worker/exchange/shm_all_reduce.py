@@ -316,8 +316,7 @@ def prepare_blocks(
 
 
 class _Staying(NamedTuple):
-    """The storage for sums that stay with their owners: the owners, and the storage if it is not
-    set 0."""
+    """Owners of sums that stay with them, and the sums' storage if it is not set 0."""
 
     stays: bool
     kept: KeptSums | None

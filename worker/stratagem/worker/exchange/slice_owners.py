@@ -183,8 +183,7 @@ def kept_in(memory: Tensor, layout: BucketLayout, owners: SliceOwners, rank: int
 
 
 def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[int, int]]:
-    """Return for each bucket (size in bytes, size with padding to the next one) of a member's
-    sums."""
+    """Return for each bucket the size of a member's sums in bytes, without and with padding."""
     widths = [bucket.dtype.itemsize for bucket in layout.buckets]
     ranges = [slices[rank] for slices in owners.slices]
     sizes = [(b - a) * width for (a, b), width in zip(ranges, widths, strict=False)]

@@ -35,8 +35,7 @@ class Turn(Protocol):
     def divisor(self) -> float | None: ...
 
     def await_launch(self, bucket: int) -> int:
-        """Block until the bucket is launched; return the number of launched buckets. Raises
-        ExchangeError."""
+        """Block until the bucket is launched; return the number launched. Raises ExchangeError."""
 
     def wait(self, works: list[PendingTransfer]) -> None:
         """Wait for all transfers and empty the list. Raises ExchangeError."""

@@ -41,8 +41,7 @@ class StepScalars:
     loss_sum: float
     """The sum of mean loss · weight."""
     stop: float
-    """Number of shards whose member requests a stop after this step, plus `END` for one before
-    it."""
+    """Number of shards whose member requests a stop after this step; `END` is for one before."""
     reached: Sequence[float]
     """Number of shards whose backward reached each parameter. NaN in the first marks that a codec
     met a gradient that was not finite, so that all members know."""
@@ -172,8 +171,7 @@ class ParameterTransport(Protocol):
         until all have declared so. Raises ExchangeError."""
 
     def updated(self) -> None:
-        """Declare the own parts updated; block until all members have done so. Raises
-        ExchangeError."""
+        """Declare the own parts updated; block until all members have. Raises ExchangeError."""
 
     def cut(self) -> None:
         """Make what is under way raise; from any thread."""
@@ -213,11 +211,8 @@ def own_memory(held: HeldBlocks, rank: int, device: torch.device) -> list[Tensor
 
 
 class SliceTransport(Protocol):
-    """Interface of transports that bring each member's slice to all members.
-
-    All members make the same calls in the same order, between a step's `finish` and the next step's
-    `begin`.
-    """
+    """Interface of transports that bring each member's slice to all members. All make the same
+    calls in the same order, between a step's `finish` and the next step's `begin`."""
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
         """Return the float64 numbers of every member, by rank, valid until the next call. Raises

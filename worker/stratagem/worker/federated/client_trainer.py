@@ -125,8 +125,7 @@ class RoundSettings:
     toward: Toward | None = None
     """Train near this state without calling on_step; None to train near `base`, as FedProx does."""
     correction: Mapping[str, Tensor] | None = None
-    """The term that is added to the gradient in every step, keyed by name of the trained
-    parameter."""
+    """The term added to the gradient in every step, keyed by name of the parameter."""
 
 
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
@@ -135,8 +134,7 @@ def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
 
 
 class ClientRunner:
-    """Trains clients of one job, one round per call; it keeps the model and the data between
-    rounds."""
+    """Trains clients of one job, a round per call; keeps the model and the data in between."""
 
     def __init__(
         self,
@@ -256,8 +254,7 @@ class ClientRunner:
         num_clients: int,
         check: Callable[[], None] = lambda: None,
     ) -> float:
-        """Return the mean loss of a global state over a client's rows; see the function
-        `loss_before`."""
+        """Return the mean loss of a global state over a client's rows."""
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         return loss_before(self._model, self._passes, data, self._job.batch_size, check)
@@ -288,8 +285,7 @@ class ClientRunner:
     def _steps(
         self, data: Dataset, client: int, round_num: int, protected: RowGradients | None = None
     ) -> Iterator[tuple[Rows, Key]]:
-        """Yield the rows of each step of a client's round, and the key of the step's random
-        numbers."""
+        """Yield each step of a client's round: its rows, and the key of its random numbers."""
         num_rounds_before, first = round_num - 1, f"round {round_num}, client {client}"
         if protected is not None:
             row_key = (self._job.seed, "row", "client", client, num_rounds_before)
@@ -321,8 +317,7 @@ class ClientRunner:
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
 
     def _reach(self, local_step: LocalStep, num_applied: int) -> dict[str, float]:
-        """Return the summed learning rates of the applied steps; every step of a round has the same
-        rates."""
+        """Return the summed learning rates of the applied steps, by parameter."""
         optimizer = local_step.turn.policy.optimizer
         assert optimizer is not None, "a client holds the whole model"
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -344,10 +339,8 @@ class ClientRunner:
         return correct
 
     def _toward(self, toward: Toward | None) -> Callable[[], None]:
-        """Return a function that adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step.
-
-        For mu = 0 the function does nothing, so that FedProx then has the same bits as FedAvg.
-        """
+        """Return a function that adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step; for
+        mu = 0 it does nothing, so that FedProx then has the same bits as FedAvg."""
         mu, anchors = self._mu, [param.detach().clone() for param in self._params if self._mu]
         if toward is not None:
             mu, given = (
@@ -384,8 +377,7 @@ class ClientRunner:
             yield data, indices
 
     def _schedule(self, data: Dataset) -> ShadowSchedule | None:
-        """Make the user's learning-rate schedule, which starts anew in each round; None if there is
-        none."""
+        """Make the user's learning-rate schedule for a round; None if there is none."""
         if self._job.turns is not None or self._job.optimizer.schedule is None:
             return None
         if self._job.optimizer.schedule.entrypoint is None:
@@ -470,8 +462,7 @@ _SPLIT = "train"
 def loss_before(
     model: nn.Module, passes: Passes, data: Dataset, batch_size: int, check: Callable[[], None]
 ) -> float:
-    """Return the mean loss over all batches of a client: Σ mean loss · weight / Σ weight; NaN
-    without weight.
+    """Return Σ mean loss · weight / Σ weight over all batches; NaN without weight.
 
     check: called before each batch, may raise to end. Raises InvalidInputError for rows that come
     as a stream.

@@ -49,8 +49,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 # Source: McMahan et al. 2018, https://arxiv.org/abs/1710.06963 (flat clipping).
 
 _SHORTER: Final = 2.0**-24
-"""The clipping factor is reduced by this share, then by twice as much, and so on, until rounding
-leaves the norm within the limit."""
+"""The clipping factor is reduced by this share, then by twice as much, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,7 @@ def clipped_change(
 ) -> ClippedChange:
     """Return the change from `base` to `trained`, clipped to the norm.
 
-    Tied tensors count once, and stay tied. A change that is not finite stays so; the coordinator
-    rejects it.
+    Tied tensors count once, and stay tied. The coordinator rejects changes that are not finite.
     """
     changes, of_storage, result = dict[str, Tensor](), dict[tuple[object, ...], str](), {}
     for name, tensor in trained.items():
@@ -93,8 +91,7 @@ def _place(name: str, tensor: Tensor) -> tuple[object, ...]:
 
 
 def _difference(before: Tensor, after: Tensor) -> Tensor:
-    """Return the change in float64; 0 where the bits are equal, even if they are NaN or
-    infinite."""
+    """Return the change in float64; 0 where the bits are equal, even of NaN or infinity."""
     after = after.detach().cpu()
     before = before.detach().cpu()
     if not after.is_floating_point():
@@ -165,8 +162,8 @@ class RowCosts:
         return self.local_epochs * -(-self.num_rows // self.batch_size)
 
     def epsilon_after(self, num_rounds: int) -> float:
-        """Return the epsilon spent by `num_rounds` rounds. Raises InvalidInputError if the
-        accountant library is missing."""
+        """Return the epsilon spent by these rounds. Raises InvalidInputError without the
+        accountant."""
         if not accountant.is_installed():
             raise InvalidInputError.at("privacy", f"this worker {accountant.NEEDED}")
         num_steps = num_rounds * self.steps_per_round
@@ -255,8 +252,7 @@ class RowNoise:
 
     @property
     def digest_of_names(self) -> str:
-        """Return an identifier of this round for an audit, different from that of every other
-        round."""
+        """A text that identifies this round in an audit, different for every round."""
         return hashlib.sha256(derived_key(self.secret, ["name", *self.names])).hexdigest()[:32]
 
     def drawn(self, step: int, num_rows: int, rate: float) -> Tensor:
@@ -300,8 +296,7 @@ _MAX_NUMBERS: Final = 1 << 25
 _MAX_ROWS: Final = 1024
 
 _ONE_BY_ONE: Final = (nn.RNN, nn.GRU, nn.RNNCellBase)
-"""Modules that write into their state in place, which vmap refuses (LSTM works): their rows are
-computed one by one."""
+"""Modules that write into their state in place, which vmap refuses; LSTM works."""
 
 Params = Mapping[str, Tensor]
 Gradients = Callable[[Params, Any, Any], Params]
@@ -320,14 +315,12 @@ class RowGradients:
     step: int = 0
 
     def drawn_rows(self) -> Iterator[Tensor]:
-        """Yield the randomly selected rows of each step of the round; there may be none in a
-        step."""
+        """Yield the randomly selected rows of each step of the round; perhaps none."""
         for step in range(self.costs.steps_per_round):
             yield self.noise.drawn(step, self.costs.num_rows, self.costs.rate)
 
     def __call__(self, rows: Rows, window: Window) -> Counted:
-        """Set `.grad` to the clipped and noised mean gradient over these rows, of which there may
-        be none."""
+        """Set `.grad` to the clipped and noised mean gradient over these rows (maybe none)."""
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.named}
         passes, num_rows = self.passes, rows.indices.shape[0]
         if num_rows:
@@ -369,8 +362,7 @@ class RowGradients:
 
 
 def _row_gradients(passes: Passes, params: Params) -> Gradients:
-    """Return a function that computes the gradient of each row, stacked along the first
-    dimension."""
+    """Return a function that computes the gradients of rows, stacked along dimension 0."""
     others = {
         name: tensor.detach()
         for name, tensor in (*passes.model.named_parameters(), *passes.model.named_buffers())
@@ -401,8 +393,7 @@ def _one_by_one(of_row: Gradients) -> Gradients:
 
 
 def _factors(gradients: Params, norm: float) -> Tensor:
-    """Return for each row the factor that clips its gradient to the norm; 0 if the gradient is not
-    finite."""
+    """Return per row the factor that clips its gradient to the norm; 0 if it is not finite."""
     squares = sum(g.detach().double().flatten(1).square().sum(1) for g in gradients.values())
     assert isinstance(squares, Tensor)
     length = squares.sqrt()

@@ -118,11 +118,8 @@ class SecureClient:
         return known
 
     def post_keys(self, job: str, spec: SecureAggregation, audit: Mapping[str, JSON]) -> SignedKeys:
-        """Return the client's signed public keys; the same ones again for the same attempt.
-
-        job: SHA-256 of the job's text. audit: fields common to all lines of the site's audit about
-        the round.
-        """
+        """Return the client's signed public keys, the same again for the same attempt. job: SHA-256
+        of the job's text. audit: fields common to all lines of the site's audit about the round."""
         record = self.check_new(job)
         if record is None:
             before = self._store.find(self._key)
@@ -145,11 +142,9 @@ class SecureClient:
         peers: Sequence[SignedKeys],
         pins: PeerPins | None,
     ) -> dict[int, bytes]:
-        """Return the sealed shares of this client's secrets, keyed by neighbour.
-
-        members: all clients that have posted keys. peers: the neighbours' keys. Raises
-        InvalidInputError if the arguments cannot belong to one round.
-        """
+        """Return the sealed shares of this client's secrets, keyed by neighbour. members: all that
+        have posted keys. peers: the neighbours' keys. Raises InvalidInputError if these cannot be
+        one round."""
         record = self._record()
         others = self._neighbours(record.spec, members, ring_seed, pins)
         if [peer.client for peer in peers] != list(others):
@@ -213,8 +208,7 @@ class SecureClient:
         failpoint("worker.secure.update_kept")
 
     def sign_survivors(self, survivors: Sequence[int]) -> bytes:
-        """Sign the set of clients whose updates are in the sum; only one set is signed per
-        round."""
+        """Sign the set of clients whose updates are in the sum; one set per round."""
         record = self._shared_record()
         if not record.update:
             raise RefusedBySiteError(f"client {self._client} has sent no update in this round")
@@ -237,12 +231,9 @@ class SecureClient:
         signatures: Mapping[int, bytes],
         sealed: Mapping[int, bytes],
     ) -> dict[int, tuple[bool, bytes]]:
-        """Return one share of each neighbour's secrets and of the own ones, and whether it is of
-        the mask key.
-
-        signatures: the neighbours' signatures of the same set. sealed: the shares that neighbours
-        have sealed for this client.
-        """
+        """Return for each neighbour and this client one share of a secret, and whether it is of the
+        mask key. signatures: the neighbours', of the same set. sealed: the shares sealed for this
+        client."""
         record = self._shared_record()
         if not record.survivors or record.survivors != tuple(survivors):
             raise RefusedBySiteError(
@@ -295,8 +286,7 @@ class SecureClient:
 
     def _signed(self, record: RoundRecord, text: bytes) -> tuple[SignedIdentity, bytes]:
         """Return a signature of the round, and the signer's identity. Raises KeysLostError if the
-        worker's identity has changed since the round began, as neighbours know only the earlier
-        one."""
+        worker's identity has changed since the round began."""
         signed, signature = self._signer.sign(bytes.fromhex(record.root), text)
         if _digest(signed) == record.identity:
             return signed, signature
@@ -368,8 +358,7 @@ class SecureClient:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def _context(self, record: RoundRecord, owner: int) -> bytes:
-        """Return the context that shares of a client are bound to: their owner, and the members of
-        the round."""
+        """Return the context to which shares are bound: their owner, and the round's members."""
         members = self._round.of_members(record.members, bytes.fromhex(record.ring_seed))
         return self._round.transcript("holders", owner, members)
 
@@ -460,8 +449,7 @@ def masked_update(
 
 
 def _change(name: str, before: Tensor, after: Tensor) -> Floats:
-    """Return the change in float64; 0 where the bits are equal, even if they are NaN or
-    infinite."""
+    """Return the change in float64; 0 where the bits are equal, even of NaN or infinity."""
     before, after = before.detach().cpu(), after.detach().cpu()
     difference = torch.where(after == before, 0.0, after.double() - before.double())
     if not bool(torch.isfinite(difference).all()):

@@ -75,8 +75,7 @@ class RoundRecord:
     last_opened: int = 0
     """The newest round in which this client has revealed shares."""
     setup: str = ""
-    """SHA-256 of all that the shares depend on: the members of the round, and the neighbours'
-    keys."""
+    """SHA-256 of what the shares depend on: the round's members, and the neighbours' keys."""
     members: tuple[int, ...] = ()
     ring_seed: str = ""
     neighbours: Mapping[int, PeerKeys] = field(default_factory=dict)
@@ -184,18 +183,15 @@ _RAW_KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class SignedIdentity:
-    """The identity of a client's signer: a certificate with its chain, in DER, or a raw public
-    key."""
+    """The signer's identity: a certificate with its chain, in DER, or a raw public key."""
 
     identity: bytes
     issuers: tuple[bytes, ...] = ()
 
 
 class WorkerSigner:
-    """Signs as the worker, and checks signatures of other workers.
-
-    Files are read at each use, since certificates are renewed while a worker runs.
-    """
+    """Signs as the worker, and checks others' identities. Files are read at each use, since
+    certificates are renewed while a worker runs."""
 
     def __init__(self, tls: TlsFiles | None = None, revoked: RevokedFile | None = None) -> None:
         self._tls, self._revoked = tls, revoked
@@ -335,8 +331,7 @@ def _counts(authority: x509.Certificate, now: datetime) -> bool:
 
 
 def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
-    """Return whether `issuer` has issued the certificate and is allowed to; a worker's certificate
-    is not."""
+    """Return whether `issuer` has issued the certificate, and is allowed to."""
     try:
         limits = issuer.extensions.get_extension_for_class(x509.BasicConstraints).value
         certificate.verify_directly_issued_by(issuer)

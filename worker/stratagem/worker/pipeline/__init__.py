@@ -1,2 +1,1 @@
-"""Pipeline parallelism (ModelParallel) on a worker: stages, messages between them, and the training
-step."""
+"""Pipeline parallelism (ModelParallel): stages, messages between them, and the training step."""

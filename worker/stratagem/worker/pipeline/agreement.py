@@ -42,8 +42,7 @@ class Agreement:
         }
         mine = [weight for weight in trained if lane.rank in self._holders[weight.name]]
         self.own = [self._here(weight) for weight in mine]
-        """The parameters that this rank holds, each with the copies held here, in the model's
-        order."""
+        """The parameters of this rank, each with the copies held here, in the model's order."""
         self._whole = {weight.name: weight for weight in mine}
         self._others = [rank for rank in range(lane.size) if rank != lane.rank]
         self._tied_with = {rank: self._shared(rank) for rank in self._others}
@@ -67,8 +66,7 @@ class Agreement:
             yield self._address(_VERDICT, rank, self._lane.rank)
 
     def share_loss(self, counted: Counted) -> Counted:
-        """Send the loss from the rank of the last stage to all others; return the loss of the last
-        stage."""
+        """Send the loss from the last stage's rank to all others; return it."""
         last = self._lane.rank_of[-1]
         if self._lane.rank != last:
             # A rank of version 0.2 sends the losses of its micro-batches behind these, too.
@@ -191,8 +189,7 @@ must be exhausted. Called before the division by the weight."""
 
 
 def only_shard(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
-    """Return the only shard's gradients as the sum; a `Reduce` for pipelines without other
-    replicas."""
+    """Return the only shard's gradients: the `Reduce` of a pipeline without replicas."""
     (one,) = shards
     return one
 
@@ -206,8 +203,7 @@ class Interruptible(Protocol):
 
 @dataclass(slots=True)
 class StageExchange:
-    """The connections of one rank: to the other ranks of its replica, and to the equal ranks of
-    other replicas.
+    """Connections of one rank to the ranks of its replica, and to equal ranks of others.
 
     All belong to one party: if one is cut, all are cut, since a step needs them all.
     """
@@ -225,8 +221,7 @@ class StageExchange:
     schedule_text: Callable[[], str] = str
     """Returns the name of the schedule in use, for people; it may change between steps."""
     columns: str = ""
-    """Name of the engine that carries gradients between replicas, for people; empty if there is one
-    replica."""
+    """Name of the engine for gradients between replicas, for people; empty without any."""
 
     @property
     def name(self) -> str:

@@ -1,5 +1,4 @@
-"""Build the trainer of one pipeline rank from a job, the placement of its stages, and a
-transport."""
+"""Build the trainer of one pipeline rank from a job, a placement of stages and a transport."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ class StageAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """A rank's number, its transport to the other ranks, and the timeout of each wait for a
-    message."""
+    """A rank's number, its transport, and the timeout of each wait for a message."""
 
     rank: int
     transport: StageTransport
@@ -139,8 +137,7 @@ def build_stage_runner(
 
 
 class SumOverReplicas:
-    """A `Reduce` over the replicas: it sums the gradients of a rank's parameters through an
-    exchange."""
+    """A `Reduce` that sums the gradients of a rank's parameters over the replicas."""
 
     def __init__(self, runner: StageRunner, exchange: GradientReducer) -> None:
         self._runner, self._exchange = runner, exchange

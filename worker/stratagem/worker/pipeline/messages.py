@@ -220,12 +220,10 @@ def put_together(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
 
 
 class StageTransport(Protocol):
-    """The interface of transports, which carry messages to and from other ranks. Used by one
-    thread, except `cut`."""
+    """Interface of transports of messages between ranks. Used by one thread, except `cut`."""
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
-        """Begin a pass: from now on accept each of the awaited messages once, and none of older
-        steps."""
+        """Begin a pass: accept each of the awaited messages once, and none of older steps."""
 
     def send(self, address: Address, message: Message) -> None:
         """Send a message without waiting; it must not be changed afterwards."""
@@ -242,8 +240,7 @@ class StageTransport(Protocol):
 
 
 class LocalPost:
-    """In-memory storage for messages between ranks of one process; tensors are passed by
-    reference."""
+    """In-memory store of messages between ranks of one process; tensors are not copied."""
 
     def __init__(self, size: int) -> None:
         self._size = size

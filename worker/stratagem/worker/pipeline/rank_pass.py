@@ -54,8 +54,7 @@ class StageChannel:
         return Address(step, source, target, tag, label)
 
     def control(self, step: int, count: int, number: int, source: int, target: int) -> Address:
-        """Return the address of a control message, of which there is one per step, number, sender
-        and receiver."""
+        """Return the address of a control message: one per step, number, sender and receiver."""
         tag = control_tag(self.plan.num_boundaries, count, number)
         return Address(step, source, target, tag, f"control {number}, from {source}, to {target}")
 
@@ -86,8 +85,7 @@ class Gauge(Protocol):
 
 
 class RankPass:
-    """The execution of one pass. step: the number of the pass. count: the number of
-    micro-batches."""
+    """The execution of one pass. step: its number. count: of micro-batches."""
 
     def __init__(
         self,
@@ -182,8 +180,7 @@ class RankPass:
         return kept
 
     def _timed(self, action: Action) -> AbstractContextManager[object]:
-        """Return a context manager that times an action; the gauge times it as well, if there is
-        one."""
+        """Return a context manager that times an action, also by the gauge, if any."""
         if self._gauge is None:
             return self._computing(action)
         both = ExitStack()

@@ -55,8 +55,7 @@ class RankSetup:
     """The parts from which the trainer of a rank is built."""
 
     setup: Setup
-    """The parts that every trainer has. The model holds this rank's nodes only, under their full
-    names."""
+    """The parts of any trainer. The model has this rank's nodes only, under their full names."""
     trained: list[Trained]
     """All trainable parameters of the whole model, in the model's order, with all their copies."""
     parts: Mapping[int, StagePart]
@@ -107,13 +106,11 @@ class StageRunner:
 
     @property
     def schedule_text(self) -> str:
-        """The name of the schedule in use, for people; empty if a batch is not cut into
-        micro-batches."""
+        """The name of the schedule, for people; empty if batches are not cut into micro-batches."""
         return "" if self._rank.micro_batch_size is None else str(self.schedules)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Announce the coming steps, so that their micro-batches are read ahead if stages here read
-        any."""
+        """Announce the coming steps, so that stages that read micro-batches read them ahead."""
         self.setup.gather.expect(self._coming(owned, num_shards, to_step))
 
     def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
@@ -204,8 +201,7 @@ class StageRunner:
         return [part for split in share.splits for part in self.evaluate_split(split, share.begins)]
 
     def evaluate_split(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
-        """Evaluate a split; return the sums per batch on the rank of the last stage, and nothing on
-        other ranks."""
+        """Evaluate a split; return the sums per batch on the last stage's rank, else nothing."""
         with evaluated(self._job, self._average), constant_buffers(self.model):
             return evaluate(self._rank, self._next_pass(), split, begins)
 
@@ -241,8 +237,7 @@ class StageRunner:
         return state.copied(tensors, into), metadata
 
     def wants(self, name: str) -> bool:
-        """Return whether `load_state` needs the tensor or number of this name from the whole
-        state."""
+        """Return whether `load_state` needs this tensor or number of the whole state."""
         if name.startswith(state.OPTIMIZER):
             return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
         if name.startswith(AVERAGE):

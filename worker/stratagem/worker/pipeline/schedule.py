@@ -25,14 +25,12 @@ log = structlog.get_logger(__name__)
 
 
 class Schedules:
-    """The schedules of a pipeline by number of micro-batches, as one rank computes them; equal on
-    all ranks."""
+    """The schedules of a pipeline per number of micro-batches; equal on all ranks."""
 
     def __init__(
         self, asked: str, lane: StageChannel, device: torch.device, *, is_pipelined: bool
     ) -> None:
-        """Begin. asked: a schedule's name, or "auto". is_pipelined: a step has more than one
-        micro-batch."""
+        """asked: a schedule's name, or "auto". is_pipelined: a step has several micro-batches."""
         self._asked, self._lane = asked, lane
         self.name = "1f1b" if asked == AUTO else asked
         """The name of the schedule in use."""
@@ -60,8 +58,7 @@ class Schedules:
         return self.meter is not None and self.meter.num_micro_batches >= 2
 
     def settle(self, number: int) -> None:
-        """Decide the schedule for "auto". number: of the pass in which message times are
-        measured."""
+        """Decide the schedule for "auto". number: of the pass that measures messages."""
         assert self.meter is not None
         hops = measure_hops(self._lane, number, self.meter)
         self.meter, self.name = None, suited(hops.hop_s, hops.compute_s)

@@ -24,8 +24,7 @@ from stratagem.worker.pipeline.messages import Message, put_together, take_apart
 from stratagem.worker.user_code.call_notes import noted
 
 Place: TypeAlias = tuple[str, int, int]
-"""Identifies a received tensor: (node, use of the node's output, index of the tensor in the
-output)."""
+"""A tensor's key: (node, use of the node's output, index of the tensor in the output)."""
 
 
 @dataclass(slots=True)
@@ -107,8 +106,7 @@ class StagePart:
         run_calls(self._calls, self._modules, self._program.num_uses, given, slots)
 
     def backward(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
-        """Run the whole backward, adding to the .grad of parameters; return the gradients for
-        earlier stages."""
+        """Run the whole backward, adding to .grad; return the gradients for earlier stages."""
         tensors, gradients = self._roots(kept, received)
         if tensors:
             self._walk(tensors, gradients)
@@ -124,8 +122,7 @@ class StagePart:
         return self._gradients(kept)
 
     def backward_weight(self, kept: Kept) -> None:
-        """Run the other half of backward, for the parameters, in a second walk through the
-        graph."""
+        """Run the other half of backward, for parameters, in a second walk of the graph."""
         if kept.roots[0] and self._params:
             self._walk(*kept.roots, inputs=self._params)
 
@@ -171,8 +168,7 @@ class StagePart:
         return tensors, gradients
 
     def _gradients(self, kept: Kept) -> dict[int, Message]:
-        """Return the gradient message for each boundary through which differentiable tensors were
-        received."""
+        """Return the message of gradients for each boundary over which any are due."""
         sent = {}
         for boundary in self.before:
             if entered := kept.entered[boundary.number]:

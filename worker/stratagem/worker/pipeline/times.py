@@ -1,5 +1,4 @@
-"""Measure how long the stages of one rank compute and wait in each training step, and record a
-timeline.
+"""Measure how long the stages of one rank compute and wait in each step, and record a timeline.
 
 Always measured, so it has to cost next to nothing: two looks at a clock around what is computed for
 a micro-batch. On a GPU, which works while the host goes on, events in its stream take their place
@@ -96,8 +95,7 @@ class StageTimes:
         self._add_once("optimizer", began)
 
     def _add_once(self, kind: str, began: Moment) -> None:
-        """Record work that the rank does once per step; it is attributed to the rank's first
-        stage."""
+        """Record work that is done once per step; it is attributed to the first stage."""
         first = next(iter(self.sources))
         self._pieces.append(TimedPiece(first, kind, NONE, began, self._now(), 0.0))
 
