@@ -95,7 +95,7 @@ class GradientPort:
         rest: AsyncIterator[pb.ApplyGradientsRequest],
         wait_s: float,
     ) -> int:
-        """Stage the sums of a step, apply them on commit and return the number of steps applied.
+        """Stage the sums of a step and commit them; return the number of steps applied.
 
         A step that was applied before is answered at once, since the caller has lost the answer.
         """
