@@ -49,7 +49,7 @@ def check_purity(dataset: RowDataset) -> None:
 
 
 def _fetched(dataset: RowDataset, number: int) -> dict[str, str]:
-    """Return a fingerprint of each leaf of a row, by its path."""
+    """Return a fingerprint of each leaf of a row, keyed by path."""
     return dict(leaves_of(dataset.row(number, _KEYS)))
 
 
@@ -272,7 +272,7 @@ def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
 
 
 def _begins_anew(source: StreamSource, first: _Read) -> bool:
-    """Return whether a source that continued from a state then starts again at its first row."""
+    """Return whether a source begins at its first row again when it is opened anew."""
     return _read_streams(opened(source, 0, 0, None), 0).rows == first.rows
 
 

@@ -131,7 +131,8 @@ def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
 def _maker(
     module: str, name: str, names: tuple[str, ...], is_list: bool
 ) -> Callable[[list[Any]], Any]:
-    """Return the class of this name if it is loaded here, else a similar named tuple."""
+    """Return a maker of the tuple or list class of this name; of a similar one if it is not
+    loaded."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)

@@ -203,8 +203,8 @@ def _from_entrypoint(
 
 
 def _shares_of_clients(job: JobSpec, factory: Callable[..., Any]) -> Iterable[dict[str, int]]:
-    """Return the arguments of the factory for each client of a federation, in order; none where it
-    takes no client."""
+    """Return the factory's arguments for each client of a federation, in order; none if it takes no
+    client."""
     if not isinstance(job.strategy, Federated) or not _client_arguments(factory, ClientShare(0, 1)):
         return ()
     count = job.strategy.num_clients

@@ -195,7 +195,8 @@ class StreamRules:
 
 
 class StreamReader:
-    """Reads the rows of one stream. Used by one thread."""
+    """Reads the rows of one stream. Used by one thread. It seeds the generators for each row; the
+    caller restores them."""
 
     def __init__(self, source: StreamSource, rules: StreamRules) -> None:
         self._source, self._rules = source, rules

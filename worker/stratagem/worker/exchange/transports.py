@@ -34,7 +34,8 @@ def num_scalars(num_params: int, num_rest: int) -> int:
 
 @dataclass(slots=True)
 class StepScalars:
-    """Scalars that travel with the gradients of one shard, or their sums over all shards."""
+    """Scalars that travel with the gradients of one shard, or their sums over all shards. Those
+    that Python needs are plain numbers, since making a tensor takes longer than using them."""
 
     weight: float
     """Number of rows or tokens that the loss counted."""
