@@ -39,7 +39,7 @@ class ClientStateStore:
         return folder / f"round-{round_num}{_SUFFIX}"
 
     def load(self, run_id: str, client: int, round_num: int, digest: str) -> dict[str, Tensor]:
-        """Return the tensors of a state. Raises NotFoundError if it is missing or has changed."""
+        """Load a state's tensors. Raises NotFoundError if the file is missing or was changed."""
         try:
             data = self.path(run_id, client, round_num).read_bytes()
         except OSError as error:

@@ -26,7 +26,8 @@ NO_NUMBER: Final = 0
 
 @cache
 def clock_number() -> int:
-    """Return a number that is equal for processes whose `time.perf_counter` is the same clock."""
+    """Return a number that is equal for processes whose `time.perf_counter` is the same clock. On
+    Linux these are all in one boot and time namespace, also across containers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         namespace = os.readlink("/proc/self/ns/time")

@@ -190,7 +190,7 @@ class GrpcTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The address of another member, and the proof of identity for it."""
+    """Another member's address, and the proof of identity for calling it."""
 
     address: str
     proof: Proof

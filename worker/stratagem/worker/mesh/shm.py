@@ -349,7 +349,12 @@ class SharedGroup:
         return all(heard >= count for heard in self._heard.values())
 
     def hear(self, count: int, last: int, timeout_s: float) -> None:
-        """Block until every other member has sent `count` tokens."""
+        """Block until every other member has sent `count` tokens.
+
+        Raises ExchangeError, with a missing member: silent, or gone before it has sent `last`
+        tokens. A member that left after them has completed its work; one that left before is missed
+        by all, so none waits for the others.
+        """
         deadline_s = time.monotonic() + timeout_s
         while not self.has_heard(count):
             late = sorted(peer for peer, heard in self._heard.items() if heard < count)

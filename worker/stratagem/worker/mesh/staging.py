@@ -48,8 +48,8 @@ class HostCopy:
 
 
 def to_host(tensor: Tensor) -> HostCopy:
-    """Return the tensor itself if it is on the CPU, else a copy that is queued on the current
-    stream."""
+    """Return the tensor itself if it is on the CPU, else a copy, queued on the current stream. The
+    tensor must not change until the copy has arrived."""
     tensor = tensor.detach()
     if not tensor.is_cuda:
         return HostCopy(tensor.cpu(), None)

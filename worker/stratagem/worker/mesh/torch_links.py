@@ -52,7 +52,7 @@ class ProcessGroupLink:
         return ExchangeError(f"{what}: {error}")
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes whose transfer begins now; negative: whose wait has ended."""
+        """Count bytes in transfer; negative when their wait has ended."""
 
     def _begin(
         self, what: str, tensor: Tensor, flow: Flow, start: Callable[[Any], dist.Work]
@@ -94,7 +94,8 @@ class GroupTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SocketId:
-    """A socket of this process. The inode distinguishes it from a later one of the same number."""
+    """Identifies a socket of this process; the inode differs if a later socket reuses the
+    number."""
 
     fd: int
     inode: int
