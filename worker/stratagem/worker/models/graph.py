@@ -143,7 +143,7 @@ def _line_of(error: BaseException) -> _Line | None:
 
 
 def _raised(error: Exception) -> tuple[str, str]:
-    """Return (the line that ended the trace, its fault, the remedy)."""
+    """Return (the fault of the line that ended the trace, the remedy)."""
     told = f"{type(error).__name__}: {error}"
     for pattern, does, remedy in _RAISED:
         if re.search(pattern, told):
@@ -152,7 +152,7 @@ def _raised(error: Exception) -> tuple[str, str]:
 
 
 def _done_by(node: fx.Node, line: _Line | None) -> tuple[str, _Line | None, str]:
-    """Return (line, fault, remedy) for a node that is not a call of a child with the previous
+    """Return (fault, line, remedy) for a node that is not a call of a child with the previous
     output."""
     name = getattr(node.target, "__name__", str(node.target))
     match node.op:

@@ -32,8 +32,8 @@ from stratagem.worker.models.program import draws_random_numbers, runs_only_know
 
 @dataclass(slots=True)
 class _Hook:
-    """Forward hook that seeds the generators before each call of a module. Idle hooks do nothing,
-    so that compiled code need not be interrupted for them."""
+    """Forward hook that seeds the generators before each call of a module. Compiled code is not
+    interrupted for idle hooks."""
 
     owner: "KeyedRandomness"
     name_key: int

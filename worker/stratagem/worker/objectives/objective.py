@@ -70,8 +70,7 @@ class NamedLoss:
     kwargs: Mapping[str, Any]
 
     def __call__(self, output: Any, target: Any, num_rows: int) -> LossValue:
-        """Compute the loss. Errors of torch are raised as UserCodeError with the shapes of the
-        arguments."""
+        """Compute the loss. Errors of torch are raised again with the shapes of the arguments."""
         try:
             return self.function(output, target, num_rows, self.kwargs)
         except _REFUSALS as error:
@@ -353,7 +352,8 @@ class ReturnedLoss:
 
 
 def weight_of(model: nn.Module, labels: Any) -> Weight:
-    """Return the number of items over which the model's loss is assumed to be a mean."""
+    """Return the items over which the model's loss is assumed to be a mean: "rows", "labels",
+    ..."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return "rows"
     return "shifted_labels" if labels.dim() > 1 and _shifts_labels(model) else "labels"

@@ -146,7 +146,7 @@ class TurnsObjective:
     may_log: bool = field(default=True, init=False)
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """Raise RuntimeError: in training each turn has its own objective."""
+        """Raise AssertionError: in training each turn has its own objective."""
         raise AssertionError("a turn is trained by its own objective")
 
     def evaluate(
