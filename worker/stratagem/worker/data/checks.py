@@ -176,7 +176,7 @@ def _differs(split: str, number: str, leaf: str, where: str) -> InvalidInputErro
 
 
 def _source_of(job: JobSpec) -> str:
-    """Return a digest of everything that determines the rows made by a data function."""
+    """Return a digest of everything that determines the rows of a data function."""
     code = None if job.code is None else job.code.digest
     source = {"seed": job.seed, "code": code, "entrypoint": job.data.entrypoint}
     whole = {**source, "kwargs": check_json(job.data.kwargs)}
@@ -223,7 +223,7 @@ def _leaf(value: Any) -> list[str]:
 
 
 def _rounded(values: list[float], factor: float, offset: float) -> str:
-    """Return a digest of the rounded values, so that a description reveals no value of the data."""
+    """Return a digest of rounded values, so that a description contains no value of the data."""
     largest = max([abs(x) for x in values if math.isfinite(x)] + [_SMALLEST])
     exponent = math.frexp(largest * factor)[1] - _CELLS
     size = math.ldexp(1.0, exponent)

@@ -252,7 +252,7 @@ class Gather:
         return self.dtype
 
     def place(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device, with the dtype of the computation."""
+        """Return the tensor on the device and with the dtype of the computation."""
         dtype = self._dtype_of(tensor)
         if self.pool is not None:
             return self.pool.place(tensor, dtype, self.device)

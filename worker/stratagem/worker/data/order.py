@@ -157,7 +157,7 @@ def _numbered(rows: Tensor, dataset: Dataset) -> Tensor:
 
 
 def _bucketed(lengths: Tensor, window: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
-    """Return batches of rows of similar length: shuffled rows are sorted within windows of `window`
+    """Return batches of rows of similar length: shuffled rows are sorted in windows of `window`
     batches and cut, and the batches are shuffled."""
     generator = torch.Generator().manual_seed(seed + epoch)
     rows = torch.randperm(len(lengths), generator=generator)

@@ -42,7 +42,7 @@ class Layout:
 
     tensors: list[tuple[int, Tensor]] = field(default_factory=list)
     size: int = 0
-    """Total number of bytes."""
+    """The total number of bytes."""
 
     def describe(self, value: Any) -> JSON:
         """Return the JSON description of nested tensors, and assign a place to each tensor."""

@@ -46,7 +46,7 @@ class ReadOrder:
 
     split: str
     num_rows: int
-    """Number of rows of the split."""
+    """The number of rows of the split."""
     given: tuple[tuple[str, int], ...]
     """Arguments of the data function besides the job's keywords."""
     numbers: tuple[int, ...]

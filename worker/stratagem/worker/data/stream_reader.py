@@ -249,7 +249,7 @@ class StreamReader:
             self._read()
 
     def _here(self) -> Mark:
-        """Return a mark of the next row, at the end of a block."""
+        """Return the mark of the next row, at the end of a block."""
         state = None
         if self._rules.has_states and self._iterator is not None and self._rows is not None:
             with user_code(f"asking data.{self._rules.split} for its state"):

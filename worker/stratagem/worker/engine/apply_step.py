@@ -229,7 +229,7 @@ class StepPolicy:
     optimizer: torch.optim.Optimizer | None
     """None if this process holds no parameters."""
     buffers: Buffers | None
-    """Restored when a step is skipped; None for steps without a forward pass."""
+    """Restored with a step that is skipped; None for steps without a forward pass."""
     rates: ReportedRates
     numerics: int
     """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""

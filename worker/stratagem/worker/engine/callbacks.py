@@ -127,7 +127,7 @@ class Callbacks:
 
     @property
     def takes_gradients(self) -> bool:
-        """True if a hook may change the gradient of a step."""
+        """True if there is a hook that may change the gradient of a step."""
         return "on_gradients" in self.hooks
 
     @property
@@ -293,7 +293,7 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """What on_step has logged for the latest step, and if it wants to end the training."""
+    """The values logged by on_step for the latest step, and if it wants to end the training."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False

@@ -177,7 +177,7 @@ class GossipTrainer:
         return unpacked(total, here)
 
     def evaluator(self) -> Evaluator:
-        """Return the evaluator of the mean as of the last end of a segment."""
+        """Return the evaluator of the mean, as of the last end of a segment."""
         self.model.eval()
         return self.setup.evaluator
 

@@ -74,7 +74,7 @@ class JoinReport(NamedTuple):
 
 @dataclass(slots=True)
 class JoinedSums:
-    """Sums over all replicas since a segment began; equal on all members."""
+    """Sums over all replicas since a segment began; alike on all members."""
 
     weight: float = 0.0
     loss: float = 0.0
@@ -260,7 +260,7 @@ class OuterFragment:
 
     @property
     def is_in_flight(self) -> bool:
-        """True from the cut until the update."""
+        """True from the cut to the update."""
         return self._under_way is not None or self.sums is not None
 
     def cut(self, exchange: GradientReducer, step: int, rest: Mapping[int, Tensor]) -> None:

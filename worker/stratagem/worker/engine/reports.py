@@ -31,7 +31,7 @@ class StepReport:
     num_rows: int
     stop: bool
     grad_norm: float
-    """2-norm of the whole gradient before clipping; for several nodes, the largest."""
+    """2-norm of the whole gradient before clipping; of several nodes, the largest."""
     num_skipped: int = 0
     """Number of nodes whose step was skipped as not finite; 0 or 1 if there are no nodes."""
     phase: str = ""

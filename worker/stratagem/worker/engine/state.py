@@ -214,7 +214,7 @@ class MemberTrainer(Protocol[Exchange_contra]):
         """End a segment; return its summary. tally: sums over its steps."""
 
     def evaluator(self) -> Evaluator:
-        """Return an evaluator of the present state, to be used before the next step."""
+        """Return the evaluator of the present state, to be used before the next step."""
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Evaluate this member's batches of the share; return their sums."""

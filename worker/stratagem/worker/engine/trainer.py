@@ -215,7 +215,7 @@ class Trainer:
         return report
 
     def evaluator(self) -> Evaluator:
-        """Return an evaluator of the present state, to be used before the next step."""
+        """Return the evaluator of the present state, to be used before the next step."""
         self._is_training = False
         self.model.eval()
         return self.setup.evaluator

@@ -134,7 +134,7 @@ class GradientBuckets:
             flat.zero_()
 
     def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
-        """Direct the coming gradients into this set; on_full is called with each full bucket."""
+        """Direct the next gradients into this set; on_full is called with each full bucket."""
         self.tensors(index)
         self._filling, self._filling_set = self._views[index], index
         self._on_full = on_full

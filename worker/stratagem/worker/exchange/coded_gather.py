@@ -148,7 +148,7 @@ class _UnderWay:
     """Receives by portion."""
     sends: list[PendingTransfer] = field(default_factory=list)
     num_sent: int = 0
-    """Number of portions sent."""
+    """The number of portions sent."""
 
 
 @dataclass(frozen=True, slots=True)

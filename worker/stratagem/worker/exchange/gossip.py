@@ -267,7 +267,7 @@ class GossipExchange:
         return mixed
 
     def _flat(self, node: int, index: int, bucket: Bucket, device: torch.device) -> Tensor:
-        """Return a buffer for a bucket of a node, which the bucket WINDOW later reuses."""
+        """Return storage for a bucket of a node, which the bucket WINDOW later reuses."""
         key, size_bytes = (node, index % WINDOW), bucket.numel * bucket.dtype.itemsize
         held = self._pool.get(key)
         if held is None or held.numel() < size_bytes or held.device != device:

@@ -40,7 +40,7 @@ class Slot:
     name: str
     bucket: int
     offset: int
-    """Offset in elements of the bucket."""
+    """The offset in elements of the bucket."""
     shape: torch.Size
 
 

@@ -70,7 +70,7 @@ class Freight(Protocol):
         """Return the vectors that can be sent once the buckets up to this one are final."""
 
     def unload(self) -> None:
-        """Write the divided sums into set 0, once all of the inbox is staged."""
+        """Write the sums, divided, into set 0, once all of the inbox is staged."""
 
 
 class SumFreight:
@@ -117,7 +117,7 @@ class CodedFreight:
         self._divisor: float | None = None
 
     def pays_off(self, step: StepPlan) -> bool:
-        """Return whether coded messages take fewer bytes than partial sums, over all members."""
+        """Return whether coded messages are fewer bytes than partial sums, over all members."""
         num_sums = sum(len(nodes) for nodes in step.nodes)
         compressor = self._compressor
         return step.num_live * compressor.message_bytes < num_sums * compressor.raw_bytes
@@ -317,7 +317,7 @@ class ServerTransport:
         return "" if self._coded is None else self._coded.codec
 
     def stage(self, step: int, offset: int, data: bytes | memoryview) -> None:
-        """Store the next bytes of the sums. Offset 0 begins again and drops earlier bytes."""
+        """Store the next bytes of the sums. Offset 0 starts again and drops all earlier bytes."""
         with self._changed:
             opened = self._current(step)
             expected = 0 if offset == 0 else opened.num_staged_bytes

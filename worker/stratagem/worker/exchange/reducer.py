@@ -125,7 +125,7 @@ class SingleMemberReducer:
         self._is_last, self._scalars = False, scalars
 
     def finish(self) -> StepScalars:
-        """Divide the gradients that are not divided yet; return the scalars unchanged. Raises
+        """Divide the gradients that are not divided yet and return the scalars unchanged. Raises
         ExchangeError after cut."""
         if self._is_cut:
             raise ExchangeError("the exchange was cut")
@@ -358,7 +358,7 @@ class GradientReducer:
             self.parameters.cut()
 
     def close(self) -> None:
-        """Free the transport. The buckets remain for the next membership."""
+        """Free the transport. The buckets stay, for the next membership."""
         self.transport.close()
         if self.parameters is not None:
             self.parameters.close()

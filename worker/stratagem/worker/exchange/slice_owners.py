@@ -56,8 +56,7 @@ class SliceOwners:
         return (rank - 1) % len(self.parts)
 
     def places_of_norms(self) -> list[list[tuple[int, range]]]:
-        """For each parameter, the ranks that have its norms, and the norms' indices at each
-        rank."""
+        """Return for each parameter the ranks that have its norms, and the norms' indices there."""
         found: dict[int, list[tuple[int, int, range]]] = {}
         for rank, own in enumerate(self.parts):
             start = 0

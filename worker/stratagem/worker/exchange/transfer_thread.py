@@ -60,8 +60,8 @@ class Method(Protocol):
         """Return the number of tags that one step uses."""
 
     def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> Any:
-        """Return the input of `run` for all steps with this number of live shards. Allocates
-        tensors, transfers nothing."""
+        """Return the input of `run` for all steps with this many live shards. Allocates tensors,
+        transfers nothing."""
 
     def run(self, prepared: Any, turn: Turn) -> None:
         """Exchange one step; afterwards set 0 holds the sums."""

@@ -38,7 +38,7 @@ class StepScalars:
     that Python needs are plain numbers, since making a tensor takes longer than using them."""
 
     weight: float
-    """Number of rows or tokens that the loss counted."""
+    """The number of rows or tokens that the loss counted."""
     loss_sum: float
     """The sum of mean loss · weight."""
     stop: float

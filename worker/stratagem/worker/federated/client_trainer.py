@@ -116,7 +116,7 @@ class Toward:
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
-    """The settings of a client's round, besides the job and the global state."""
+    """The settings of a client's round besides the job and the global state."""
 
     num_lr_reductions: int = 0
     """Number of plateau reductions of the learning rates so far."""

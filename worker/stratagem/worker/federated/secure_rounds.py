@@ -40,7 +40,7 @@ _CAUSES: Final[Mapping[type[Exception], str]] = {
 
 
 class SecureRounds:
-    """Answers the calls of secure aggregation. Blocking; used from any thread."""
+    """Answers the calls of secure aggregation. Blocks; used from any thread."""
 
     def __init__(
         self, store: SecretStore, signer: WorkerSigner, site: SiteGate | None = None

@@ -69,7 +69,7 @@ def memory_bytes(device: torch.device) -> int:
 NUM_STATES: Final = 2
 """Number of states kept per run, or per federation of a run."""
 MAX_FEDERATIONS: Final = 8
-"""Number of federations of a run for which states are kept."""
+"""The number of federations of a run for which states are kept."""
 MAX_UPLOADS: Final = 16
 MAX_DROPPED: Final = 1000
 """Number of digests of dropped states that are remembered per run."""
@@ -241,7 +241,7 @@ class _RunBlobs:
     """The blobs of one run."""
 
     held: OrderedDict[str, Blob] = field(default_factory=OrderedDict)
-    """The stored blobs, least recently used first."""
+    """The blobs, the least recently used first."""
     wanted: dict[object, str] = field(default_factory=dict)
     """Digests that plans wait for or load, keyed by plan."""
     federations: OrderedDict[str, None] = field(default_factory=OrderedDict)

@@ -78,7 +78,7 @@ LAST_RETRY_S: Final = 5.0
 
 
 def new_backoff() -> Backoff:
-    """Make the backoff for attempts to reach a coordinator."""
+    """Make the backoff between attempts to reach a coordinator."""
     return Backoff(FIRST_RETRY_S, LAST_RETRY_S)
 
 

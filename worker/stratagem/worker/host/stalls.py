@@ -69,7 +69,7 @@ class ThreadStay:
     num_moves: int
     since_s: float
     longest_s: float = 0.0
-    """The longest finished stay of the same run."""
+    """The longest ended stay of the same run."""
 
     def seen(self, num_moves: int, now_s: float) -> "ThreadStay":
         """Return the stay updated by an observation: number of activity changes, and the time."""
@@ -179,8 +179,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.text = ""
-        """The activity as named in errors ("training step 12"); empty outside of the user's
-        code."""
+        """The activity, as in errors ("training step 12"); empty outside of the user's code."""
         self.num_moves = 0
         """Number of changes of activity; a rising number shows progress."""
         self.check: Callable[[], None] = _nothing

@@ -172,7 +172,7 @@ class GrpcLink:
 
 
 class GrpcTransfer:
-    """A send in progress. `is_done` is guarded by the mailbox's lock."""
+    """A send in progress. `is_done` is guarded by the mailbox's condition."""
 
     __slots__ = ("__weakref__", "_out", "copy", "is_done", "size_bytes", "step", "tag", "tensor")
 

@@ -103,7 +103,7 @@ class CollectiveLink(Link, Protocol):
 
 
 class Formed(Protocol):
-    """What is formed: a link, or several."""
+    """The result of forming: a link, or several."""
 
     def cut(self) -> None: ...
     def close(self) -> None: ...

@@ -91,7 +91,7 @@ class Mailbox:
         self._present: dict[int, int] = {}
         """Number of open streams per source."""
         self._gone: dict[int, str] = {}
-        """Sources from which nothing more will come, with the reasons."""
+        """The sources from which nothing more will come, with the reasons."""
         self._end = ""
 
     # ---- Receiving side, from any thread ----

@@ -115,7 +115,7 @@ class PeerHub:
         return endpoint
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Accept no more streams for this endpoint."""
+        """Accept no further streams for this endpoint."""
         with self._lock:
             if self._endpoints.get(endpoint.group.key) is endpoint:
                 del self._endpoints[endpoint.group.key]

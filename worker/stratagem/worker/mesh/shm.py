@@ -300,7 +300,7 @@ class SharedGroup:
         self._sockets = dict(sockets)
         self._heard = dict.fromkeys(self._sockets, 0)
         self._owed = dict.fromkeys(self._sockets, 0)
-        """Number of tokens that did not fit into each socket yet."""
+        """The number of tokens that did not fit into each socket yet."""
         self._ended: set[int] = set()
         self._lock = threading.Lock()
         self.is_cut = False  # guarded by _lock, as is the closing of sockets

@@ -95,7 +95,7 @@ class SideStream:
         return mark
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
-        """Let all later work on this stream wait for the mark."""
+        """Make all later work on this stream wait for the mark."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 

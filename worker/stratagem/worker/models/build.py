@@ -177,7 +177,7 @@ def node_modules(model: nn.Module, program: ModelProgram) -> dict[str, nn.Module
 
 
 def graph_module(graph: GraphSpec) -> nn.Module:
-    """Build the model of a graph document, initialised from torch's default generator."""
+    """Return the model of a graph document, initialised from torch's default generator."""
     return GraphModule(graph)
 
 

@@ -127,7 +127,7 @@ def _refusal(model: nn.Module, does: str, line: _Line | None, remedy: str) -> In
 
 
 def _text_of(line: _Line) -> str:
-    """Return a line for messages, as "model.py, line 13: `if x.sum() > 0:`"."""
+    """Return a line as "model.py, line 13: `if x.sum() > 0:`"."""
     file, number = line
     source = linecache.getline(file, number).strip()
     place = f"{bundles.plain_path(file)}, line {number}"

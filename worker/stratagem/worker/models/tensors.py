@@ -77,7 +77,7 @@ def convert(model: nn.Module, job: JobSpec) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype for messages, such as "float32"."""
+    """Return the name of a dtype for messages, as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -379,7 +379,7 @@ def _ending_single(forward: Forward) -> Forward:
 def make_gather(
     job: JobSpec, model: nn.Module, device: torch.device, readers: Readers | None = None
 ) -> Gather:
-    """Make a Gather of rows for the model, with the job's memory setting."""
+    """Make a Gather of rows for the model, by the job's memory setting."""
     memory = job.execution.memory
     return Gather(
         rows_dtype(job, model),

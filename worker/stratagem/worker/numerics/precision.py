@@ -203,7 +203,7 @@ class Numbers(NamedTuple):
     """The dtype of matrix products for Mixed, of everything otherwise."""
 
     def __str__(self) -> str:
-        """Return the format for messages, such as "Mixed in float16"."""
+        """Return the words for messages, such as "Mixed in float16"."""
         return " in ".join(filter(None, (self.precision, name_of(self.dtype))))
 
 
@@ -296,7 +296,7 @@ def _check(
 
 
 def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
-    """Yield (numbers, kind of layer, reason) for everything that this device cannot train."""
+    """Yield (numbers, kind of layer, reason) for everything that the device cannot train."""
     for numbers in ALL_NUMBERS:
         for kind, reason in _missing(numbers, KINDS, device, True).items():
             yield numbers, kind, reason

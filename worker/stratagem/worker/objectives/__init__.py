@@ -1,1 +1,1 @@
-"""Objectives of a model: training losses, evaluation metrics, and evaluation of splits."""
+"""Objectives of a model: training losses, evaluation metrics, and evaluation of a split."""

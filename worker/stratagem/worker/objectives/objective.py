@@ -27,7 +27,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
 class Logged(NamedTuple):
-    """A number logged beside the loss: a mean over `weight` rows, tokens or the like."""
+    """A number that is shown beside the loss: a mean over `weight` rows, tokens or the like."""
 
     name: str
     mean: float | Tensor
@@ -44,7 +44,7 @@ class LossValue:
 
 
 class Assessment(NamedTuple):
-    """The result of an objective for an evaluated batch; output and target are for the metrics."""
+    """The result of an objective for an evaluated batch; output and target are for metrics."""
 
     loss: LossValue
     output: Any
@@ -227,7 +227,7 @@ class Objective(Protocol):
         """True if it may log numbers beside the loss."""
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """Run the forward pass and compute the loss of a micro-batch; the caller runs backward."""
+        """Compute the forward pass and the loss of a micro-batch; the caller runs backward."""
 
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
@@ -293,7 +293,7 @@ class ReturnedLoss:
 
     @property
     def is_users(self) -> bool:
-        """True: the model's code computes the loss."""
+        """Return True: the model's code computes the loss."""
         return True
 
     @property
@@ -303,7 +303,7 @@ class ReturnedLoss:
 
     @property
     def may_log(self) -> bool:
-        """False: a model returns nothing to log."""
+        """Return False: a model returns nothing to log."""
         return False
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:

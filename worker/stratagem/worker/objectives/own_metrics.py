@@ -171,12 +171,12 @@ _TORCHMETRICS_SUM: Final = "dim_zero_sum"
 
 @dataclass(frozen=True, slots=True)
 class SummedState:
-    """One state of a metric as 64-bit numbers: int64 for counts, else float64."""
+    """One state of a metric, as 64-bit numbers: int64 for counts, else float64."""
 
     metric: str
-    """Name of the metric, as "<split>.<metric>"."""
+    """The name of the metric, as "<split>.<metric>"."""
     name: str
-    """Name of the attribute; in a collection, "<key>/<attribute>"."""
+    """The name of the attribute; in a collection, "<key>/<attribute>"."""
     values: np.ndarray
 
 

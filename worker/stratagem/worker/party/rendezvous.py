@@ -101,8 +101,7 @@ async def _suspect(work: ExecutionContext, request: coordinator_pb2.SuspectReque
 
 
 def fence_of(view: MemberView) -> types_pb2.Fence:
-    """Return the fence of calls about this view, by which receivers with a later view refuse
-    them."""
+    """Return the fence of calls about this view: receivers with a later view refuse them."""
     return types_pb2.Fence(term=view.term, membership=view.membership)
 
 

@@ -22,7 +22,7 @@ class Survival:
     keepers: frozenset[int]
     """The members that have kept copies of their slices, but hold those of a newer division."""
     sources: tuple[int, ...]
-    """For each slice, the member that gives it."""
+    """The member that gives each slice."""
     donor: int
     """The member that gives the state that is not divided."""
     grad_norm: float

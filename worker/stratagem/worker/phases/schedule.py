@@ -83,7 +83,7 @@ class LossHistory:
         )
 
     def rolling_average(self, window: int) -> float | None:
-        """Return the mean of the last `window` losses; None if there are fewer."""
+        """Return the mean of the last `window` losses; None while there are fewer."""
         return mean(self.losses[-window:]) if len(self.losses) >= window else None
 
     def change(self, window: int) -> float | None:
@@ -151,7 +151,8 @@ class LossHistory:
         return rise > 0 and rise > SPIKE_DEVIATIONS * deviation
 
     def improvement_rate(self) -> float | None:
-        """Return (last − first) / |first|, negative while the loss falls; None below two losses."""
+        """Return (last − first) / |first|: negative while the loss falls; None below two
+        losses."""
         if len(self.losses) < 2:
             return None
         return _relative(self.losses[-1] - self.losses[0], self.losses[0])
@@ -291,7 +292,7 @@ class State:
     num_since_exact: int = 0
     """Number of Predict steps since the last exact gradient."""
     may_predict: bool = False
-    """True if the latest check of predictions was passed."""
+    """True if the latest check of predictions passed."""
     cycle: int = 0
     counts: Counts = NO_STEPS
     num_refused: int = 0
@@ -311,7 +312,7 @@ class State:
 
 
 class PhaseError(RuntimeError):
-    """Raised for a call that does not fit the phase: a bug of the caller."""
+    """Raised for a call that does not fit the phase: a defect of the caller."""
 
 
 def initial(spec: PhasesSpec) -> State:

@@ -101,7 +101,8 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of a run so far."""
+    """Statistics of a run so far. `average_losses` has no entries for phases without a loss, such
+    as PREDICT."""
 
     counts: Counts
     cycles: int
@@ -416,7 +417,7 @@ class PassTimer:
         self._is_backward = False
 
     def turn(self, *, to_backward: bool) -> None:
-        """End a pass and begin the next one, of the other kind."""
+        """End a pass; the next one, if any, is of another kind or another micro-batch."""
         if to_backward and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now_s = time.perf_counter()
@@ -436,5 +437,5 @@ class PassTimer:
         )
 
     def end_predicted_step(self, phases: PhaseTraining) -> None:
-        """Report the seconds of a predicted step."""
+        """Count the seconds of a predicted step."""
         phases.seconds = phases.seconds.with_predicted(time.perf_counter() - self._step_began_s)

@@ -53,7 +53,7 @@ class Agreement:
         return self._holders[own.name][0] == self._lane.rank
 
     def begin(self, step: int, count: int) -> None:
-        """Begin the rounds of pass number `step`, which has `count` micro-batches."""
+        """Begin the rounds of pass number `step`, with `count` micro-batches."""
         self.step, self._count = step, count
 
     def awaited(self) -> Iterator[Address]:

@@ -260,7 +260,7 @@ class StageRunner:
         self.step = step
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of this rank's part of the state."""
+        """Return the fingerprint of this rank's part of the state."""
         return state.fingerprint(*self.state())
 
     def _next_pass(self) -> int:

@@ -87,7 +87,7 @@ _SHARE: Final = 2 * (NUM_PINGS + 1)
 
 @dataclass(slots=True)
 class Meter:
-    """One rank's measurements of training steps: seconds of computation and bytes sent."""
+    """One rank's measurements of training steps: seconds computed and bytes sent."""
 
     device: torch.device
     seconds: dict[TaskKind, list[float]] = field(default_factory=dict)

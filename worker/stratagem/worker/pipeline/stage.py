@@ -192,7 +192,7 @@ class StagePart:
 
 
 def _leave(boundary: Boundary, slots: Slots) -> tuple[Message, dict[Place, Tensor]]:
-    """Return the message of a boundary, and the sent tensors for which gradients will come."""
+    """Return the message of a boundary, and the tensors for which gradients will come."""
     tensors: list[Tensor] = []
     values: list[Any] = []
     left: dict[Place, Tensor] = {}

@@ -36,7 +36,7 @@ class StepHistory:
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int
     ) -> None:
-        """Begin the record. step: number of applied steps."""
+        """Begin the record. step: the number of applied steps."""
         self._work, self._stride = work, int(plan.history_stride)
         self._before = int(plan.history_from_step)
         """Number of steps in the history before those of this plan."""

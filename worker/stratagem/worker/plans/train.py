@@ -398,7 +398,7 @@ class StepListener:
 
     @property
     def answer(self) -> StepAnswer:
-        """The answer of on_step for the latest step."""
+        """Return the answer of on_step for the latest step."""
         return self._work.holding.answer if self._is_mine else NO_ANSWER
 
     def after(self, report: StepReport) -> None:

@@ -63,7 +63,7 @@ class BeatStream:
     interval_s: float
     """Seconds between heartbeats, as last set by the coordinator."""
     beat_now: asyncio.Event
-    """Set to send the next heartbeat at once."""
+    """Set to request the next heartbeat at once."""
     drain_said: asyncio.Event
     """Set once a heartbeat that announces the drain was answered, or the call has ended after
     one."""
@@ -76,7 +76,7 @@ class BeatStream:
     num_answered: int = 0
     _num_sent: int = 0
     _says_drain: bool = False
-    """True if the latest heartbeat announces the drain."""
+    """True if the last heartbeat announces the drain."""
     _sent_s: float = 0.0
     _answered: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -168,7 +168,7 @@ class Identity:
     address: str
     capability: types_pb2.Capability
     previous_exit: pb.PreviousExit = field(default_factory=pb.PreviousExit)
-    """How the previous process ended, as far as this process knows."""
+    """The end of the previous process, as far as this process knows."""
 
 
 @dataclass(slots=True)

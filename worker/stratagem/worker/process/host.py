@@ -153,7 +153,7 @@ NO_SECRET: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How this process reaches others: its address, proof of identity, coordinator stub, and
+    """The network identity of this process: address, proof of identity, coordinator stub, and
     whether the network between workers is "trusted" or protected by "tls"."""
 
     address: str

@@ -27,10 +27,10 @@ class Place:
 
     launcher: Launcher
     name: str
-    """The worker's name: letters, digits, "_" and "-", as in certificates of worker pools."""
+    """The worker's name: letters, digits, "_" and "-", as in certificates of pools."""
     rank: int
     local_rank: int
-    """The number of the process on its host."""
+    """The number of the process on this host."""
     num_local: int
     """Number of processes on the host; 1 if the launcher does not set it."""
 

@@ -55,7 +55,7 @@ class Session:
     gradients: GradientPort = field(default_factory=GradientPort)
     executions: OrderedDict[Key, PlanExecution] = field(default_factory=OrderedDict)
     leaves: KnownLeaves = field(init=False)
-    """The digests of the latest written leaves."""
+    """The digests of the last written leaves."""
 
     def __post_init__(self) -> None:
         self.leaves = KnownLeaves(self.states.glimpsing)

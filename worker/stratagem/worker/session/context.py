@@ -65,7 +65,7 @@ if TYPE_CHECKING:  # the asynchronous stubs exist only for type checkers
 
 
 MAX_SAID: Final = 1000
-"""Number of warnings about changed code that are remembered, so that none is repeated."""
+"""The number of warnings about changed code that are remembered, so that none is repeated."""
 
 
 class SessionKey(NamedTuple):
@@ -162,7 +162,7 @@ class SessionState:
     kept_slices: KeptSlices | None = None
     """The slices of the previous division, kept until all members have divided the state again."""
     infinite: Masks = field(default_factory=dict)
-    """For each tensor, the elements that were not finite in the initial state; filled on demand."""
+    """Masks of elements that were not finite in the initial state; computed on demand."""
     late: list[StepReport] = field(default_factory=list)
     """Reports of steps that were finished between two memberships, not yet in the tally."""
     is_offering: bool = False
@@ -252,12 +252,12 @@ class ExecutionContext:
 
     @property
     def numerics(self) -> int:
-        """Version of the rules that decide the bits; see common.numerics.rules."""
+        """Return the version of the rules that decide the bits; see common.numerics.rules."""
         return check_numerics(self.request.numerics)
 
     @property
     def data_version(self) -> str:
-        """The present version of the site's data; "" without a site's file."""
+        """Return the present version of the site's data; "" without a site's file."""
         return "" if self.admission is None else self.admission.data_version
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:

@@ -167,7 +167,7 @@ class Control:
         return self._interrupt is not None
 
     def check(self) -> None:
-        """Raise PlanStopped if the plan was asked to end now."""
+        """Raise PlanStopped when the plan was asked to end now."""
         if self._interrupt is not None:
             raise PlanStopped(self._interrupt)
 
@@ -373,7 +373,7 @@ class Outbox:
         self.fail(ConflictError("the session was closed"))
 
     def reopen(self) -> None:
-        """Forget the outcome, since the plan runs again."""
+        """Forget the outcome, as the plan runs again."""
         self._result = None
         self.activity = "waiting"
 

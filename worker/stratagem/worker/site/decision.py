@@ -210,7 +210,7 @@ def _fewest_selected(job: JobSpec, spec: Federated) -> int:
 
 
 def _selected(job: JobSpec, spec: Federated, num_clients: int) -> int:
-    """Return the minimum number of clients that a round selects out of num_clients."""
+    """Return the least number of clients that a round selects of num_clients."""
     match spec.client_selection:
         case All():
             return num_clients

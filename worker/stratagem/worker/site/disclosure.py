@@ -33,7 +33,7 @@ MAX_CHARS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class CodePlaces:
-    """Where the job's code is: the digest of its bundle ("" without one), and the packages that it
+    """The places of a job's code: its bundle's digest ("" without one), and the packages it
     names."""
 
     bundle: str
@@ -103,11 +103,11 @@ ALWAYS: Final = (RefusedBySiteError,)
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """What a site discloses of one plan."""
+    """The rules by which a site discloses parts of one plan's messages."""
 
     site: str
     metrics: frozenset[str]
-    """The disclosed metrics of evaluations, besides the loss."""
+    """The disclosed metrics of evaluations, beside the loss."""
     tells_loss: bool
     """True to disclose loss and metrics at all."""
     shares_logs: bool

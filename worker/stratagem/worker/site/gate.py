@@ -49,7 +49,7 @@ class SiteAdmission:
     site: str
     disclosure: Disclosure
     entrypoints: tuple[str, ...]
-    """Patterns of the installed functions that the job may name."""
+    """The patterns of the installed functions that the job may name."""
     data: Mapping[str, LocalData]
     data_version: str
     places: CodePlaces

@@ -283,7 +283,7 @@ class SiteCode:
 
 
 class UserCode:
-    """The user's code that this worker may run: installed entry points and bundles."""
+    """The user's code that this worker may run: installed entry points, and bundles."""
 
     def __init__(self, installed: EntryPoints, policy: CodePolicy, bundles: CodeStore) -> None:
         self._installed, self._policy, self.bundles = installed, policy, bundles
